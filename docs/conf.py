@@ -45,7 +45,8 @@ nitpick_ignore_regex = [
     # Annotations of other libraries: without a network there is nothing to link them to.
     ("py:(class|exc|data)", r"(torch|nn|ray|collections|contextlib|os|pathlib|typing)\..*"),
     # Names of annotations that are no part of the reference.
-    ("py:class", r"Group|RankContext|Reduction|Result|Tile|Slot|_Method|.*\.Owned"),
+    ("py:class", r"(.*\.)?(Group|Owned|_Method|_Operator)|AbstractContextManager|Profile"),
+    ("py:class", r"RankContext|Reduction|Result|Slot|Tile"),
     ("py:(class|exc)", r"[A-Z]\w*(Error|Warning)|optional"),
 ]
 autodoc_member_order = "bysource"

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.data import BatchParts, ShardedLoader, ShardPlacement, Step, shards_of
+from lockstep.data import BatchParts, ShardAssignment, ShardedLoader, Step, shards_of
 
 
-def placements(num_shards: int, num_workers: int, seed: int = 0) -> list[ShardPlacement]:
+def shard_assignments(num_shards: int, num_workers: int, seed: int = 0) -> list[ShardAssignment]:
     """Contiguous shards for every worker; workers beyond the shards carry none."""
     return [
-        ShardPlacement(num_shards, shards_of(worker, num_workers, num_shards), seed)
+        ShardAssignment(num_shards, shards_of(worker, num_workers, num_shards), seed)
         for worker in range(num_workers)
     ]
 
@@ -32,8 +32,8 @@ def share_out(
     joined = BatchParts.JOINT_OR_BORROWED if borrow else BatchParts.JOINT
     parts = joined if joint else BatchParts.BY_SHARD
     return [
-        list(ShardedLoader(make_loader(), placement, parts=parts).batches(epoch, start_step))
-        for placement in placements(num_shards, num_workers, seed)
+        list(ShardedLoader(make_loader(), assignment, parts=parts).batches(epoch, start_step))
+        for assignment in shard_assignments(num_shards, num_workers, seed)
     ]
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from footprint import private_mb
-from lockstep.data import BatchParts, ShardedLoader, ShardPlacement
+from lockstep.data import BatchParts, ShardAssignment, ShardedLoader
 from reporting import report
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ class Numbers(Dataset[int]):
 
 def _ours(dataset: Numbers, skip: int) -> Iterator[Any]:
     loader = DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True)
-    placement = ShardPlacement(NUM_WORKERS, range(1), seed=0)
-    return ShardedLoader(loader, placement, parts=BatchParts.BY_SHARD).batches(0, skip)
+    assignment = ShardAssignment(NUM_WORKERS, range(1), seed=0)
+    return ShardedLoader(loader, assignment, parts=BatchParts.BY_SHARD).batches(0, skip)
 
 
 def _theirs(dataset: Numbers, skip: int) -> Iterator[Any]:

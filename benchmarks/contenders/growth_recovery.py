@@ -21,7 +21,7 @@ from lockstep.engine.ray_engine import RayEngine
 from lockstep.engine.worker_group import WorkerGroup
 from lockstep.engine.worker_handle import WorkerHandle
 from lockstep.errors import WorkerDiedError
-from lockstep.recovery.lost_workers import LostWorker
+from lockstep.recovery.lost_worker import LostWorker
 from lockstep.recovery.regrouping import Regrouping
 from lockstep.recovery.watchdog import Watchdog
 from lockstep.worker import Outcome, SurvivorState, join, stand_down

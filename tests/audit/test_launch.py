@@ -79,6 +79,16 @@ def test_the_script_is_what_it_is_without_us(tmp_path):
     assert codes(report) == set()
 
 
+def test_a_rank_that_is_ended_for_anothers_failure_has_not_died_without_a_word(tmp_path):
+    script = tmp_path / "waits_and_fails.py"
+    script.write_text(
+        "import os, signal, sys\nsys.exit(7) if os.environ['RANK'] == '0' else signal.pause()\n"
+    )
+    report = tmp_path / "report.json"
+    assert audit("--json", report, script, cwd=tmp_path).returncode == 7
+    assert codes(report) == set()
+
+
 @pytest.mark.slow
 def test_what_the_script_asks_of_python_and_torch_is_as_without_us(tmp_path):
     for name in ("types.py", "lockstep.py"):

@@ -135,7 +135,7 @@ def _live(rank, victim, port):
     successor = Worker(replace(SPEC, num_workers=len(survivors)), survivors.index(rank), rank)
     successor.start(replace(rendezvous, generation=1))
     try:
-        successor.go_to(state)
+        successor.load_state(state)
         successor.train(LoopRequest("train", AFTER, False, {}))
         weights = [p.detach().flatten() for p in successor.operator.model.parameters()]
         return torch.cat(weights).tolist(), successor.operator.global_step

@@ -18,8 +18,8 @@ def test_it_counts_the_shards_that_it_carried_then():
     worker.start(None)
     call = worker._begin(LoopRequest("train", 4, False, {}))
     setting = worker.operator._lockstep.context
-    fewer = replace(setting.placement, shards=range(1))
-    worker.operator._lockstep.context = replace(setting, placement=fewer)
+    fewer = replace(setting.shard_assignment, shards=range(1))
+    worker.operator._lockstep.context = replace(setting, shard_assignment=fewer)
     call.catch_up(replace(call.progress, steps=2))
     assert call.tally.samples == 20
     worker.stop()

@@ -328,9 +328,16 @@ class _Run:
         return with_spawned(own, [ledger for ledger in read if ledger is not None])
 
     def _without_torch(self, rank: int) -> Ledger | None:
-        """A rank that left by itself and never imported torch has nothing to write."""
+        """The record of a rank that ended before it imported torch, and so wrote none.
+
+        It left by itself, or was ended here because another rank had failed: then that rank's
+        failure is the news, and not this one's silence.
+        """
         code = self.processes[rank].popen.returncode
-        if code is None or self.processes[rank].ended_by_us:
+        if self.processes[rank].ended_by_us:
+            failed = any(p.popen.returncode and not p.ended_by_us for p in self.processes)
+            return Ledger(rank=rank, world_size=self.nproc) if failed else None
+        if code is None:
             return None
         died = {"died": signal.Signals(-code).name} if code < 0 else {}
         return Ledger(

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: written whole or not at all, verified when read, never executing code.
+"""Checkpoints: written whole or not at all, verified when read, and read without running code.
 
-- `plain_values`: what may stand in a checkpoint. `plain_state` converts a state, or refuses it.
-- `file_format`: a checkpoint in one file, which is a torch file with our mark at its end.
-- `record_checksums`: which checksum covers which bytes of that file.
+- `plain_values`: `plain_state` converts a state to the types that a checkpoint may hold.
+- `file_format`: a checkpoint in one file, which is a torch file with lockstep's mark at its end.
+- `file_integrity`: the checksums that together cover every byte of that file.
 - `dcp_directory`: a checkpoint as a directory, whose tensors any program can read in shards.
-- `atomic_write`: a file gets its new content in one step.
-- `rotation`: the last few checkpoints of a run.
+- `atomic_write`: replaces a file's content in one step.
+- `rotation`: keeps the last few checkpoints of a run, and finds the newest good one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["plain_state", "publish", "read", "serialise", "write", "write_direct
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Load a state that `write` saved, every byte of it checked first, tensors on the CPU.
+    """Load a state that `write` saved, after every byte has been checked; tensors are on the CPU.
 
     Raises:
         CheckpointNotFoundError: there is no such file (also a FileNotFoundError).

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file is there whole, or is what it was before: temporary file, fsync, rename, fsync.
+"""Writes a file whole, or leaves the previous one: temporary file, fsync, rename, fsync.
 
-A large file is brought to the disk while the rest of it is still written: the disk would
-otherwise idle first, and the writer then wait for it.
+The first part of a large file is flushed to the disk while the rest is still written: otherwise
+the disk would idle first, and then the writer would wait for the disk.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from lockstep.errors import CheckpointWriteError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_SYNCED_AT_ONCE: Final = 1 << 26
-"""Bytes: a call that waits for the disk should have something to wait for."""
+_BYTES_PER_SYNC: Final = 1 << 26
+"""Bytes after which a write starts an fsync in the background; each call of fsync has a cost."""
 
 _CAUSES: Final = {
     errno.ENOSPC: ("the disk is full", "free some space, or save elsewhere"),
@@ -41,16 +41,17 @@ _CAUSES: Final = {
 def publish(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], None]) -> None:
     """Give `path` the content that `fill` writes, in one atomic step.
 
-    When this returns, content and name are on the disk. When it raises, from `fill` or from
-    the file system, `path` is what it was and the temporary file is gone; killed halfway,
-    the process leaves ``.lockstep-*.tmp`` beside it, which no reader takes for a checkpoint.
+    When the function returns, content and name are on the disk. When `fill` or the file system
+    raises an error, `path` holds its previous content and the temporary file is removed. A process
+    that is killed halfway leaves ``.lockstep-*.tmp`` beside `path`, which no reader takes for a
+    checkpoint.
 
     Args:
         path: the file; missing folders are created, a symbolic link is written through.
-        fill: is given the open temporary file, in the same folder, to write to.
+        fill: writes the content to the open temporary file that it is given, in the same folder.
 
     Raises:
-        CheckpointWriteError: the file system said no.
+        CheckpointWriteError: the file system refused a write.
     """
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
@@ -58,7 +59,7 @@ def publish(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], None]) -> 
         os.makedirs(folder, exist_ok=True)
         if os.path.isdir(target):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
-        # Not `tempfile`: its files are private to their owner, others' checkpoints are not.
+        # Rejected: `tempfile`, whose files only their owner may read.
         temporary = os.path.join(folder, f".lockstep-{secrets.token_hex(8)}.tmp")
         try:
             _write_synced(temporary, target, fill)
@@ -77,7 +78,7 @@ def publish(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], None]) -> 
 def _write_synced(temporary: str, target: str, fill: Callable[[IO[bytes]], None]) -> None:
     with (
         ThreadPoolExecutor(max_workers=1) as syncer,
-        _SyncedMeanwhile(temporary, syncer) as raw,
+        _BackgroundSyncedFile(temporary, syncer) as raw,
         io.BufferedRandom(raw) as file,
     ):
         with suppress(FileNotFoundError):
@@ -87,8 +88,8 @@ def _write_synced(temporary: str, target: str, fill: Callable[[IO[bytes]], None]
         raw.sync()
 
 
-class _SyncedMeanwhile(io.FileIO):
-    """A new file whose content another thread brings to the disk while more is written."""
+class _BackgroundSyncedFile(io.FileIO):
+    """A new file whose content another thread flushes to the disk while more is written."""
 
     def __init__(self, path: str, syncer: ThreadPoolExecutor) -> None:
         self._syncer = syncer
@@ -99,24 +100,24 @@ class _SyncedMeanwhile(io.FileIO):
     def write(self, data: Any, /) -> int:
         written = super().write(data)
         self._since += written
-        if self._since >= _SYNCED_AT_ONCE:
+        if self._since >= _BYTES_PER_SYNC:
             self._since = 0
             self._syncing.append(self._syncer.submit(os.fsync, self.fileno()))
         return written
 
     def sync(self) -> None:
-        """Return when everything is on the disk.
+        """Return when the whole content is on the disk.
 
         Raises:
-            OSError: it is not. The system reports a failed write to one call of fsync only: so the
-                results of the earlier calls count, too.
+            OSError: a write failed. The system reports a failed write to one call of fsync only, so
+                the results of the background calls are read as well.
         """
         for syncing in self._syncing:
             syncing.result()
         os.fsync(self.fileno())
 
     def close(self) -> None:
-        # A call that is still waiting must not find its number given to another file.
+        # After the close another file may get this descriptor: no fsync may still be pending.
         for syncing in self._syncing:
             syncing.cancel()
         for syncing in self._syncing:
@@ -125,8 +126,8 @@ class _SyncedMeanwhile(io.FileIO):
         super().close()
 
 
-def sync(path: str) -> None:
-    """Bring a file, or the names in a folder, to the disk: a rename, too, survives a power cut."""
+def fsync_path(path: str) -> None:
+    """Flush a file, or the names in a folder, to the disk: then a rename survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -136,9 +137,9 @@ def sync(path: str) -> None:
 
 def _sync_folder(folder: str) -> None:
     try:
-        sync(folder)
+        fsync_path(folder)
     except OSError as error:
-        # Some network file systems cannot sync a folder, and need not: they rename on a server.
+        # Some network file systems cannot sync a folder: their server makes renames durable.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
 

@@ -4,12 +4,12 @@
 ::
 
     lockstep.ckpt     everything but the tensors, the tensors' shapes, and the checksum of every
-                      other file; a checkpoint file of ours, so verified and read without code
+                      other file; a file of `file_format`, so verified and read without running code
     .metadata, *.distcp   the tensors, for `torch.distributed.checkpoint` of any program
 
-The directory is filled under another name and renamed, so it is there whole or not at all. Where
-one is replaced there are two renames: killed between them, the process leaves the old one beside
-it as ``.lockstep-*.old``.
+The directory is written under another name and then renamed, so it exists whole or not at all. To
+replace a directory takes two renames: a process that is killed between them leaves the old
+directory beside the path as ``.lockstep-*.old``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lockstep.checkpoint.atomic_write import sync, write_error
+from lockstep.checkpoint.atomic_write import fsync_path, write_error
 from lockstep.checkpoint.file_format import read_file, write
 from lockstep.checkpoint.plain_values import plain_state
 from lockstep.errors import CheckpointError, CheckpointWriteError
@@ -41,10 +41,10 @@ INDEX: Final = "lockstep.ckpt"
 _MARK: Final = "\0tensor"
 _METADATA: Final = ".metadata"
 
-# What torch's own index of a distributed checkpoint of tensors is made of. Unpickling runs nothing
-# else: a module as a whole would bring what it imports (`os`), and an entry of bytes
-# (`BytesStorageMetadata`) is something that torch unpickles when it reads the entry.
-_KNOWN: Final = {
+# The classes of torch's index (`.metadata`) of a distributed checkpoint of tensors; unpickling
+# resolves no other name. Rejected: allowing modules as a whole, because a module's imports (`os`)
+# are attributes of it. `BytesStorageMetadata` is missing: torch unpickles such an entry's content.
+_ALLOWED_GLOBALS: Final = {
     "torch.distributed.checkpoint.metadata": {
         "ChunkStorageMetadata",
         "Metadata",
@@ -63,23 +63,25 @@ _KNOWN: Final = {
 
 
 def is_checkpoint_directory(path: str) -> bool:
-    """`path` is a directory that `write_directory` wrote."""
+    """Whether `path` is a directory that `write_directory` wrote."""
     return os.path.isfile(os.path.join(path, INDEX))
 
 
 def write_directory(path: str | os.PathLike[str], state: Mapping[str, Any]) -> str:
-    """As `write`, into a directory whose tensors any torch program can read, in shards too.
+    """Save `state` as `write` does, into a directory whose tensors any torch program can read.
+
+    A program may also read its own shards of the tensors only.
 
     Returns:
         `path` as a string.
 
     Raises:
-        CheckpointError: see `write`; or something else than such a directory is in the way.
-        CheckpointWriteError: it could not be written (also an OSError).
+        CheckpointError: see `write`; or `path` exists and is no such directory.
+        CheckpointWriteError: the directory could not be written (also an OSError).
     """
     plain = plain_state(state)
     try:
-        _publish(os.fspath(path), plain)
+        _write_and_rename(os.fspath(path), plain)
     except CheckpointWriteError:
         raise
     except OSError as error:
@@ -87,8 +89,8 @@ def write_directory(path: str | os.PathLike[str], state: Mapping[str, Any]) -> s
     return os.fspath(path)
 
 
-def _publish(path: str, plain: Mapping[str, Any]) -> None:
-    """Fill a directory beside `path`, and give it the name `path`."""
+def _write_and_rename(path: str, plain: Mapping[str, Any]) -> None:
+    """Write a directory beside `path`, and rename it to `path`."""
     target = os.path.realpath(path)
     is_empty = os.path.isdir(target) and not os.listdir(target)
     if os.path.lexists(target) and not is_empty and not is_checkpoint_directory(target):
@@ -102,7 +104,7 @@ def _publish(path: str, plain: Mapping[str, Any]) -> None:
     stem = os.path.join(os.path.dirname(target), f".lockstep-{secrets.token_hex(8)}")
     try:
         os.mkdir(f"{stem}.tmp")
-        _fill(f"{stem}.tmp", plain)
+        _write_files(f"{stem}.tmp", plain)
         if os.path.isdir(target):
             os.rename(target, f"{stem}.old")
         os.rename(f"{stem}.tmp", target)
@@ -115,17 +117,17 @@ def _publish(path: str, plain: Mapping[str, Any]) -> None:
         shutil.rmtree(f"{stem}.old", ignore_errors=True)
 
 
-def _fill(folder: str, plain: Mapping[str, Any]) -> None:
+def _write_files(folder: str, plain: Mapping[str, Any]) -> None:
     tensors: dict[str, torch.Tensor] = {}
-    hollow = _without_tensors(plain, tensors)
+    hollow = _take_tensors_out(plain, tensors)
     if tensors:
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        with _in_one_process():
+        with _single_process_warning_ignored():
             save(tensors, checkpoint_id=folder, no_dist=True)
-    files = {name: _checksum(os.path.join(folder, name)) for name in sorted(os.listdir(folder))}
+    files = {name: _sha256(os.path.join(folder, name)) for name in sorted(os.listdir(folder))}
     for name in files:
-        sync(os.path.join(folder, name))
+        fsync_path(os.path.join(folder, name))
     write(os.path.join(folder, INDEX), {"state": hollow, "files": files})
 
 
@@ -138,7 +140,7 @@ def read_directory(path: str) -> dict[str, Any]:
     index = read_file(os.path.join(path, INDEX))
     for name, expected in index["files"].items():
         file = os.path.join(path, name)
-        got = _checksum(file) if os.path.isfile(file) else "no such file"
+        got = _sha256(file) if os.path.isfile(file) else "no such file"
         if got != expected:
             raise CheckpointError(
                 "the checkpoint is damaged",
@@ -149,33 +151,33 @@ def read_directory(path: str) -> dict[str, Any]:
                 fix="load an older checkpoint, or copy this one again from where it was written",
             )
     tensors: dict[str, torch.Tensor] = {}
-    state: dict[str, Any] = _with_tensors(index["state"], tensors)
+    state: dict[str, Any] = _put_tensors_in(index["state"], tensors)
     if tensors:
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        reader = _reader(path, set(index["files"]))
-        reader.read_metadata()  # what it refuses keeps its type here
-        with _in_one_process():
+        reader = _verified_reader(path, set(index["files"]))
+        reader.read_metadata()  # called here too: `load` would wrap a CheckpointError in its own
+        with _single_process_warning_ignored():
             load(tensors, storage_reader=reader, no_dist=True)
     return state
 
 
-def _without_tensors(state: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
+def _take_tensors_out(state: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
     """The same structure, each tensor replaced by its name, shape and dtype."""
 
-    def taken_out(path: KeyPath, leaf: Any) -> Any:
+    def take_out(path: KeyPath, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        # Numbered: keys of different types may read the same.
+        # The number makes names unique: keys of different types may have the same text.
         name = "".join([str(len(tensors)), *(f".{key.value}" for key in path)])
         tensors[name] = leaf
         return {_MARK: [name, list(leaf.shape), leaf.dtype]}
 
-    return tree_map_with_path(taken_out, state)
+    return tree_map_with_path(take_out, state)
 
 
-def _with_tensors(hollow: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The opposite: tensors to be filled, by name."""
+def _put_tensors_in(hollow: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """The state with empty tensors in the places of their descriptions; collects them by name."""
 
     def put_in(like: Any, values: list[Any]) -> Any:
         if not isinstance(like, Mapping) or _MARK not in like:
@@ -187,15 +189,15 @@ def _with_tensors(hollow: Any, tensors: dict[str, torch.Tensor]) -> Any:
     return tree_map(lambda leaf: leaf, hollow, put_in)
 
 
-class _Unpickler(pickle.Unpickler):
+class _AllowlistUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if name in _KNOWN.get(module, set()) or is_dtype:
+        if name in _ALLOWED_GLOBALS.get(module, set()) or is_dtype:
             return super().find_class(module, name)
-        raise _would_run(f"{module}.{name}")
+        raise _needs_code_error(f"{module}.{name}")
 
 
-def _would_run(got: str) -> CheckpointError:
+def _needs_code_error(got: str) -> CheckpointError:
     return CheckpointError(
         "the checkpoint holds an object that only code could rebuild; it was not run",
         got=got,
@@ -204,21 +206,23 @@ def _would_run(got: str) -> CheckpointError:
     )
 
 
-def _reader(path: str, verified: Set[str]) -> FileSystemReader:
-    """Reads tensors, out of files whose checksum was right."""
+def _verified_reader(path: str, verified: Set[str]) -> FileSystemReader:
+    """A reader of tensors that reads only files whose checksum was right."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 
     class Reader(FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
             with self.fs.create_stream(os.path.join(self.path, _METADATA), "rb") as file:
-                metadata: Metadata = _Unpickler(io.BytesIO(file.read())).load()
+                metadata: Metadata = _AllowlistUnpickler(io.BytesIO(file.read())).load()
             for name, entry in metadata.state_dict_metadata.items():
                 if type(entry) is not TensorStorageMetadata:
-                    raise _would_run(f"{name}: {type(entry).__name__}")
+                    raise _needs_code_error(f"{name}: {type(entry).__name__}")
             for entry in metadata.storage_data.values():
                 if entry.relative_path not in verified or entry.transform_descriptors:
-                    raise _would_run(f"{entry.relative_path}, which is no file of this checkpoint")
+                    raise _needs_code_error(
+                        f"{entry.relative_path}, which is no file of this checkpoint"
+                    )
             metadata.storage_meta = metadata.storage_meta or StorageMeta()
             metadata.storage_meta.load_id = self.load_id
             return metadata
@@ -227,13 +231,13 @@ def _reader(path: str, verified: Set[str]) -> FileSystemReader:
 
 
 @contextmanager
-def _in_one_process() -> Iterator[None]:
+def _single_process_warning_ignored() -> Iterator[None]:
     with warnings.catch_warnings():
-        # torch says that it takes what it was told (`no_dist`) for the intent.
+        # torch warns that it assumes one process, which `no_dist=True` has told it.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
-def _checksum(path: str) -> str:
+def _sha256(path: str) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

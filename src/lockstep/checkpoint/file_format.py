@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of a checkpoint: torch's own zip file, with our mark as the archive's comment.
+"""The bytes of a checkpoint: torch's own zip file, with lockstep's mark as the archive's comment.
 
 ::
 
@@ -7,16 +7,16 @@
 
     mark: lockstep-checkpoint {"sha256":"<64 hex>","version":2} <crc32 of all before it, 8 hex>
 
-The comment is the last field of a zip file, and its length the last but one: torch writes none, and
-readers skip it. Every byte is covered: the content of large records by their own CRCs and the rest
-of torch's by the checksum (of the file as torch wrote it, with a comment of length zero; see
-`record_checksums`), the length by the mark's real length, the mark by its own CRC. So a reader can
-believe the mark before the content, and calls a newer file newer, not damaged. Version 1, whose
-checksum is that of all of torch's bytes, is read as well.
+The comment is the last field of a zip file, and its length the last but one: torch writes no
+comment, and readers skip it. Checksums cover every byte: the large records' own CRCs their content,
+the SHA-256 all other bytes of torch's file (as torch wrote it, with a comment of length zero; see
+`file_integrity`), the mark's real length the length field, and the mark's CRC the mark. So a reader
+can trust the mark before it has checked the content, and reports a newer file as newer, not as
+damaged. Files of version 1, whose SHA-256 covers all of torch's bytes, can be read as well.
 
-Rejected: a record of our own inside the archive (it cannot hold a checksum of the archive,
-and adding one needs torch's private writer); a second file (two files cannot be replaced in
-one step); the zip's CRC-32 per record alone (it does not cover the directory).
+Rejected: a record of lockstep's inside the archive (it cannot hold a checksum of the archive, and
+adding one needs torch's private writer); a second file (two files cannot be replaced in one step);
+the zip's CRC-32 per record alone (it does not cover the directory).
 """
 
 from __future__ import annotations
@@ -33,8 +33,12 @@ from typing import IO, TYPE_CHECKING, Any, Final, cast
 import torch
 
 from lockstep.checkpoint.atomic_write import publish
+from lockstep.checkpoint.file_integrity import (
+    find_damaged_record,
+    large_record_ranges,
+    sha256_excluding,
+)
 from lockstep.checkpoint.plain_values import plain_state
-from lockstep.checkpoint.record_checksums import changed_record, digest_around, large_records
 from lockstep.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -63,14 +67,14 @@ def write(path: str | os.PathLike[str], state: Mapping[str, Any]) -> str:
 
     Raises:
         WrongTypeError: `state` is no dict.
-        CheckpointError: something in it could not be read back; the message says where.
+        CheckpointError: a value in it could not be read back; the message names its place.
         CheckpointWriteError: the file could not be written (also an OSError).
     """
     plain = plain_state(state)
 
     def fill(file: IO[bytes]) -> None:
         serialise(plain, file)
-        _prove_readable(file)
+        _check_readable(file)
 
     publish(path, fill)
     return os.fspath(path)
@@ -82,8 +86,8 @@ def read_file(path: str) -> dict[str, Any]:
     Raises:
         CheckpointError, OSError: see `lockstep.checkpoint.read`.
     """
-    # One open file for the check and the load: a writer that replaces `path` in between
-    # cannot make us load what was not checked.
+    # One open file serves the check and the load: a writer that replaces `path` in between must
+    # not make `torch.load` read bytes that were not checked.
     with open(path, "rb") as file:
         return _load(file, path)
 
@@ -94,8 +98,8 @@ def serialise(state: Mapping[str, Any], file: IO[bytes]) -> None:
     Raises:
         OSError: the file could not be written.
     """
-    writer = _Writer(file)
-    with _records_have_crcs():
+    writer = _FailureKeepingWriter(file)
+    with _record_crcs_enabled():
         torch.save(state, cast("IO[bytes]", writer))
     if writer.failure is not None:
         raise writer.failure
@@ -107,15 +111,15 @@ def serialise(state: Mapping[str, Any], file: IO[bytes]) -> None:
             fix="use a torch version that lockstep was tested with",
         )
     content_size = file.seek(-len(_NO_COMMENT), os.SEEK_END)
-    mark = _make_mark(digest_around(file, large_records(file), content_size))
+    mark = _make_mark(sha256_excluding(file, large_record_ranges(file), content_size))
     file.seek(content_size)
     file.write(struct.pack("<H", len(mark)) + mark)
 
 
-def _prove_readable(file: IO[bytes]) -> None:
-    """Read back the structure of a file that `serialise` filled (mapped: no tensor is read).
+def _check_readable(file: IO[bytes]) -> None:
+    """Raise an error unless torch can load what `serialise` wrote (mapped: no tensor is read).
 
-    `plain_state` has named what it knows to be unreadable; this is for what it does not.
+    `plain_state` refuses all types that are known to be unreadable; this check finds the others.
     """
     file.flush()
     try:
@@ -141,9 +145,9 @@ def _load(file: IO[bytes], path: str) -> dict[str, Any]:
             where=path,
             fix="pip install --upgrade lockstep-train",
         )
-    damage = _damage_of(file, mark, content_size)
+    damage = _find_damage(file, mark, content_size)
     if damage is not None:
-        raise _damage(path, damage)
+        raise _damaged_error(path, damage)
     file.seek(0)
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
@@ -157,7 +161,7 @@ def _load(file: IO[bytes], path: str) -> dict[str, Any]:
         ) from error
     except (MemoryError, OSError):
         raise
-    except Exception as error:  # what a reader raises for a layout that it does not know
+    except Exception as error:  # of any type, for a layout that this torch does not know
         raise CheckpointError(
             "torch cannot read the checkpoint, whose checksum is right",
             where=path,
@@ -173,8 +177,8 @@ def _load(file: IO[bytes], path: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _records_have_crcs() -> Iterator[None]:
-    """torch can be told, for the whole process, to write none."""
+def _record_crcs_enabled() -> Iterator[None]:
+    """Make torch write the CRCs of records, which a program can switch off for its process."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)
     try:
@@ -183,12 +187,12 @@ def _records_have_crcs() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-class _Writer:
-    """Passes torch's bytes on to the file.
+class _FailureKeepingWriter:
+    """Passes torch's bytes on to the file, and keeps the first OSError for `serialise` to raise.
 
-    An OSError must not travel through torch's C++ writer: it would come out as a
-    RuntimeError about positions, or end the process in a destructor. So the first one is kept
-    and the rest is swallowed.
+    An OSError must not travel through torch's C++ writer, which would raise a RuntimeError about
+    positions instead, or end the process in a destructor. After the first OSError all further
+    bytes are dropped.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -206,7 +210,7 @@ class _Writer:
         return len(data)
 
     def flush(self) -> None:
-        """torch calls it at the end; the file is flushed by its owner."""
+        """Do nothing: torch calls this at the end, and the file's owner flushes the file."""
 
 
 def _make_mark(sha256: str, version: int = VERSION) -> bytes:
@@ -226,35 +230,35 @@ def _read_mark(file: IO[bytes], path: str) -> tuple[dict[str, Any], int]:
     tail = file.read()
     at = tail.rfind(_NAME)
     if at < 0:
-        raise _foreign(file, path)
+        raise _foreign_file_error(file, path)
     mark = tail[at:]
     body, crc = mark[:-8], mark[-8:]
     if crc != b"%08x" % zlib.crc32(body):
-        raise _damage(path, "its last bytes, which identify it, are damaged")
+        raise _damaged_error(path, "its last bytes, which identify it, are damaged")
     if tail[:at][-2:] != struct.pack("<H", len(mark)):
-        raise _damage(path, "the length of its last field is wrong")
+        raise _damaged_error(path, "the length of its last field is wrong")
     fields: dict[str, Any] = json.loads(body.removeprefix(_NAME))  # its CRC is right
     return fields, start_of_tail + at - len(_NO_COMMENT)
 
 
-def _damage_of(file: IO[bytes], mark: Mapping[str, Any], content_size: int) -> str | None:
-    """What is wrong with torch's part of the file; None if it is what was written."""
+def _find_damage(file: IO[bytes], mark: Mapping[str, Any], content_size: int) -> str | None:
+    """What is damaged in torch's part of the file; None if all its checksums are right."""
     other = "its checksum does not match its content"
     if mark["version"] == 1:
-        return None if digest_around(file, [], content_size) == mark["sha256"] else other
+        return None if sha256_excluding(file, [], content_size) == mark["sha256"] else other
     try:
-        records = large_records(file)
+        records = large_record_ranges(file)
     except OSError:
         raise
-    except Exception as error:  # what a reader of zip files raises for one that is damaged
+    except Exception as error:  # `zipfile` raises errors of many types for a damaged file
         return f"its directory cannot be read ({_first_line(error)})"
-    if digest_around(file, records, content_size) != mark["sha256"]:
+    if sha256_excluding(file, records, content_size) != mark["sha256"]:
         return other
-    changed = changed_record(file)
+    changed = find_damaged_record(file)
     return None if changed is None else f"the checksum of {changed} does not match its content"
 
 
-def _damage(path: str, got: str) -> CheckpointError:
+def _damaged_error(path: str, got: str) -> CheckpointError:
     return CheckpointError(
         "the checkpoint is damaged",
         where=path,
@@ -264,7 +268,7 @@ def _damage(path: str, got: str) -> CheckpointError:
     )
 
 
-def _foreign(file: IO[bytes], path: str) -> CheckpointError:
+def _foreign_file_error(file: IO[bytes], path: str) -> CheckpointError:
     file.seek(0)
     start = file.read(len(_LOCAL_HEADER))
     expected = "a file that lockstep's `save` wrote"
@@ -284,7 +288,7 @@ def _foreign(file: IO[bytes], path: str) -> CheckpointError:
             fix="read weights with `torch.load(path, weights_only=True)`, not with `load`; a state"
             " that RaySGD saved: `trainer.load_state_dict(torch.load(path, weights_only=True))`",
         )
-    return _damage(path, "its end is missing")
+    return _damaged_error(path, "its end is missing")
 
 
 def _first_line(error: BaseException) -> str:

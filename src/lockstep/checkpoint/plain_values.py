@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may stand in a checkpoint: tensors and plain Python, nothing that needs code to rebuild.
+"""Converts a state to tensors and plain Python values, which can be read without running code.
 
-The rule is a list of exact types and not "whatever pickles": a class that pickles today needs
-the same class, at the same place, to be read, and reading it would run its code.
+The rule is a list of exact types. Rejected: every object that pickles; to read one takes the same
+class in the same module, and runs its code.
 
-Converted on the way, because they are common and lose nothing that a reader would miss:
+These common types are converted, because a reader misses nothing:
 
 - numpy scalars, and subclasses of int, float, complex, str and bytes (``torch.__version__``),
-  become the plain Python value; an Enum does not, its name would be lost;
+  become the plain Python value (an Enum is refused: its name would be lost);
 - numpy arrays of numbers and bools become tensors (``.numpy()`` gives the array back);
-- tensors and parameters come as detached CPU tensors. A view of a larger tensor is copied, so
-  that the rest of it stays out of the file; tensors that share whole memory go on sharing it.
+- tensors and parameters become detached CPU tensors. A view of a larger tensor is copied, so that
+  the rest of that tensor stays out of the file; tensors that share their whole memory still do.
 """
 
 from __future__ import annotations
@@ -58,68 +58,70 @@ def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         WrongTypeError: `state` is no mapping.
-        CheckpointError: something in it cannot be read back; names its key path and type.
+        CheckpointError: a value in it cannot be read back; the message names its key path and type.
     """
     if not isinstance(state, Mapping):
         raise WrongTypeError(
             "a checkpoint holds a dict", expected="a dict", got=type(state).__qualname__
         )
-    return _Plain().mapping(dict(state), "state")
+    return _PlainConverter().convert_mapping(dict(state), "state")
 
 
-class _Plain:
-    """One walk over a state, remembering which memory it has already met."""
+class _PlainConverter:
+    """Converts one state, and remembers the memory of the tensors that it has converted already."""
 
     def __init__(self) -> None:
         self._open: set[int] = set()
-        # The source is kept with the result: freed memory would be reused under the same key.
+        # Source and result: the source stays alive, or a new tensor could get the same storage key.
         self._tensors: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
 
-    def value(self, value: Any, where: str) -> Any:
+    def convert(self, value: Any, where: str) -> Any:
         kind = type(value)
         if kind in _ATOMS:
             if kind is int and value.bit_length() > _MAX_INT_BITS:
-                raise _refusal(value, where, fix="store it as text: `str(number)`")
+                raise _not_plain_error(value, where, fix="store it as text: `str(number)`")
             return value
         if isinstance(value, Tensor):
-            return self._tensor(value, where)
+            return self._convert_tensor(value, where)
         if kind in _MAPPINGS or kind in _SEQUENCES:
-            return self._container(value, where)
+            return self._convert_container(value, where)
         if isinstance(value, np.ndarray):
-            return _array_as_tensor(value, where)
-        return _scalar(value, where)
+            return _tensor_of_array(value, where)
+        return _plain_scalar(value, where)
 
-    def mapping(self, mapping: dict[Any, Any], where: str) -> dict[Any, Any]:
+    def convert_mapping(self, mapping: dict[Any, Any], where: str) -> dict[Any, Any]:
         plain = type(mapping)()
         for key, value in mapping.items():
-            plain[_key(key, where)] = self.value(value, f"{where}[{_shown(key)}]")
-        # A module's `state_dict()` carries `_metadata`, by which old layouts are recognised.
+            plain[_plain_key(key, where)] = self.convert(value, f"{where}[{_quote_key(key)}]")
+        # torch recognises old layouts by the attribute `_metadata` of a module's `state_dict()`.
         for name, value in getattr(mapping, "__dict__", {}).items():
-            setattr(plain, name, self.value(value, f"{where}.{name}"))
+            setattr(plain, name, self.convert(value, f"{where}.{name}"))
         return plain
 
-    def _container(self, value: Any, where: str) -> Any:
+    def _convert_container(self, value: Any, where: str) -> Any:
         if id(value) in self._open:
-            raise _refusal(value, where, fix="take the container out of itself")
+            raise _not_plain_error(value, where, fix="take the container out of itself")
         self._open.add(id(value))
         try:
             if isinstance(value, dict):
-                return self.mapping(value, where)
+                return self.convert_mapping(value, where)
             if isinstance(value, set):
-                return {_key(item, where) for item in value}
-            items = (self.value(item, f"{where}[{index}]") for index, item in enumerate(value))
+                return {_plain_key(item, where) for item in value}
+            items = (self.convert(item, f"{where}[{index}]") for index, item in enumerate(value))
             return type(value)(items)
         finally:
             self._open.discard(id(value))
 
-    def _tensor(self, tensor: Tensor, where: str) -> Tensor:
+    def _convert_tensor(self, tensor: Tensor, where: str) -> Tensor:
         if type(tensor) not in _TENSORS or tensor.is_nested:
-            raise _refusal(
+            raise _not_plain_error(
                 tensor, where, fix="store a plain tensor (of a DTensor: `.full_tensor()`)"
             )
         if tensor.is_meta:
-            raise _refusal(tensor, where, fix="give it data: a tensor on `meta` has only a shape")
+            raise _not_plain_error(
+                tensor, where, fix="give it data: a tensor on `meta` has only a shape"
+            )
         tensor = tensor.detach().resolve_conj().resolve_neg()
         if tensor.layout != torch.strided or tensor.is_quantized:
             return tensor.cpu()
@@ -130,51 +132,53 @@ class _Plain:
             if tensor.numel() * tensor.itemsize < storage.nbytes():
                 saved = tensor.clone().cpu()
             else:
-                # Moved by storage, not by tensor: two tensors on one CUDA storage stay on one.
+                # The storage is moved, so that two tensors of one CUDA storage still share one.
                 on_cpu = self._storages.setdefault(storage_key(tensor), storage.cpu())
                 saved = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(on_cpu, *place)
             self._tensors[key] = (tensor, saved)
         return self._tensors[key][1]
 
 
-def _key(key: Any, where: str) -> Any:
-    """A dict's key or a set's item: hashable, and compared by value after reading."""
+def _plain_key(key: Any, where: str) -> Any:
+    """A dict's key or a set's item as a plain value, which is hashable and compares by value."""
     if type(key) is tuple:
-        return tuple(_key(part, where) for part in key)
+        return tuple(_plain_key(part, where) for part in key)
     if type(key) in _ATOMS:
         return key
-    return _scalar(key, f"{where}, key {key!r}")
+    return _plain_scalar(key, f"{where}, key {key!r}")
 
 
-def _scalar(value: Any, where: str) -> Any:
+def _plain_scalar(value: Any, where: str) -> Any:
     """The plain Python value of a numpy scalar or of a subclass of a plain type."""
     if isinstance(value, Enum):
-        raise _refusal(value, where, fix="store `.name` or `.value`")
+        raise _not_plain_error(value, where, fix="store `.name` or `.value`")
     if isinstance(value, str):
-        return str.__str__(value)  # not `str(value)`: a subclass may print as something else
+        return str.__str__(value)  # `str(value)` would call a subclass's own `__str__`
     for kind in _SUBCLASSED:
         if isinstance(value, kind):
             return kind(value)
     if isinstance(value, np.generic) and type(value.item()) in _ATOMS:
         return value.item()
-    raise _refusal(value, where, fix="store its parts: numbers, strings, tensors, lists, dicts")
+    raise _not_plain_error(
+        value, where, fix="store its parts: numbers, strings, tensors, lists, dicts"
+    )
 
 
-def _array_as_tensor(array: np.ndarray[Any, Any], where: str) -> Tensor:
+def _tensor_of_array(array: np.ndarray[Any, Any], where: str) -> Tensor:
     native = array.dtype.newbyteorder("=")
     if array.dtype.kind in "biufc":
-        with suppress(TypeError):  # a width that torch has not got, as longdouble
+        with suppress(TypeError):  # torch has no dtype of this width (longdouble, say)
             return torch.from_numpy(np.array(array, dtype=native, order="C", copy=True))
-    raise _refusal(
+    raise _not_plain_error(
         array, where, fix="store numbers, or `array.tolist()`", note=f" of {array.dtype}"
     )
 
 
-def _shown(key: Any) -> str:
+def _quote_key(key: Any) -> str:
     return json.dumps(key, ensure_ascii=False) if type(key) is str else repr(key)
 
 
-def _refusal(value: Any, where: str, *, fix: str, note: str = "") -> CheckpointError:
+def _not_plain_error(value: Any, where: str, *, fix: str, note: str = "") -> CheckpointError:
     kind = type(value)
     return CheckpointError(
         f"cannot save {where}: {kind.__qualname__}{note}",

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last few checkpoints of one run in a directory of their own, and the newest good one.
+"""Keeps the last few checkpoints of one run in a directory, and finds the newest good one.
 
-The names sort by step, and the steps of a run only grow. A name with a larger step than the one
-just written is therefore of a line that the run has left: it was damaged, or the run was taken
-back to an older state. Such a file is renamed, so that no run goes on from it; it is not deleted,
-because only a person can know what it is worth.
+The names sort by step, and the steps of a run only grow. A checkpoint with a larger step than the
+one just written therefore does not belong to the run any more: it was damaged when the run resumed,
+or the run was taken back to an older state. `Rotation` renames such a file, so that no run resumes
+from it, and does not delete it: only a person can know what it is worth.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("lockstep.checkpoint")
 
 _NAME: Final = re.compile(r"step-(\d{10,})\.ckpt")
-_LEFT_BEHIND: Final = re.compile(r"\.lockstep-[0-9a-f]{16}\.tmp")
+_LEFTOVER: Final = re.compile(r"\.lockstep-[0-9a-f]{16}\.tmp")
 _SET_ASIDE: Final = "set-aside-"
 
 
@@ -34,10 +34,10 @@ class Rotation:
     """Checkpoints of a run, at most `keep` of them.
 
     Args:
-        folder: the run's own; created by `claim`.
-        keep: how many to leave when another one is written.
-        write: writes one, as `lockstep.checkpoint.write`.
-        read: reads and verifies one, as `lockstep.checkpoint.read`.
+        folder: the run's own folder; `prepare_folder` creates it.
+        keep: how many checkpoints remain after `write`.
+        write: writes a checkpoint, as `lockstep.checkpoint.write`.
+        read: reads and verifies a checkpoint, as `lockstep.checkpoint.read`.
     """
 
     def __init__(
@@ -52,26 +52,28 @@ class Rotation:
         self._write_one = write
         self._read_one = read
 
-    def claim(self) -> None:
-        """Make sure now, and not after an hour, that there is a folder that can be written to.
+    def prepare_folder(self) -> None:
+        """Create the folder, try to write to it, and remove what killed writers have left in it.
+
+        Called when a run starts: a folder that cannot be written to must not show after an hour.
 
         Raises:
-            CheckpointWriteError: there cannot be one.
+            CheckpointWriteError: the folder cannot be created or written to.
         """
         probe = os.path.join(self.folder, f".lockstep-{secrets.token_hex(8)}.tmp")
         try:
             os.makedirs(self.folder, exist_ok=True)
             with open(probe, "xb") as file:
                 file.write(b"lockstep")
-            # The probe, and what a writer that was killed has left: it would fill the disk.
+            # Removes the probe and the temporary files of killed writers, which fill the disk.
             for name in os.listdir(self.folder):
-                if _LEFT_BEHIND.fullmatch(name):
+                if _LEFTOVER.fullmatch(name):
                     _remove(os.path.join(self.folder, name))
         except OSError as error:
             raise write_error(self.folder, error) from error
 
     def steps(self) -> list[int]:
-        """The steps of the checkpoints that are there, good or not, ascending."""
+        """The steps of the checkpoints in the folder, readable or not, in ascending order."""
         with suppress(FileNotFoundError):
             names = map(_NAME.fullmatch, os.listdir(self.folder))
             return sorted(int(name[1]) for name in names if name is not None)
@@ -80,11 +82,11 @@ class Rotation:
     def path_of(self, step: int) -> str:
         return os.path.join(self.folder, f"step-{step:010d}.ckpt")
 
-    def newest(self) -> tuple[str, dict[str, Any]] | None:
-        """The newest good one, with its path; None if there are none at all.
+    def read_newest(self) -> tuple[str, dict[str, Any]] | None:
+        """Read the newest good checkpoint: its path and its state; None if the folder has none.
 
         Raises:
-            CheckpointError: there are some, and none of them can be read.
+            CheckpointError: the folder has checkpoints, and none of them can be read.
         """
         refused: list[CheckpointError] = []
         for step in reversed(self.steps()):
@@ -92,37 +94,38 @@ class Rotation:
             try:
                 return path, self._read_one(path)
             except CheckpointError as error:
-                _log.warning("%s is passed over: %s", path, _in_one_line(error))
+                _log.warning("%s is passed over: %s", path, _one_line_of(error))
                 refused.append(error)
         if not refused:
             return None
         raise CheckpointError(
             "no checkpoint here can be read",
             where=self.folder,
-            got=f"{len(refused)} of them; the newest: {_in_one_line(refused[0])}",
+            got=f"{len(refused)} of them; the newest: {_one_line_of(refused[0])}",
             fix="bring a good copy back, or give an empty checkpoint_dir to start afresh",
         ) from refused[0]
 
     def write(self, step: int, state: Mapping[str, Any]) -> str:
-        """Write one, then let go of those that are not among the last `keep` any more.
+        """Write a checkpoint, then remove those that are not among the last `keep` any more.
 
         Returns:
-            Its path.
+            The path of the checkpoint.
 
         Raises:
-            CheckpointError: see `lockstep.checkpoint.write`; the others are all still there.
+            CheckpointError: see `lockstep.checkpoint.write`; no older checkpoint was removed.
         """
         path = self._write_one(self.path_of(step), state)
         try:
-            self._let_go(step)
-        # The checkpoint is safe. That an older one stays is no reason to say that it is not.
+            self._remove_old(step)
+        # The new checkpoint is on the disk: an older one that stays must not fail the run.
         except OSError as error:
             _log.warning("an older checkpoint in %s could not be removed: %s", self.folder, error)
         return path
 
-    def _let_go(self, newest: int) -> None:
-        line = [step for step in self.steps() if step <= newest]
-        for step in line[: -self._keep]:
+    def _remove_old(self, newest: int) -> None:
+        """Delete all but the last `keep` checkpoints up to `newest`; rename those after it."""
+        own_steps = [step for step in self.steps() if step <= newest]
+        for step in own_steps[: -self._keep]:
             _remove(self.path_of(step))
         for step in self.steps():
             if step > newest:
@@ -134,7 +137,7 @@ class Rotation:
 
 
 def _remove(path: str) -> None:
-    """A file or a directory; a directory first loses its name, so that it is never half there."""
+    """Remove a file or a directory; a directory is renamed first, so that none is there by half."""
     if not os.path.isdir(path):
         with suppress(FileNotFoundError):
             os.unlink(path)
@@ -144,6 +147,6 @@ def _remove(path: str) -> None:
     shutil.rmtree(doomed)
 
 
-def _in_one_line(error: CheckpointError) -> str:
+def _one_line_of(error: CheckpointError) -> str:
     got = error.details["got"] or error.details["cause"]
     return f"{error.what} ({got})" if got else error.what

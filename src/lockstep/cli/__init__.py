@@ -17,13 +17,15 @@ DESCRIPTION = "Train a model with several workers, and find what is silently wro
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The whole command line; imports no torch."""
+    """Make the parser of the whole command line; imports no torch."""
     from lockstep.audit.options import add_arguments as add_audit
     from lockstep.cli.completion import SHELLS
     from lockstep.cli.train_options import add_arguments as add_train
 
     parser = argparse.ArgumentParser(prog="lockstep", description=DESCRIPTION)
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the versions and leave")
+    parser.add_argument(
+        "--version", action=_PrintVersions, nargs=0, help="print the versions and leave"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = commands.add_parser(
         "train",
@@ -44,8 +46,8 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Version(argparse.Action):
-    """Read from the installed packages, and only when asked: torch need not be imported."""
+class _PrintVersions(argparse.Action):
+    """Prints the versions of the installed packages, without importing them."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         versions = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completion scripts for shells, made from the parser."""
+"""Makes completion scripts for shells from the parser."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SHELLS: Final = ("bash", "zsh", "tcsh")
 
 def print_script(parser: argparse.ArgumentParser, shell: str) -> int:
     """Print a script for ``eval "$(lockstep completion bash)"``. Returns the exit code."""
-    from lockstep.integrations.optional_packages import required
+    from lockstep.integrations.optional_packages import import_optional
 
     try:
-        shtab = required("shtab", extra="cli", by="lockstep completion")
+        shtab = import_optional("shtab", extra="cli", by="lockstep completion")
     except NotAvailableError as error:
         print(error, file=sys.stderr)
         return 1

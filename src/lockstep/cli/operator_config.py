@@ -17,31 +17,31 @@ if TYPE_CHECKING:
 
 _WORDS: Final[dict[str, Any]] = {"True": True, "False": False, "None": None}
 
-# YAML 1.1, which PyYAML reads, takes 1e-3 for a string: a number there needs a dot.
+# PyYAML reads YAML 1.1, in which 1e-3 is a string: a number with an exponent needs a dot there.
 _EXPONENT: Final = re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
 
 
-def config_of(
+def load_config(
     file: str | None, settings: Iterable[str], batch_size: int | None = None
 ) -> dict[str, Any]:
-    """The file's mapping, with ``KEY=VALUE`` entries over it.
+    """Load the file's mapping, and set the ``KEY=VALUE`` entries in it.
 
     Raises:
-        ConfigurationError: the file is not there or no mapping; an entry is no entry.
-        NotAvailableError: a .yaml file without PyYAML.
+        ConfigurationError: the file does not exist or holds no mapping; an entry has another form.
+        NotAvailableError: the file is .yaml, and PyYAML is not installed.
     """
-    config = {} if file is None else _read(Path(file))
+    config = {} if file is None else _read_file(Path(file))
     for entry in settings:
-        _set(config, entry)
+        _set_entry(config, entry)
     if batch_size is not None:
         config[BATCH_SIZE] = batch_size
     return config
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_file(path: Path) -> dict[str, Any]:
     readers: dict[str, Callable[[str], Any]] = {
-        ".yaml": _yaml,
-        ".yml": _yaml,
+        ".yaml": _parse_yaml,
+        ".yml": _parse_yaml,
         ".json": json.loads,
         ".toml": tomllib.loads,
     }
@@ -82,10 +82,10 @@ def _read(path: Path) -> dict[str, Any]:
     return config
 
 
-def _yaml(text: str) -> Any:
-    from lockstep.integrations.optional_packages import required
+def _parse_yaml(text: str) -> Any:
+    from lockstep.integrations.optional_packages import import_optional
 
-    yaml = required("yaml", extra="cli", by="a .yaml config")
+    yaml = import_optional("yaml", extra="cli", by="a .yaml config")
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]  # imported when needed
         pass
@@ -97,7 +97,7 @@ def _yaml(text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
-def _set(config: dict[str, Any], entry: str) -> None:
+def _set_entry(config: dict[str, Any], entry: str) -> None:
     key, equals, text = entry.partition("=")
     *outer, last = key.split(".")
     if not equals or not all([*outer, last]):
@@ -111,11 +111,11 @@ def _set(config: dict[str, Any], entry: str) -> None:
                 f"--set {entry}: {name} is no mapping", got=f"{name}={inner!r:.60}"
             )
         config = inner
-    config[last] = value_of(text)
+    config[last] = parse_value(text)
 
 
-def value_of(text: str) -> Any:
-    """A number, a list, true, null ... as JSON writes them, or as Python does; else a string."""
+def parse_value(text: str) -> Any:
+    """The value of `text` in JSON (a number, a list, true, null), or Python's True; else `text`."""
     try:
         return json.loads(text)
     except ValueError:

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
 
 
-def find_operator(name: str) -> type[TrainingOperator]:
+def import_operator(name: str) -> type[TrainingOperator]:
     """Import the class, from the current folder or from the folder of its file.
 
-    The folder is put on this process's path and on that of the workers it starts. On other
-    machines of a cluster the code has to be there: ``ray job submit --working-dir .`` sends it.
+    The folder is put on the import path of this process and of the workers that it starts. Other
+    machines of a cluster need the code as well: ``ray job submit --working-dir .`` sends it.
 
     Raises:
-        ConfigurationError: no such module or class; names what there is.
+        ConfigurationError: the module or class does not exist; the message names those that do.
         Whatever the module raises when it is imported.
     """
     module_name, colon, class_name = name.rpartition(":")
@@ -35,26 +35,26 @@ def find_operator(name: str) -> type[TrainingOperator]:
             got=name,
             fix="lockstep train package.module:Digits, or path/to/file.py:Digits",
         )
-    module = _imported(module_name)
+    module = _import_module(module_name)
     found = getattr(module, class_name, None)
     if found is None or not _is_operator(found):
-        raise _no_such_operator(module, module_name, class_name, found)
+        raise _no_such_operator_error(module, module_name, class_name, found)
     operator: type[TrainingOperator] = found
     return operator
 
 
-def _imported(name: str) -> Any:
+def _import_module(name: str) -> Any:
     folder, module = Path.cwd(), name
     if name.endswith(".py"):
         path = Path(name).resolve()
         if not path.is_file():
             raise ConfigurationError("there is no such file", got=str(path))
         folder, module = path.parent, path.stem
-    _reach(str(folder))
+    _put_on_path(str(folder))
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        # Of a missing module that the user's own module imports, the traceback says more.
+        # Where the user's own module imports a missing one, the traceback says more.
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         raise ConfigurationError(
@@ -66,7 +66,7 @@ def _imported(name: str) -> Any:
         ) from None
 
 
-def _reach(folder: str) -> None:
+def _put_on_path(folder: str) -> None:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -81,7 +81,7 @@ def _is_operator(found: Any) -> bool:
     return is_class and found is not TrainingOperator
 
 
-def _no_such_operator(
+def _no_such_operator_error(
     module: Any, module_name: str, class_name: str, found: Any
 ) -> ConfigurationError:
     there = sorted(name for name, each in vars(module).items() if _is_operator(each))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lockstep train``: trains an operator for some epochs, or tries a step out (``--dry-run``)."""
+"""``lockstep train``: trains an operator for some epochs, or checks one step (``--dry-run``)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.cli.error_text import shown
-from lockstep.cli.operator_config import config_of
-from lockstep.cli.operator_import import find_operator
-from lockstep.cli.train_options import SAVING, TRAINER
+from lockstep.cli.fix_hints import with_cli_options
+from lockstep.cli.operator_config import load_config
+from lockstep.cli.operator_import import import_operator
+from lockstep.cli.train_options import SAVING_OPTIONS, TRAINER_OPTIONS
 from lockstep.errors import ConfigurationError, LockstepError, NotAvailableError
 from lockstep.keys import BATCH_SIZE
 from lockstep.trainer import TorchTrainer
@@ -31,41 +31,41 @@ _COUNTS: Final = ("epoch", "num_samples", "batch_count")
 
 
 def run(read: argparse.Namespace) -> int:
-    """Train, or try out. Returns the exit code; the user's own exceptions pass."""
+    """Train, or check one step. Returns the exit code; the user's own exceptions pass through."""
     try:
-        operator = find_operator(read.operator)
-        config = config_of(read.config, read.settings, read.batch_size)
-        callbacks = [_logger(path, read.log_every) for path in read.log]
+        operator = import_operator(read.operator)
+        config = load_config(read.config, read.settings, read.batch_size)
+        callbacks = [_make_logger(path, read.log_every) for path in read.log]
         if read.save is not None:
-            _check_target(Path(read.save), in_directory=getattr(read, "sync", None) == "fsdp")
+            _check_save_path(Path(read.save), in_directory=getattr(read, "sync", None) == "fsdp")
     except (ConfigurationError, NotAvailableError) as error:
-        print(shown(error), file=sys.stderr)
+        print(with_cli_options(error), file=sys.stderr)
         return USAGE
     try:
-        return (_try_out if read.dry_run else _train)(read, operator, config, callbacks)
+        return (_dry_run if read.dry_run else _train)(read, operator, config, callbacks)
     except LockstepError as error:
-        print(shown(error), file=sys.stderr)
+        print(with_cli_options(error), file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
 
 
-def _check_target(path: Path, *, in_directory: bool) -> None:
-    """Refuse a path for --save that cannot be written: before training, and not after it.
+def _check_save_path(path: Path, *, in_directory: bool) -> None:
+    """Refuse a path for --save that cannot be written, before training has begun.
 
     Raises:
         ConfigurationError: the path cannot be written.
     """
     try:
-        problem = _problem_with(path, in_directory=in_directory)
+        problem = _why_not_writable(path, in_directory=in_directory)
     except OSError as error:
         problem = error.strerror
     if problem is not None:
         raise ConfigurationError("--save names no file to write", where=str(path), got=problem)
 
 
-def _problem_with(path: Path, *, in_directory: bool) -> str | None:
+def _why_not_writable(path: Path, *, in_directory: bool) -> str | None:
     found = next(each for each in path.absolute().parents if each.exists())
     if path.is_dir() and not in_directory:
         return "a directory; name a file in it"
@@ -74,7 +74,7 @@ def _problem_with(path: Path, *, in_directory: bool) -> str | None:
     return None if os.access(found, os.W_OK) else f"{found} is not writable"
 
 
-def _logger(path: str, every: int | None) -> Callback:
+def _make_logger(path: str, every: int | None) -> Callback:
     from lockstep.integrations import loggers
 
     if path.endswith(".csv"):
@@ -84,7 +84,7 @@ def _logger(path: str, every: int | None) -> Callback:
     return loggers.TensorBoardLogger(path, every=every)
 
 
-def _opened(
+def _make_trainer(
     operator: type[TrainingOperator], config: dict[str, Any], arguments: dict[str, Any]
 ) -> TorchTrainer:
     try:
@@ -99,8 +99,8 @@ def _opened(
         raise
 
 
-def _given(read: argparse.Namespace) -> dict[str, Any]:
-    return {name: value for name, value in vars(read).items() if name in TRAINER}
+def _trainer_arguments(read: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(read).items() if name in TRAINER_OPTIONS}
 
 
 def _train(
@@ -109,8 +109,8 @@ def _train(
     config: dict[str, Any],
     callbacks: list[Callback],
 ) -> int:
-    arguments = {**_given(read), "callbacks": callbacks}
-    with _opened(operator, config, arguments) as trainer:
+    arguments = {**_trainer_arguments(read), "callbacks": callbacks}
+    with _make_trainer(operator, config, arguments) as trainer:
         epochs = range(_epochs_done(trainer) if "resume" in read else 0, read.epochs)
         if not epochs:
             print(f"the run has its {read.epochs} epochs already")
@@ -124,7 +124,7 @@ def _train(
 
 
 def _epochs_done(trainer: TorchTrainer) -> int:
-    """Whole epochs that earlier programs trained; this program finishes one that they began."""
+    """The number of whole epochs that earlier programs trained; an unfinished epoch goes on."""
     place = trainer.state_dict()["position"].get("train", {"epoch": 0})
     done: int = place["epoch"]
     return done
@@ -146,45 +146,47 @@ def _print_epoch(trainer: TorchTrainer) -> None:
     )
 
 
-def _try_out(
+def _dry_run(
     read: argparse.Namespace,
     operator: type[TrainingOperator],
     config: dict[str, Any],
     callbacks: list[Callback],
 ) -> int:
-    """Print what would run where, and compare the gradients of one step with one process's."""
-    given = _given(read)
-    arguments = {name: value for name, value in given.items() if name not in SAVING}
-    with _opened(operator, config, arguments) as trainer:
-        _say("operator", f"{operator.__module__}:{operator.__name__}")
-        _say("config", "  ".join(f"{key}={value!r}" for key, value in config.items()) or "empty")
-        _say("epochs", read.epochs)
+    """Print the plan of the run, and compare the gradients of one step with one process."""
+    given = _trainer_arguments(read)
+    arguments = {name: value for name, value in given.items() if name not in SAVING_OPTIONS}
+    with _make_trainer(operator, config, arguments) as trainer:
+        _print_field("operator", f"{operator.__module__}:{operator.__name__}")
+        _print_field(
+            "config", "  ".join(f"{key}={value!r}" for key, value in config.items()) or "empty"
+        )
+        _print_field("epochs", read.epochs)
         _print_plan(trainer)
-        for name in SAVING:
+        for name in SAVING_OPTIONS:
             if name in given:
-                _say(name.replace("_", " "), given[name])
+                _print_field(name.replace("_", " "), given[name])
         print("\none step on a copy, with all workers and in one process:")
         report = trainer.verify()
         print(report)
         print("nothing was trained or saved")
-    return 0 if report.ok else FAILED  # inconclusive is not right
+    return 0 if report.ok else FAILED  # None, an inconclusive report, is a failure as well
 
 
 def _print_plan(trainer: TorchTrainer) -> None:
     started = trainer._pool.started
     for purpose, steps in started[0].steps_per_epoch.items():
-        _say(purpose, f"{'unknown' if steps is None else steps} steps an epoch")
+        _print_field(purpose, f"{'unknown' if steps is None else steps} steps an epoch")
     hosts = trainer.apply_all_workers(socket.gethostname)
-    shards = trainer.apply_all_operators(_shards)
+    shards = trainer.apply_all_operators(_describe_shards)
     for rank, (worker, host, own) in enumerate(zip(started, hosts, shards, strict=True)):
-        _say(f"rank {rank}", f"{host}, process {worker.pid}, {worker.device}, {own}")
+        _print_field(f"rank {rank}", f"{host}, process {worker.pid}, {worker.device}, {own}")
 
 
-def _say(name: str, value: Any) -> None:
+def _print_field(name: str, value: Any) -> None:
     print(f"{name:<17} {value}")
 
 
-def _shards(operator: TrainingOperator) -> str:
-    placement = operator._lockstep.context.placement
-    own = ", ".join(map(str, placement.shards))
-    return f"shard {own} of {placement.num_shards}"
+def _describe_shards(operator: TrainingOperator) -> str:
+    assignment = operator._lockstep.context.shard_assignment
+    own = ", ".join(map(str, assignment.shards))
+    return f"shard {own} of {assignment.num_shards}"

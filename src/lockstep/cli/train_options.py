@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Options = dict[str, dict[str, Any]]
-"""Arguments of `TorchTrainer`, and what argparse is told of the option of each."""
+"""Arguments of `TorchTrainer`, and argparse's keyword arguments for the option of each."""
 
 
-def _gpu(text: str) -> bool | str:
+def _parse_gpu(text: str) -> bool | str:
     known: dict[str, bool | str] = {"auto": "auto", "yes": True, "no": False}
     if text not in known:
         raise argparse.ArgumentTypeError(f"{text!r} is none of auto, yes, no")
@@ -24,11 +24,11 @@ def _gpu(text: str) -> bool | str:
 
 _COUNT: Final = {"type": positive, "metavar": "N"}
 
-_TRAINING: Final[Options] = {
+_TRAINING_OPTIONS: Final[Options] = {
     "num_workers": _COUNT,
     "num_shards": _COUNT,
     "num_cpus_per_worker": _COUNT,
-    "use_gpu": {"type": _gpu, "metavar": "{auto,yes,no}"},
+    "use_gpu": {"type": _parse_gpu, "metavar": "{auto,yes,no}"},
     "sync": {"choices": ["replicate", "ddp", "fsdp", "parameter_server", "data_parallel"]},
     "precision": {"choices": ["fp32", "bf16", "fp16"]},
     "accumulate": _COUNT,
@@ -38,7 +38,7 @@ _TRAINING: Final[Options] = {
     "reproducible": {"action": "store_true", "help": "the same bits with any workers"},
 }
 
-_SAFETY: Final[Options] = {
+_FAILURE_OPTIONS: Final[Options] = {
     "spare_workers": {"type": int, "metavar": "N", "help": "ready for a lost one's place"},
     "min_workers": {**_COUNT, "help": "with fewer the run ends"},
     "hang_timeout_s": {"type": float, "metavar": "SECONDS"},
@@ -49,18 +49,18 @@ _SAFETY: Final[Options] = {
     },
 }
 
-SAVING: Final[Options] = {
+SAVING_OPTIONS: Final[Options] = {
     "checkpoint_dir": {"metavar": "DIR", "help": "save the run there as it goes"},
     "checkpoint_every": {"type": positive, "metavar": "STEPS"},
     "keep_checkpoints": _COUNT,
     "resume": {"choices": ["auto"], "help": "go on from the newest in the directory"},
 }
-"""Options without a part in a dry run, which writes nothing."""
+"""The options that a dry run ignores, because it writes nothing."""
 
-TRAINER: Final[Options] = {**_TRAINING, **_SAFETY, **SAVING}
+TRAINER_OPTIONS: Final[Options] = {**_TRAINING_OPTIONS, **_FAILURE_OPTIONS, **SAVING_OPTIONS}
 
 
-def option(name: str) -> str:
+def option_for(name: str) -> str:
     """The option for an argument of `TorchTrainer`."""
     return "--no-check-finite" if name == "check_finite" else f"--{name.replace('_', '-')}"
 
@@ -73,10 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--epochs", type=positive, default=1, metavar="N", help="default 1")
     _add_config(parser.add_argument_group("the operator's config"))
-    _add(parser.add_argument_group("how to train (see TorchTrainer)"), _TRAINING)
-    _add(parser.add_argument_group("what may go wrong (see TorchTrainer)"), _SAFETY)
+    _add(parser.add_argument_group("how to train (see TorchTrainer)"), _TRAINING_OPTIONS)
+    _add(parser.add_argument_group("what may go wrong (see TorchTrainer)"), _FAILURE_OPTIONS)
     output = parser.add_argument_group("what to keep")
-    _add(output, SAVING)
+    _add(output, SAVING_OPTIONS)
     _add_output(output)
     parser.add_argument(
         "--dry-run",
@@ -88,8 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add(group: argparse._ArgumentGroup, options: Mapping[str, dict[str, Any]]) -> None:
     for name, how in options.items():
-        # An option that is not given is absent: the trainer's own default holds.
-        group.add_argument(option(name), dest=name, default=argparse.SUPPRESS, **how)
+        # A missing option is left out of the namespace, so that the trainer's default holds.
+        group.add_argument(option_for(name), dest=name, default=argparse.SUPPRESS, **how)
 
 
 def _add_config(group: argparse._ArgumentGroup) -> None:

@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks, before the first step, that all ranks read the data by the same plan.
 
-Each rank builds its own loader in its own process. A dataset that lists its files in another order,
-a sampler that is seeded from the clock, a batch size that depends on the rank, or a stream that
-already reads only this rank's part: with any of them samples would be lost or read twice, and no
-gradient would show it.
+Each rank builds its own loader in its own process. Where a dataset lists its files in another
+order, a sampler is seeded from the clock, a batch size depends on the rank, or a stream already
+reads this rank's part only, samples would be lost or read twice, and no gradient would show it.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.data.batch_structure import content_digest
+from lockstep.data.batch_rows import content_digest
 from lockstep.errors import DataOrderError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lockstep.data.global_batches import GlobalBatches
-    from lockstep.data.shard_placement import ShardPlacement
+    from lockstep.data.shard_assignment import ShardAssignment
 
-_MEANING: Final = {
+_CHECKED_FIELDS: Final = {
     "kind": ("kinds of loaders", "setup builds another loader on some ranks"),
     "length": ("lengths of the data", "the ranks see different files, or split them themselves"),
     "global_batch": (
@@ -41,7 +40,7 @@ _MEANING: Final = {
 
 
 def plan_fingerprint(
-    batches: GlobalBatches, placement: ShardPlacement, epoch: int
+    batches: GlobalBatches, assignment: ShardAssignment, epoch: int
 ) -> dict[str, Any]:
     """The plan of an epoch as plain JSON, equal on ranks that read by the same plan."""
     return {
@@ -49,10 +48,10 @@ def plan_fingerprint(
         "length": batches.length,
         "global_batch": batches.per_step,
         "drop_last": batches.drop_last,
-        "num_shards": placement.num_shards,
-        "seed": placement.seed,
+        "num_shards": assignment.num_shards,
+        "seed": assignment.seed,
         "epoch": epoch,
-        "first_batch": _first_batch(batches, placement.seed, epoch),
+        "first_batch": _first_batch(batches, assignment.seed, epoch),
     }
 
 
@@ -60,21 +59,22 @@ def _first_batch(batches: GlobalBatches, seed: int, epoch: int) -> str | None:
     first = next(batches.of_epoch(seed, epoch), None)
     if first is None:
         return None
-    # One sample tells a stream apart from another rank's part of it, and spares the reading.
+    # Of a stream of samples, hash one sample only: it shows a stream that is already split by rank,
+    # and the rest of the batch need not be loaded. Of a sampler, hash all indices.
     return content_digest(first.items(0, 1 if batches.kind.is_data else len(first)))
 
 
-def check_agreement(fingerprints: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse to go on unless all ranks read by the same plan.
+def check_same_plan(fingerprints: Sequence[Mapping[str, Any]]) -> None:
+    """Raise an error unless all ranks read by the same plan.
 
     Args:
-        fingerprints: one per rank, in rank order, from ``fingerprint(epoch)``.
+        fingerprints: one per rank, in rank order, from `plan_fingerprint`.
 
     Raises:
-        DataOrderError: naming the first thing that differs, and on which ranks.
+        DataOrderError: the plans differ; the message names the first difference and its ranks.
     """
     first = fingerprints[0]
-    for key, (words, cause) in _MEANING.items():
+    for key, (words, cause) in _CHECKED_FIELDS.items():
         values = [fingerprint.get(key) for fingerprint in fingerprints]
         odd = [rank for rank, value in enumerate(values) if value != first.get(key)]
         if odd:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loader's data as a stream of items that is cut into global batches.
+"""Cuts a loader's stream of items into global batches.
 
-Every loader is one stream of items, `per_step` of which make a global batch. A loader with a batch
-size streams samples and takes a whole global batch of them; a loader whose batches are made
-elsewhere (a custom ``batch_sampler``, ``batch_size=None``, a list of batches) streams batches and
-takes one for each shard. What cannot be shared out so that every sample is seen exactly once is
-refused here, before anything is read.
+Every loader is one stream of items, `per_step` of which make a global batch. Where a loader has a
+batch size, an item is a sample, and a global batch is as many samples as the global batch size
+says. Where somebody else makes the batches (a custom ``batch_sampler``, ``batch_size=None``, a list
+of batches), an item is a batch, and a global batch has one for each shard. A loader that cannot be
+shared out so that every sample is seen exactly once raises an error here, before it is read.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lockstep.data.batch_structure import leading_length
-from lockstep.data.isolated_randomness import IsolatedRandomness, held_generators
-from lockstep.data.shard_batch_size import ShardBatchSize
+from lockstep.data.batch_rows import leading_length
+from lockstep.data.isolated_randomness import IsolatedRandomness, find_generators
+from lockstep.data.per_shard_batch_size import ShardBatchSize
 from lockstep.data.shuffled_order import ShuffledOrder
 from lockstep.errors import NotShardableError, WrongTypeError
 from lockstep.randomness import derive_seed
@@ -34,7 +34,7 @@ from lockstep.randomness import derive_seed
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-_DRAWN_AT_A_TIME = 256
+_NUM_DRAWN_AT_ONCE = 256
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ Read = Callable[[int, int], list[Any]]
 
 
 class ItemKind(Enum):
-    """What one item of a loader's stream is."""
+    """What an item of a loader's stream is."""
 
     SAMPLE_INDEX = "sample indices"
     BATCH_OF_INDICES = "batches of indices"
@@ -69,7 +69,7 @@ class ItemKind(Enum):
         return () if self.is_data else tuple(items)
 
     def count(self, items: Sequence[Any]) -> int | None:
-        """Samples that `items` stand for; None where only the batch made of them can tell."""
+        """Number of samples in `items`; None where only the collated batch shows it."""
         if self.is_sample:
             return len(items)
         if self is ItemKind.BATCH_OF_INDICES and all(isinstance(item, Sized) for item in items):
@@ -81,7 +81,7 @@ class ItemKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """A global batch that has not been read yet: positions `start` to `stop` of a stream."""
+    """A global batch before it is read: positions `start` to `stop` of a stream."""
 
     read: Read
     start: int
@@ -97,14 +97,14 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class GlobalBatches:
-    """A loader's stream of items, and how it is cut.
+    """A loader's stream of items, and how many of them make a global batch.
 
     Args:
         kind: what an item is.
         source: the user's sampler, batch sampler, dataset or iterable, which yields the items.
         per_step: items in a full global batch, over all shards.
         drop_last: whether an incomplete global batch is left out.
-        held: further objects that may hold a generator which the stream draws from.
+        held: further objects that may hold a generator from which `source` draws.
     """
 
     kind: ItemKind
@@ -115,11 +115,11 @@ class GlobalBatches:
 
     @property
     def length(self) -> int | None:
-        """Items in an epoch, where the user's objects tell."""
-        return known_length(self.source)
+        """Items in an epoch; None where the user's `source` has no length."""
+        return length_or_none(self.source)
 
     def num_steps(self, offset: int = 0) -> int | None:
-        """Global batches that begin at or after item `offset`."""
+        """Number of global batches that begin at or after item `offset`; None if it is unknown."""
         if self.length is None:
             return None
         rest = max(0, self.length - offset)
@@ -128,9 +128,9 @@ class GlobalBatches:
     def of_epoch(self, seed: int, epoch: int, offset: int = 0) -> Iterator[GlobalBatch]:
         """The global batches of an epoch, from item `offset` on."""
         announce_epoch(epoch, (self.source, getattr(self.source, "sampler", None)))
-        order = self._seekable(seed, epoch)
+        order = self._random_access_order(seed, epoch)
         if order is None:
-            return self._drawn(seed, epoch, offset)
+            return self._draw_batches(seed, epoch, offset)
         read, length = order
         return self._cut(read, offset, length)
 
@@ -140,10 +140,11 @@ class GlobalBatches:
             if stop - start == self.per_step or not self.drop_last:
                 yield GlobalBatch(read, start, stop)
 
-    def _seekable(self, seed: int, epoch: int) -> tuple[Read, int] | None:
-        """An order that can be entered anywhere without drawing what comes before, and its length.
+    def _random_access_order(self, seed: int, epoch: int) -> tuple[Read, int] | None:
+        """How to read any position of the order without drawing the earlier ones, and its length.
 
-        Exact types only: a subclass may order differently.
+        None where the items have to be drawn one after the other. Samplers are recognised by their
+        exact types: a subclass may order differently.
         """
         sampler = self.source
         if self.kind not in (ItemKind.SAMPLE_INDEX, ItemKind.READY_BATCH_INDEX):
@@ -153,7 +154,7 @@ class GlobalBatches:
         if is_exactly(sampler, RandomSampler) and not sampler.replacement:
             chosen = sampler.generator
             if type(sampler) is not RandomSampler:
-                # torchdata's makes itself a generator from a random seed where it is given none.
+                # torchdata's sampler, without a generator, makes one from a random seed.
                 chosen = next(iter(self.held), None)
             origin = [] if chosen is None else [chosen.initial_seed()]
             shuffled = ShuffledOrder(
@@ -162,27 +163,28 @@ class GlobalBatches:
             return shuffled.read, len(shuffled)
         return None
 
-    def _drawn(self, seed: int, epoch: int, offset: int) -> Iterator[GlobalBatch]:
-        """Items that can only be had one after the other."""
+    def _draw_batches(self, seed: int, epoch: int, offset: int) -> Iterator[GlobalBatch]:
+        """Global batches of items that have to be drawn one after the other."""
         isolated = IsolatedRandomness(
-            derive_seed(seed, "order", epoch), held_generators(self.source, *self.held)
+            derive_seed(seed, "order", epoch), find_generators(self.source, *self.held)
         )
         chunk = self.per_step
         if not self.kind.is_data:
-            # Indices are small: many of them share one entry of the isolation. Samples do not.
-            chunk *= max(1, _DRAWN_AT_A_TIME // self.per_step)
+            # Indices are small, so many of them are drawn in one entry of the isolation; samples
+            # are as large as the user makes them, so one global batch of them is drawn at a time.
+            chunk *= max(1, _NUM_DRAWN_AT_ONCE // self.per_step)
         iterator = isolated.open(self.source)
         while offset > 0 and (skipped := len(isolated.draw(iterator, min(chunk, offset)))):
             offset -= skipped
         while drawn := isolated.draw(iterator, chunk):
-            yield from self._cut(_reader(drawn), 0, len(drawn))
+            yield from self._cut(_read_from(drawn), 0, len(drawn))
 
 
-def _reader(drawn: list[Any]) -> Read:
+def _read_from(drawn: list[Any]) -> Read:
     return lambda start, stop: drawn[start:stop]
 
 
-def known_length(sized: Any) -> int | None:
+def length_or_none(sized: Any) -> int | None:
     """The length of `sized`, or None: an object with ``__len__`` may still not know its length."""
     try:
         return len(sized)
@@ -191,7 +193,7 @@ def known_length(sized: Any) -> int | None:
 
 
 def announce_epoch(epoch: int, holders: Iterable[Any]) -> None:
-    """Call ``set_epoch`` of the samplers and loaders that have it."""
+    """Call ``set_epoch`` of those `holders` (samplers, loaders) that have this method."""
     for holder in holders:
         set_epoch = getattr(holder, "set_epoch", None)
         if callable(set_epoch):
@@ -217,7 +219,7 @@ def global_batches_of(
         return GlobalBatches(ItemKind.READY_BATCH, loader, num_shards)
     _refuse_split(loader.dataset)
     if isinstance(loader.dataset, IterableDataset):
-        return _of_stream(loader, num_shards, global_batch_size)
+        return _batches_of_stream(loader, num_shards, global_batch_size)
     if getattr(loader, "next_iter_state", None) is not None:
         raise NotShardableError(
             "this loader was told to go on from a state of its own",
@@ -235,7 +237,7 @@ def global_batches_of(
     if not is_exactly(batch_sampler, BatchSampler):
         kind = ItemKind.BATCH_OF_INDICES
         return GlobalBatches(kind, batch_sampler, num_shards, held=(loader.generator,))
-    per_step = global_batch_size or _whole(batch_sampler.batch_size, num_shards)
+    per_step = global_batch_size or _global_batch_size(batch_sampler.batch_size, num_shards)
     return GlobalBatches(
         ItemKind.SAMPLE_INDEX,
         batch_sampler.sampler,
@@ -246,17 +248,17 @@ def global_batches_of(
 
 
 def is_exactly(value: Any, kind: type[T]) -> TypeGuard[T]:
-    """Whether `value` is of torch's class `kind`, no subclass, or of torchdata's double of it.
+    """Whether `value` has exactly torch's class `kind`, or torchdata's class of the same name.
 
     torchdata's loader replaces torch's samplers by classes of its own, which give the same order
-    and can save their position. lockstep needs no saved position, and reads both alike.
+    and can save their position. lockstep needs no saved position, and treats both the same.
     """
     own = type(value)
     double = own.__module__ == "torchdata.stateful_dataloader.sampler"
     return own is kind or (double and own.__name__ == kind.__name__)
 
 
-def _of_stream(
+def _batches_of_stream(
     loader: DataLoader[Any], num_shards: int, global_batch_size: int | None
 ) -> GlobalBatches:
     dataset = loader.dataset
@@ -271,14 +273,14 @@ def _of_stream(
         )
     if loader.batch_size is None:
         return GlobalBatches(ItemKind.STREAMED_BATCH, dataset, num_shards, held=(loader.generator,))
-    per_step = global_batch_size or _whole(loader.batch_size, num_shards)
+    per_step = global_batch_size or _global_batch_size(loader.batch_size, num_shards)
     return GlobalBatches(
         ItemKind.SAMPLE, dataset, per_step, drop_last=loader.drop_last, held=(loader.generator,)
     )
 
 
-def _whole(batch_size: int, num_shards: int) -> int:
-    """Samples of a global batch: a loader's batch size is per shard, unless it remembers it."""
+def _global_batch_size(batch_size: int, num_shards: int) -> int:
+    """The global batch size: a `ShardBatchSize` carries it; any other `batch_size` is per shard."""
     if isinstance(batch_size, ShardBatchSize):
         return batch_size.whole
     return int(batch_size) * num_shards
@@ -298,7 +300,7 @@ def _refuse_distributed(sampler: Any) -> None:
 
 
 def _refuse_split(dataset: Any) -> None:
-    """Refuse a stream of Hugging Face's that `split_dataset_by_node` has cut already."""
+    """Refuse a stream of Hugging Face's `datasets` after ``split_dataset_by_node``."""
     split = getattr(dataset, "_distributed", None)
     ranks = getattr(split, "world_size", 1)
     if isinstance(ranks, int) and ranks > 1:
@@ -310,14 +312,14 @@ def _refuse_split(dataset: Any) -> None:
         )
 
 
-def check_reiterable(loader: Any, *, allow_shared_out: bool = False) -> None:
-    """Refuse a `loader` that cannot be read again at every epoch, or not by these shards.
+def check_reiterable(loader: Any, *, allow_already_sharded: bool = False) -> None:
+    """Refuse a `loader` that cannot be iterated at every epoch, or is one rank's part already.
 
     Raises:
         NotShardableError: `loader` is an iterator, or one rank's part already.
         WrongTypeError: `loader` is no loader.
     """
-    if getattr(loader, "is_shared_out", False) and not allow_shared_out:
+    if getattr(loader, "is_already_sharded", False) and not allow_already_sharded:
         raise NotShardableError(
             "this loader is one rank's part already",
             got=f"a {type(loader).__name__}",

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random states of their own for a user's sampler, dataset or iterable.
+"""Runs a user's sampler, dataset or iterable with random states of its own.
 
 A sampler may draw from torch's, numpy's or Python's global generators, or from generators that
 it holds itself, when its iterator is made or at any later index. The draws have to be the same on
 every worker and after a resume, and must not disturb what the training step draws in between. So
-a sampler runs only inside an `IsolatedRandomness`: while the sampler runs, the global generators
-and those that the sampler holds carry the sampler's own states, and their previous ones
-otherwise. Entering copies a few kilobytes; that is why indices are drawn in chunks, not one by
+a sampler runs only inside an `IsolatedRandomness`, which sets the states of the global generators
+and of those that the sampler holds before the sampler runs, and puts the previous states back
+afterwards. Each entry copies a few kilobytes; that is why indices are drawn in chunks, not one by
 one.
 """
 
@@ -34,12 +34,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class HeldGenerator:
-    """A generator that a user's object holds, whatever library the generator comes from.
+    """A generator that a user's object holds: torch's, numpy's or Python's, behind one interface.
 
     Attributes:
-        origin: what the user's choice of a seed shows in, before anything was drawn.
-        seed: starts the generator anew.
-        get, set: its whole state, to be put back later.
+        origin: the seed with which the user made the generator, or a digest of its first state.
+        seed: seeds the generator anew.
+        get, set: read the generator's whole state, and put it back.
     """
 
     origin: Callable[[], int | str]
@@ -48,8 +48,8 @@ class HeldGenerator:
     set: Callable[[Any], object]
 
 
-def _held(value: object) -> HeldGenerator | None:
-    """`value` as a held generator; None if it is no generator, or one that has no state."""
+def _as_held_generator(value: object) -> HeldGenerator | None:
+    """`value` as a `HeldGenerator`; None if `value` is no generator, or one without a state."""
     if isinstance(value, torch.Generator):
         return HeldGenerator(
             value.initial_seed, value.manual_seed, value.get_state, value.set_state
@@ -58,37 +58,38 @@ def _held(value: object) -> HeldGenerator | None:
         get = value.getstate
         return HeldGenerator(lambda: _digest(get()), value.seed, get, value.setstate)
     if isinstance(value, np.random.Generator):
-        return _of_bits(value.bit_generator)
+        return _from_numpy_generator(value.bit_generator)
     if isinstance(value, np.random.RandomState):
-        return _of_legacy(value)
+        return _from_random_state(value)
     return None
 
 
-def _of_bits(bits: np.random.BitGenerator) -> HeldGenerator:
+def _from_numpy_generator(bits: np.random.BitGenerator) -> HeldGenerator:
     def put(state: Any) -> None:
         bits.state = state
 
     return HeldGenerator(
         lambda: _digest(bits.state),
-        lambda seed: put(_like(bits, seed).state),
+        lambda seed: put(_new_bit_generator(bits, seed).state),
         lambda: bits.state,
         put,
     )
 
 
-def _of_legacy(generator: np.random.RandomState) -> HeldGenerator:
-    # Its state holds more than that of its bits: half of the last pair of normal numbers.
+def _from_random_state(generator: np.random.RandomState) -> HeldGenerator:
+    # A RandomState keeps more than its bit generator's state: the second of the last two normal
+    # numbers, which it draws in pairs.
     def get() -> Any:
         return generator.get_state(legacy=False)
 
     def start(seed: int) -> None:
-        fresh = np.random.RandomState(_like(generator._bit_generator, seed))
+        fresh = np.random.RandomState(_new_bit_generator(generator._bit_generator, seed))
         generator.set_state(fresh.get_state(legacy=False))
 
     return HeldGenerator(lambda: _digest(get()), start, get, generator.set_state)
 
 
-def _like(bits: np.random.BitGenerator, seed: int) -> Any:
+def _new_bit_generator(bits: np.random.BitGenerator, seed: int) -> Any:
     make: Any = type(bits)
     return make(seed)
 
@@ -99,47 +100,53 @@ def _digest(state: object) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def held_generators(*holders: object) -> list[HeldGenerator]:
+def find_generators(*holders: object) -> list[HeldGenerator]:
     """The generators among `holders` and in the attributes of the samplers among them."""
     found: dict[int, HeldGenerator] = {}
-    _search(holders, found, set())
+    _collect_generators(holders, found, set())
     return list(found.values())
 
 
-def _search(values: Iterable[Any], found: dict[int, HeldGenerator], seen: set[int]) -> None:
+def _collect_generators(
+    values: Iterable[Any], found: dict[int, HeldGenerator], seen: set[int]
+) -> None:
     for value in values:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if (generator := _held(value)) is not None:
+        if (generator := _as_held_generator(value)) is not None:
             found[id(value)] = generator
         elif isinstance(value, Sampler):
-            _search(vars(value).values(), found, seen)
+            _collect_generators(vars(value).values(), found, seen)
         elif hasattr(value, "__iter__") and hasattr(value, "__dict__"):
-            # A sampler need not derive from torch's class. One level only: what it holds
-            # besides generators and samplers (datasets, models) is not ours to walk through.
+            # A sampler need not derive from torch's class. Of such an object only generators and
+            # samplers among its attributes are visited: a dataset or a model may be huge.
             inner = vars(value).values()
-            _search([one for one in inner if _held(one) or isinstance(one, Sampler)], found, seen)
+            _collect_generators(
+                [one for one in inner if _as_held_generator(one) or isinstance(one, Sampler)],
+                found,
+                seen,
+            )
 
 
 class IsolatedRandomness:
-    """The random states in which one pass over a user's object runs, and nothing else does.
+    """The random states in which one pass over a user's object runs, and no other code runs.
 
-    A held generator is seeded by (`seed`, its own first seed), so that the user's choice still
-    tells runs apart, and gets its own state back whenever the isolation is left.
+    A held generator is seeded by (`seed`, its own first seed), so that runs with different seeds of
+    the user's still differ, and gets its previous state back whenever the isolation is left.
 
     Args:
-        seed: what the global generators start from.
-        held: generators from `held_generators`.
+        seed: the first seed of the global generators.
+        held: generators from `find_generators`.
     """
 
     def __init__(self, seed: int, held: Sequence[HeldGenerator] = ()) -> None:
         self._seed = seed
-        self._held = held
+        self._generators = held
         self._inside: tuple[RandomState, list[Any]] | None = None
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         outside = self._capture()
         try:
             if self._inside is None:
@@ -153,23 +160,23 @@ class IsolatedRandomness:
 
     def _start(self) -> None:
         seed_all(self._seed)
-        for number, one in enumerate(self._held):
+        for number, one in enumerate(self._generators):
             one.seed(derive_seed(self._seed, "held", number, one.origin()))
 
     def _capture(self) -> tuple[RandomState, list[Any]]:
-        return RandomState.capture(), [one.get() for one in self._held]
+        return RandomState.capture(), [one.get() for one in self._generators]
 
     def _restore(self, states: tuple[RandomState, list[Any]]) -> None:
         states[0].restore()
-        for one, state in zip(self._held, states[1], strict=True):
+        for one, state in zip(self._generators, states[1], strict=True):
             one.set(state)
 
     def open(self, items: Iterable[T]) -> Iterator[T]:
-        """``iter(items)`` inside."""
-        with self.entered():
+        """``iter(items)``, made inside the isolation."""
+        with self.activate():
             return iter(items)
 
     def draw(self, iterator: Iterator[T], count: int) -> list[T]:
-        """The next `count` items, fewer at the end, drawn inside."""
-        with self.entered():
+        """The next `count` items, fewer at the end, drawn inside the isolation."""
+        with self.activate():
             return list(islice(iterator, count))

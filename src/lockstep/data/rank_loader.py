@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`shard_loader`: one rank's exact part of a loader, for programs that run under torchrun.
 
-Every rank carries one shard. The position in the data can be saved in the middle of an epoch and
-loaded again, also by another number of ranks: the global batch keeps its size, and is shared out
-over the ranks that load it.
+Every rank reads one shard of each global batch. The position in the data can be saved in the middle
+of an epoch and loaded again, also by another number of ranks: the global batch keeps its size, and
+is shared out over the ranks that load it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from lockstep.data.batch_structure import rows_of
-from lockstep.data.shard_placement import ShardPlacement
+from lockstep.data.batch_rows import rows_of
+from lockstep.data.shard_assignment import ShardAssignment
 from lockstep.data.sharded_loader import BatchParts, ShardedLoader
 from lockstep.errors import CheckpointError
 
@@ -43,11 +43,11 @@ def shard_loader(loader: Any, *, group: Any = None, seed: int = 0) -> RankLoader
     Collective:
         None. The ranks agree because they compute the same.
     """
-    rank, size = _place(group)
+    rank, size = _rank_and_size(group)
     return RankLoader(loader, rank=rank, size=size, seed=seed)
 
 
-def _place(group: Any) -> tuple[int, int]:
+def _rank_and_size(group: Any) -> tuple[int, int]:
     if group is None:
         if dist.is_available() and dist.is_initialized():
             return dist.get_rank(), dist.get_world_size()
@@ -59,26 +59,27 @@ def _place(group: Any) -> tuple[int, int]:
 class RankLoader:
     """An iterable over one rank's batches; made by `shard_loader`.
 
-    Every ``iter()`` begins the next epoch (or the one given to `set_epoch`), on all ranks
-    alike: a look at the first batch on one rank only would put it an epoch ahead.
+    Every ``iter()`` begins the next epoch (or the one given to `set_epoch`). All ranks have to call
+    ``iter()`` equally often: a rank that looks at a first batch by itself is an epoch ahead.
 
     Args:
-        loader: the user's.
-        rank, size: of this process among those that share the data.
-        seed: of the order and of augmentations.
+        loader: the user's loader.
+        rank, size: this process's rank, and the number of ranks that share the data.
+        seed: the seed of the order and of augmentations.
     """
 
-    is_shared_out = True
-    """Lets the trainer refuse this loader, which it would share out a second time."""
+    is_already_sharded = True
+    """By this attribute the trainer refuses a loader that it would share out a second time."""
 
     def __init__(self, loader: Any, *, rank: int, size: int, seed: int) -> None:
         self.loader = loader
-        self._placement = ShardPlacement(size, range(rank, rank + 1), seed)
-        self._sharded = self._share(None)
-        self._epoch = 0  # of the position below: the epoch being read, or read next
+        self._assignment = ShardAssignment(size, range(rank, rank + 1), seed)
+        self._sharded = self._make_sharded_loader(None)
+        self._epoch = 0  # the epoch that is read now, or will be read next
         self._step = 0
-        self._offset = 0  # the first item that has not been handed out
-        self._reader: object = None  # the newest iteration, which moves the position; None: none
+        self._offset = 0  # the first item that no batch has held yet
+        # Identifies the newest iteration, which alone moves the position; None before the first.
+        self._reader: object = None
 
     @property
     def dataset(self) -> Any:
@@ -87,16 +88,16 @@ class RankLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch being read, or read next."""
+        """The epoch that is read now, or will be read next."""
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration read `epoch`: from its start, or from a loaded position."""
+        """Let the next iteration read `epoch`: from its start, or from a position just loaded."""
         if epoch != self._epoch or self._reader is not None:
             self._move_to(epoch)
 
     def __len__(self) -> int:
-        """Batches of the epoch, on every rank; those before a loaded position count as well."""
+        """Batches of the whole epoch on every rank, those before a loaded position included."""
         rest = self._sharded.steps_from(self._offset)
         if rest is None:
             raise TypeError(f"the {type(self.loader).__name__} has no length")
@@ -113,14 +114,14 @@ class RankLoader:
         return self._sharded.fingerprint(self._epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch that was handed out; plain numbers, rank-free."""
+        """The position after the last yielded batch, in plain numbers; equal on all ranks."""
         return {
             "version": _STATE_VERSION,
             "epoch": self._epoch,
             "step": self._step,
             "offset": self._offset,
             "global_batch_size": self._sharded.global_batch_size,
-            "seed": self._placement.seed,
+            "seed": self._assignment.seed,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -129,7 +130,7 @@ class RankLoader:
         The global batch size and the seed are those of `state`, whatever the number of ranks.
 
         Raises:
-            CheckpointError: `state` is of another kind, or of a later version.
+            CheckpointError: `state` is no such position, or was saved by a later version.
         """
         missing = {"version", "epoch", "step", "offset", "global_batch_size", "seed"} - set(state)
         if missing or state["version"] != _STATE_VERSION:
@@ -138,20 +139,20 @@ class RankLoader:
                 expected=f"the state_dict() of a shard_loader, version {_STATE_VERSION}",
                 got=f"keys {sorted(state)}, version {state.get('version')}",
             )
-        size, shards = self._placement.num_shards, self._placement.shards
-        self._placement = ShardPlacement(size, shards, int(state["seed"]))
+        size, shards = self._assignment.num_shards, self._assignment.shards
+        self._assignment = ShardAssignment(size, shards, int(state["seed"]))
         self._sharded.close()
-        self._sharded = self._share(state["global_batch_size"])
+        self._sharded = self._make_sharded_loader(state["global_batch_size"])
         self._move_to(int(state["epoch"]), int(state["step"]), int(state["offset"]))
 
     def close(self) -> None:
         """End the loader's persistent worker processes, if it has any."""
         self._sharded.close()
 
-    def _share(self, global_batch_size: int | None) -> ShardedLoader:
+    def _make_sharded_loader(self, global_batch_size: int | None) -> ShardedLoader:
         return ShardedLoader(
             self.loader,
-            self._placement,
+            self._assignment,
             parts=BatchParts.JOINT_OR_BORROWED,
             global_batch_size=global_batch_size,
         )

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Ray dataset as the training data: each worker reads the rows that Ray streams to it.
 
-Ray decides during a pass which worker gets which block, so that lockstep promises nothing about
-the order, or about the same rows in the same step another time. It promises that in one pass every
-row is trained on once, and that each row of a global batch counts the same, however unevenly Ray
-hands the rows out. A pass that was left in its middle (a checkpoint was loaded, a worker was
-replaced) cannot be entered there again: the rows are read anew from the first.
+Ray decides during a pass which worker gets which block. So lockstep promises neither an order nor
+that another pass has the same rows in the same step. It promises that in one pass every row is
+trained on once, and that each row of a global batch counts the same, however unevenly Ray
+distributes the rows. A pass that ended in its middle (a checkpoint was loaded, a worker was
+replaced) cannot go on from there: the workers read all rows again, from the first.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from lockstep.data.batch_structure import leading_length
-from lockstep.data.shard_batch_size import share_bounds
+from lockstep.data.batch_rows import leading_length
+from lockstep.data.shard_assignment import shard_bounds
 from lockstep.data.sharded_loader import LoadedPart, Step
 from lockstep.errors import ConfigurationError, NotShardableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
-    from lockstep.data.shard_placement import ShardPlacement
+    from lockstep.data.shard_assignment import ShardAssignment
     from lockstep.group import Group
 
 
@@ -49,7 +49,7 @@ class RayBatches:
 
 
 class TorchBatches(Protocol):
-    """The part of ``ray.data.DataIterator`` that is read here."""
+    """The method of ``ray.data.DataIterator`` that `RayDatasetShard` calls."""
 
     def iter_torch_batches(self, **options: Any) -> Any: ...
 
@@ -57,15 +57,17 @@ class TorchBatches(Protocol):
 class RayDatasetShard:
     """One worker's part of a streamed dataset, as global steps; a `StepSource`.
 
-    Every step begins with an exchange: a worker cannot know whether its peers have rows left.
+    In every step the workers first exchange their numbers of rows: a worker cannot know by itself
+    whether its peers have rows left.
 
     Args:
-        rows: this worker's of ``Dataset.streaming_split``.
+        rows: this worker's iterator of ``Dataset.streaming_split``.
         batches: how rows become batches; its `dataset` is not used.
-        placement: the worker's shards; it gets their share of every global batch.
+        assignment: the worker's shards, whose share of every global batch the worker reads.
         group: all workers.
-        joint: the operator's loop takes plain batches, and a worker without rows has to
-            borrow one to keep step with its peers.
+        joint: the operator's loop takes plain batches. A worker without rows in a step then
+            computes on its previous batch with weight 0 (it borrows that batch), so that it takes
+            part in the collectives.
     """
 
     steps_per_epoch: int | None = None
@@ -74,7 +76,7 @@ class RayDatasetShard:
         self,
         rows: TorchBatches,
         batches: RayBatches,
-        placement: ShardPlacement,
+        assignment: ShardAssignment,
         group: Group,
         *,
         joint: bool,
@@ -84,7 +86,7 @@ class RayDatasetShard:
         self.global_batch_size: int | None = batches.batch_size
         self._rows = rows
         self._batches = batches
-        self._placement = placement
+        self._assignment = assignment
         self._group = group
         self._borrowed: tuple[Any, ...] = ()
 
@@ -97,7 +99,7 @@ class RayDatasetShard:
         return []
 
     def agree(self, group: Group, epoch: int) -> None:
-        """Do nothing: one coordinator hands the rows out, and no worker has a plan to compare."""
+        """Do nothing: Ray distributes the rows, so no worker has a plan to compare."""
 
     def batches(self, epoch: int, start_step: int = 0) -> Generator[Step, None, None]:
         """The steps of a pass over all rows, numbered from `start_step`.
@@ -107,15 +109,15 @@ class RayDatasetShard:
             when all ranks have asked for their first row.
 
         Raises:
-            NotShardableError: with `joint`, a rank has no row, and never had one to borrow.
+            NotShardableError: with `joint`, a rank has had no row yet, so no batch to borrow.
         """
-        shards = tuple(self._placement.shards)
+        shards = tuple(self._assignment.shards)
         stream: Iterator[Any] = iter(self._rows.iter_torch_batches(**self._options(epoch)))
         index = start_step
         while True:
             batch = next(stream, None)
             mine = 0 if batch is None else leading_length(batch)
-            counts = self._counts(mine)
+            counts = self._exchange_row_counts(mine)
             if not any(count > 0 for count in counts):
                 return
             if mine:
@@ -124,7 +126,7 @@ class RayDatasetShard:
             else:
                 parts = [LoadedPart(each, 0, shards) for each in self._borrowed]
             if self.joint and -1 in counts:
-                raise _nothing_to_borrow(counts)
+                raise _no_batch_to_borrow_error(counts)
             yield Step(index, parts, sum(max(count, 0) for count in counts))
             index += 1
 
@@ -134,9 +136,9 @@ class RayDatasetShard:
     def _options(self, epoch: int) -> dict[str, Any]:
         given = self._batches
         options: dict[str, Any] = {
-            "batch_size": _own_rows(given.batch_size or 0, self._placement),
+            "batch_size": _rows_per_step(given.batch_size or 0, self._assignment),
             "prefetch_batches": given.prefetch_batches,
-            # The loop moves a batch to the device before it computes on it, as with any loader.
+            # The training loop moves each batch to the device itself, as with any loader.
             "device": "cpu",
         }
         if given.collate_fn is not None:
@@ -145,11 +147,11 @@ class RayDatasetShard:
             options["dtypes"] = given.dtypes
         if given.local_shuffle_buffer_size is not None:
             options["local_shuffle_buffer_size"] = given.local_shuffle_buffer_size
-            options["local_shuffle_seed"] = self._placement.seed + epoch
+            options["local_shuffle_seed"] = self._assignment.seed + epoch
         return options
 
-    def _counts(self, mine: int) -> list[int]:
-        """Every rank's rows in this step; -1 for a rank that has none, and no batch to repeat."""
+    def _exchange_row_counts(self, mine: int) -> list[int]:
+        """Every rank's rows in this step; -1 for a rank with no rows and no batch to borrow."""
         if self._group.size == 1:
             return [mine]
         token = mine if mine or self._borrowed or not self.joint else -1
@@ -157,20 +159,20 @@ class RayDatasetShard:
         return [int(count) for count in torch.cat(gathered).tolist()]
 
 
-def _own_rows(batch_size: int, placement: ShardPlacement) -> int:
-    bounds = [share_bounds(batch_size, placement.num_shards, shard) for shard in placement.shards]
+def _rows_per_step(batch_size: int, assignment: ShardAssignment) -> int:
+    bounds = [shard_bounds(batch_size, assignment.num_shards, shard) for shard in assignment.shards]
     rows = sum(stop - start for start, stop in bounds)
     if rows < 1:
         raise ConfigurationError(
             "a worker would never read its rows of the dataset, and the others would wait for it",
-            expected=f"a global batch of at least {placement.num_shards} rows, one for each shard",
+            expected=f"a global batch of at least {assignment.num_shards} rows, one for each shard",
             got=f"batch size {batch_size}",
-            fix=f"config={{BATCH_SIZE: {placement.num_shards}}} or more",
+            fix=f"config={{BATCH_SIZE: {assignment.num_shards}}} or more",
         )
     return rows
 
 
-def _nothing_to_borrow(counts: list[int]) -> NotShardableError:
+def _no_batch_to_borrow_error(counts: list[int]) -> NotShardableError:
     return NotShardableError(
         "a worker got no row of the dataset, so that it has no batch to keep step with",
         where=f"rank {counts.index(-1)}",

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's dataset inside a loader: it reads one batch a request, from seeded random states.
+"""Reads the user's dataset, one batch for each request, with seeded random generators.
 
-The loader is handed a `SeededDataset`, which holds the user's dataset. torch calls its
+The copied loader's dataset is a `SeededDataset`, which holds the user's dataset. torch calls its
 ``__getitems__`` with a whole `Request`, in the main process or in one of the loader's worker
-processes; there the random generators are seeded by (seed, epoch, step, shard) before the samples
-of each shard are read. An augmentation then depends neither on which process reads a sample, nor
-on how many such processes there are, nor on which rank carries the shard. docs/adr/0003 holds the
-measurements.
+processes; `SeededDataset` seeds the random generators by (seed, epoch, step, shard) before it reads
+the samples of each shard. An augmentation then depends neither on which process reads a sample,
+nor on how many such processes there are, nor on which rank computes the shard. docs/adr/0003 holds
+the measurements.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lockstep.data.batch_structure import concatenate
-from lockstep.data.fast_tensor_dataset import rows_at_once
+from lockstep.data.batch_rows import concatenate
 from lockstep.data.global_batches import ItemKind
+from lockstep.data.tensor_dataset_fetch import select_batch
 from lockstep.randomness import derive_seed, preserve_rng_state, seed_all
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Everything that one batch is made of: the items of one or several shards of a step."""
+    """The items of one or several shards of a step, which become one batch."""
 
     epoch: int
     step: int
@@ -54,19 +54,20 @@ class Request:
         return [item for segment in self.segments for item in segment.items]
 
 
-def as_it_is(value: Any) -> Any:
+def identity_collate(value: Any) -> Any:
     """Return `value`: the collate function of a loader whose dataset has collated already."""
     return value
 
 
-_DRAW_NOTHING: Final = (as_it_is, default_collate, default_convert)
+_DRAW_NOTHING: Final = (identity_collate, default_collate, default_convert)
 
 
 def may_draw(dataset: Any) -> bool:
     """Whether reading `dataset` can draw random numbers, as far as its exact type tells.
 
-    Seeding and putting back costs about 0.1 ms a batch, more than reading a small tensor. Where
-    nothing can be drawn nothing is seeded either: the generators stay as the last step left them.
+    Seeding the generators and restoring their states costs about 0.1 ms a batch, more than reading
+    a small tensor. So the generators of a dataset that draws nothing are not seeded: they keep the
+    states that the last step left.
     """
     if type(dataset) is Subset:
         return may_draw(dataset.dataset)
@@ -74,15 +75,15 @@ def may_draw(dataset: Any) -> bool:
 
 
 class SeededDataset(Dataset[Any]):
-    """The user's dataset, read a request at a time, each shard from its own random state.
+    """The user's dataset, read one request at a time, each shard with its own random seed.
 
     Args:
-        dataset: the user's; not read where the items are the data themselves.
+        dataset: the user's dataset; not read where the items are the data themselves.
         kind: what the items of a request are.
         collate: the user's collate function (or conversion, for ready batches).
-        seed: the run's.
-        keeps_generators: the reader's own generators are put back after each request. Of no
-            use where they are seeded anew before anything else draws from them.
+        seed: the seed of the run.
+        keeps_generators: whether the states of the global generators are restored after each
+            request. A caller that seeds the generators before it draws from them can do without.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class SeededDataset(Dataset[Any]):
         self._collate = collate
         self._seed = seed
         self._keeps_generators = keeps_generators
-        self._takes_rows = kind is ItemKind.SAMPLE_INDEX and collate is default_collate
+        self._may_select_rows = kind is ItemKind.SAMPLE_INDEX and collate is default_collate
         self._may_draw = may_draw(dataset) or not any(collate is one for one in _DRAW_NOTHING)
 
     def __getitems__(self, request: Request) -> Any:
@@ -116,16 +117,16 @@ class SeededDataset(Dataset[Any]):
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        # A loader's subclass may ask its dataset for the user's own attributes. Dunder names
-        # are looked up on the way out of a pickle, when there is no dataset yet.
+        # A loader's subclass may read the user's own attributes from its dataset. Unpickling looks
+        # dunder names up before `dataset` is set.
         if name.startswith("__") or name == "dataset":
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
     def _batch(self, request: Request) -> Any:
-        # A loader's worker stacks rows into memory that it shares, which spares a copy.
-        if self._takes_rows and get_worker_info() is None:
-            rows = rows_at_once(self.dataset, request.items)
+        # Not in a loader's worker process: there torch stacks rows straight into shared memory.
+        if self._may_select_rows and get_worker_info() is None:
+            rows = select_batch(self.dataset, request.items)
             if rows is not None:
                 return rows
         pieces: list[Any] = []
@@ -137,7 +138,7 @@ class SeededDataset(Dataset[Any]):
         holds_samples = self._kind.is_sample or self._kind is ItemKind.BATCH_OF_INDICES
         if holds_samples and all(isinstance(piece, list) for piece in pieces):
             pieces = [list(chain.from_iterable(pieces))]
-        # Ready batches, or a user's __getitems__ that returns something of its own for each shard.
+        # Several pieces: ready batches, or a user's __getitems__ that returns no list of samples.
         return concatenate([self._collate(piece) for piece in pieces])
 
     def _read(self, segment: Segment) -> list[Any]:
@@ -156,8 +157,8 @@ class SeededDataset(Dataset[Any]):
         return at_once(indices) if at_once else [self.dataset[index] for index in indices]
 
 
-class WorkerStart:
-    """Run the user's ``worker_init_fn`` in a loader worker that shows the user's own dataset.
+class WorkerInitFn:
+    """Calls the user's ``worker_init_fn`` after it has put the user's dataset into ``WorkerInfo``.
 
     ``get_worker_info().dataset`` is documented to be this worker's copy of the dataset;
     programs open files through it.

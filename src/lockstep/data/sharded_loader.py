@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's part of every global batch, a function of (seed, epoch, step, shard).
+"""Reads a worker's shards of every global batch, as a function of (seed, epoch, step, shard).
 
-The user's loader is kept. Its items (sample indices, mostly) form one stream, the same on every
-worker. Step k is a slice of that stream, cut into `num_shards` balanced parts; a worker reads the
-parts of the shards that it carries, through a copy of the user's loader. Which worker carries a
-shard, and how many workers there are, changes none of the batches.
+The items of the user's loader (sample indices, mostly) form one stream, the same on every worker.
+Step k is a slice of that stream, cut into `num_shards` balanced shards; a worker reads its own
+shards through a copy of the user's loader. Neither the worker that reads a shard nor the number of
+workers changes a batch.
+
+A rank without samples in a step computes on another rank's batch with weight 0, so that it takes
+part in the collectives: that batch is *borrowed*.
 
 The way of a batch: `global_batches_of` cuts the loader's stream, `ShardedLoader._plans` requests
 the items of this worker's shards, `LoaderCopy.read` passes the requests through the copied loader,
@@ -19,17 +22,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from lockstep.data.batch_structure import concatenate, leading_length
-from lockstep.data.data_order_check import check_agreement, plan_fingerprint
+from lockstep.data.batch_rows import concatenate, leading_length
+from lockstep.data.data_order_check import check_same_plan, plan_fingerprint
 from lockstep.data.global_batches import GlobalBatch, global_batches_of
 from lockstep.data.loader_copy import LoaderCopy, StepPlan
 from lockstep.data.seeded_dataset import Request, SeededDataset, Segment
-from lockstep.data.shard_batch_size import share_bounds
+from lockstep.data.shard_assignment import shard_bounds
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
 
-    from lockstep.data.shard_placement import ShardPlacement
+    from lockstep.data.shard_assignment import ShardAssignment
     from lockstep.group import Group
 
 
@@ -38,11 +41,11 @@ class LoadedPart:
     """One batch that a worker computes on.
 
     Args:
-        batch: as the user's loader makes it.
-        num_samples: samples that count here; 0 if the batch is borrowed.
-        shards: the shards that the samples belong to; for a borrowed batch, those of the worker.
-        indices: what the loader's sampler gave for them, one for each sample (or for the whole
-            batch, if the dataset holds ready batches); empty where there is no sampler.
+        batch: the batch, as the user's loader makes it.
+        num_samples: the samples for which the batch counts; 0 if it is borrowed.
+        shards: the shards to which the samples belong; for a borrowed batch, the worker's shards.
+        indices: what the loader's sampler yielded, one for each sample (or for the whole batch, if
+            the dataset holds ready batches); empty where there is no sampler.
     """
 
     batch: Any
@@ -53,12 +56,12 @@ class LoadedPart:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One global batch, as one worker sees it.
+    """One global batch: the batches that one worker computes on.
 
     Args:
-        index: within the epoch.
-        parts: this worker's, in shard order.
-        num_samples: over all shards, where that can be known without asking the others.
+        index: the step's number within the epoch.
+        parts: this worker's batches, in the order of their shards.
+        num_samples: samples of all shards; None where only the ranks together can count them.
     """
 
     index: int
@@ -72,23 +75,23 @@ class BatchParts(Enum):
     BY_SHARD = "one batch for each shard that has samples"
     JOINT = "one batch with all samples of the worker; none where it has no samples"
     JOINT_OR_BORROWED = "as JOINT; a worker without samples gets shard 0's, counted as 0 samples"
-    """Borrowing keeps a worker in step with the collectives that its peers compute on a batch."""
+    """A worker borrows a batch to take part in the collectives that its peers call for theirs."""
 
 
 class ShardedLoader:
-    """The user's loader, cut to the shards of one worker.
+    """Reads the shards of one worker through a copy of the user's loader.
 
     Attributes:
-        joint: all the worker's samples of a step are one batch.
+        joint: whether all of the worker's samples of a step are one batch.
 
     Args:
         loader: a ``DataLoader``, or a re-iterable of ready batches. It is not changed.
-        placement: the worker's shards.
+        assignment: the worker's shards.
         parts: which batches the worker's samples of a step become.
-        global_batch_size: in samples; overrides what the loader says.
-        keeps_last: also an incomplete last batch that the loader would leave out.
-        keeps_generators: reading leaves the global random generators as they were. A caller that
-            seeds the generators for every part, before it computes, can do without.
+        global_batch_size: in samples; overrides the loader's batch size.
+        keeps_last: whether to read an incomplete last batch although the loader has ``drop_last``.
+        keeps_generators: whether reading leaves the global random generators as they were. A caller
+            that seeds the generators for every part, before it computes, can do without.
 
     Raises:
         NotShardableError: the data cannot be shared out so that each sample is seen once.
@@ -98,17 +101,17 @@ class ShardedLoader:
     def __init__(
         self,
         loader: Any,
-        placement: ShardPlacement,
+        assignment: ShardAssignment,
         *,
         parts: BatchParts,
         global_batch_size: int | None = None,
         keeps_last: bool = False,
         keeps_generators: bool = True,
     ) -> None:
-        self.placement = placement
+        self.assignment = assignment
         self.joint = parts is not BatchParts.BY_SHARD
         self._borrows = parts is BatchParts.JOINT_OR_BORROWED
-        batches = global_batches_of(loader, placement.num_shards, global_batch_size)
+        batches = global_batches_of(loader, assignment.num_shards, global_batch_size)
         self._batches = replace(batches, drop_last=False) if keeps_last else batches
         self._copy: LoaderCopy | None = None  # None: the items are the batches already
         if isinstance(loader, DataLoader):
@@ -116,28 +119,28 @@ class ShardedLoader:
                 loader.dataset,
                 batches.kind,
                 loader.collate_fn,
-                placement.seed,
+                assignment.seed,
                 keeps_generators=keeps_generators,
             )
-            self._copy = LoaderCopy(loader, dataset, placement.seed)
+            self._copy = LoaderCopy(loader, dataset, assignment.seed)
 
     @property
     def global_batch_size(self) -> int | None:
-        """Samples of a full step; None where batches are made elsewhere, one per shard."""
+        """Samples of a full step; None where the loader's items are ready batches."""
         return self._batches.per_step if self._batches.kind.is_sample else None
 
     @property
     def items_per_step(self) -> int:
-        """Items of the stream (samples, or batches made elsewhere) in a full step."""
+        """Items of the stream (samples, or ready batches) in a full step."""
         return self._batches.per_step
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Global batches in an epoch; None where the user's objects have no length."""
+        """Number of global batches in an epoch; None where the user's objects have no length."""
         return self._batches.num_steps()
 
     def steps_from(self, offset: int) -> int | None:
-        """Global batches left from item `offset` on."""
+        """Number of global batches from item `offset` on; None if it is unknown."""
         return self._batches.num_steps(offset)
 
     def batches(
@@ -148,17 +151,17 @@ class ShardedLoader:
         Args:
             epoch: from 0; the order and the random numbers depend on it.
             start_step: where to begin. Samples before it are not read, except from streams.
-            offset: the item at which `start_step` begins, if steps had another size so far.
+            offset: the first item of `start_step`, if the earlier steps had another size.
 
         Raises:
-            NotShardableError: a batch turns out not to be one that can be counted or joined.
+            NotShardableError: the samples of a batch cannot be counted, or its parts not joined.
             ConfigurationError: the loader's ``persistent_workers`` were taken over by a later
                 iteration.
         """
         if offset is None:
             offset = start_step * self._batches.per_step
         for plan, batches in self._read(self._plans(epoch, start_step, offset), epoch):
-            parts = map(self._part, plan.requests, batches)
+            parts = map(self._loaded_part, plan.requests, batches)
             yield Step(plan.index, list(parts), plan.num_samples)
 
     def _read(self, plans: Iterator[StepPlan], epoch: int) -> Iterator[tuple[StepPlan, list[Any]]]:
@@ -167,16 +170,16 @@ class ShardedLoader:
         return ((plan, [concatenate(each.items) for each in plan.requests]) for plan in plans)
 
     def fingerprint(self, epoch: int) -> dict[str, Any]:
-        """What all workers must agree on, as plain JSON; see `check_agreement`.
+        """The plan of `epoch`, equal on all workers, as plain JSON; see `check_same_plan`.
 
         Draws the first items of the epoch's stream; reads samples only from streams.
         """
-        return plan_fingerprint(self._batches, self.placement, epoch)
+        return plan_fingerprint(self._batches, self.assignment, epoch)
 
     def samples_of(self, shards: Sequence[int], first_step: int, steps: int) -> int | None:
         """Samples of `shards` in `steps` steps from `first_step` on, into further epochs.
 
-        None where only the batches themselves can tell.
+        None where only the collated batches show it.
         """
         length, in_epoch = self._batches.length, self.steps_per_epoch
         if not self._batches.kind.is_sample or length is None or not in_epoch:
@@ -186,19 +189,19 @@ class ShardedLoader:
             start = (step % in_epoch) * self._batches.per_step
             size = min(self._batches.per_step, length - start)
             for shard in shards:
-                begin, end = share_bounds(size, self.placement.num_shards, shard)
+                begin, end = shard_bounds(size, self.assignment.num_shards, shard)
                 total += end - begin
         return total
 
     def items_of(self, epoch: int, step: int, shards: Sequence[int]) -> list[Any]:
-        """The items (indices, mostly) that `shards` hold in a step; nothing is read.
+        """The items (indices, mostly) that `shards` hold in a step; no sample is read.
 
-        An empty list where items are the data itself.
+        An empty list where the items are the data itself.
         """
         if self._batches.kind.is_data:
             return []
         offset = step * self._batches.per_step
-        batch = next(self._batches.of_epoch(self.placement.seed, epoch, offset), None)
+        batch = next(self._batches.of_epoch(self.assignment.seed, epoch, offset), None)
         if batch is None:
             return []
         return [item for shard in shards for item in self._segment(batch, shard).items]
@@ -217,7 +220,7 @@ class ShardedLoader:
             PeerLostError: another rank went away.
         """
         if group.size > 1:
-            check_agreement(group.exchange(self.fingerprint(epoch)))
+            check_same_plan(group.exchange(self.fingerprint(epoch)))
 
     def close(self) -> None:
         """End the loader's persistent worker processes, if it has any."""
@@ -225,35 +228,38 @@ class ShardedLoader:
             self._copy.close()
 
     def _plans(self, epoch: int, start_step: int, offset: int) -> Iterator[StepPlan]:
-        batches = self._batches.of_epoch(self.placement.seed, epoch, offset)
+        batches = self._batches.of_epoch(self.assignment.seed, epoch, offset)
         for step, batch in enumerate(batches, start_step):
-            shards = [self._segment(batch, shard) for shard in self.placement.shards]
+            shards = [self._segment(batch, shard) for shard in self.assignment.shards]
             requests = [
-                Request(epoch, step, segments) for segments in self._per_batch(shards, batch)
+                Request(epoch, step, segments)
+                for segments in self._segments_by_batch(shards, batch)
             ]
             yield StepPlan(step, requests, self._num_samples(batch))
 
-    def _per_batch(self, shards: list[Segment], batch: GlobalBatch) -> list[tuple[Segment, ...]]:
-        """The shards of each batch that this worker reads."""
-        carried = tuple(segment for segment in shards if segment.items)
+    def _segments_by_batch(
+        self, shards: list[Segment], batch: GlobalBatch
+    ) -> list[tuple[Segment, ...]]:
+        """For each batch that this worker reads in a step, its segments."""
+        own_segments = tuple(segment for segment in shards if segment.items)
         if not self.joint:
-            return [(segment,) for segment in carried]
-        if carried:
-            return [carried]
+            return [(segment,) for segment in own_segments]
+        if own_segments:
+            return [own_segments]
         # The first shards are the larger ones, so shard 0 has samples in every step.
         return [(self._segment(batch, 0),)] if self._borrows else []
 
     def _segment(self, batch: GlobalBatch, shard: int) -> Segment:
-        start, stop = share_bounds(len(batch), self.placement.num_shards, shard)
+        start, stop = shard_bounds(len(batch), self.assignment.num_shards, shard)
         return Segment(shard, batch.items(start, stop) if start < stop else [])
 
     def _num_samples(self, batch: GlobalBatch) -> int | None:
         kind = self._batches.kind
         return len(batch) if kind.is_sample else kind.count(batch.items(0, len(batch)))
 
-    def _part(self, request: Request, batch: Any) -> LoadedPart:
+    def _loaded_part(self, request: Request, batch: Any) -> LoadedPart:
         kind, items = self._batches.kind, request.items
-        indices, own = kind.indices(items), self.placement.shards
+        indices, own = kind.indices(items), self.assignment.shards
         shards = tuple(segment.shard for segment in request.segments)
         if shards[0] not in own:  # borrowed
             return LoadedPart(batch, 0, tuple(own), indices)

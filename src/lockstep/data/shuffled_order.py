@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A shuffled order of samples that can be entered anywhere and is never held in memory.
+"""A shuffled order of samples that can be read from any position and is not held in memory.
 
 ``torch.randperm`` of 10^8 samples takes seconds and 800 MB on every worker, again at every
-epoch and at every resume. Above `TABLE_LIMIT` the order is instead computed where it is
+epoch and at every resume. Above `TABLE_LIMIT` each index is instead computed when it is
 read: a Feistel network with alternating halves is a bijection on ``[0, 2**bits)`` whatever
 its round function; values that fall outside ``[0, n)`` go through the network again until they
 fall inside ("cycle walking"), which leaves a bijection on ``[0, n)``. ``2**bits < 2 n``, so less
@@ -35,7 +35,7 @@ TABLE_LIMIT: Final = 1 << 16
 
 _ROUNDS: Final = 8
 _BLOCK: Final = 4096
-"""Positions computed at a time: numpy's cost per call is shared by the whole block."""
+"""Positions that are computed in one call of numpy, so that the call's own cost hardly counts."""
 
 
 def _mix(words: Words) -> Words:
@@ -46,7 +46,7 @@ def _mix(words: Words) -> Words:
 
 
 class Permutation:
-    """The permutation of `size` elements that `seed` stands for.
+    """A permutation of `size` elements, a function of `seed`.
 
     Args:
         size: number of elements, at least 1.

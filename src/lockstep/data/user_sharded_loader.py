@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loader that the user has sharded: every worker reads its own, with ``add_dist_sampler=False``.
+"""A loader that the user has sharded already (``add_dist_sampler=False``), read as it is.
 
-The user's sampler shares the data out, or each worker reads other files. Then the workers need not
-have equally many batches, but a step has to happen on all of them: a worker whose loader has ended
-repeats its last batch, counted as no samples.
+The user's sampler shares the data out, or each worker reads other files. The workers need not have
+equally many batches, but every step needs all workers: a worker whose loader has ended repeats its
+last batch with weight 0, so that it takes part in the collectives.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
-from lockstep.data.batch_structure import leading_length
-from lockstep.data.global_batches import announce_epoch, check_reiterable, known_length
-from lockstep.data.isolated_randomness import IsolatedRandomness, held_generators
+from lockstep.data.batch_rows import leading_length
+from lockstep.data.global_batches import announce_epoch, check_reiterable, length_or_none
+from lockstep.data.isolated_randomness import IsolatedRandomness, find_generators
 from lockstep.data.sharded_loader import LoadedPart, Step
 from lockstep.errors import DataOrderError, NotShardableError
 from lockstep.randomness import derive_seed
@@ -23,12 +23,12 @@ from lockstep.randomness import derive_seed
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
 
-    from lockstep.data.shard_placement import ShardPlacement
+    from lockstep.data.shard_assignment import ShardAssignment
     from lockstep.group import Group
 
 
 class UserShardedLoader:
-    """One worker's own loader, in steps of one part each; a `StepSource`.
+    """One worker's own loader as steps of one part each; a `StepSource`.
 
     The worker with the most batches decides how many steps an epoch has.
 
@@ -37,33 +37,33 @@ class UserShardedLoader:
     same on every worker that gave the same generator.
 
     Args:
-        loader: a ``DataLoader``, or a re-iterable of ready batches. It is iterated itself, and not
-            a copy.
-        placement: the worker's shards.
+        loader: a ``DataLoader``, or a re-iterable of ready batches. The loader itself is iterated,
+            not a copy.
+        assignment: the worker's shards.
 
     Raises:
-        NotShardableError: an iterator, which cannot start again at the next epoch.
+        NotShardableError: `loader` is an iterator, which cannot start again at the next epoch.
         WrongTypeError: `loader` is no loader.
     """
 
     joint = True
     global_batch_size: int | None = None
 
-    def __init__(self, loader: Any, placement: ShardPlacement) -> None:
+    def __init__(self, loader: Any, assignment: ShardAssignment) -> None:
         if not isinstance(loader, DataLoader):
-            check_reiterable(loader, allow_shared_out=True)
-        self.placement = placement
+            check_reiterable(loader, allow_already_sharded=True)
+        self.assignment = assignment
         self._loader = loader
         self._agreed_steps: int | None = None
-        self._shards = tuple(placement.shards)
+        self._shards = tuple(assignment.shards)
         self._holders = [loader]
         if isinstance(loader, DataLoader):
             self._holders = [loader.generator, loader.sampler, loader.batch_sampler]
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps on which the workers agreed; before, this worker's batches, if the loader tells."""
-        return known_length(self._loader) if self._agreed_steps is None else self._agreed_steps
+        """The steps on which the workers agreed; before `agree`, the length of the own loader."""
+        return length_or_none(self._loader) if self._agreed_steps is None else self._agreed_steps
 
     def agree(self, group: Group, epoch: int) -> None:
         """Agree with the other workers on how many steps an epoch has.
@@ -78,7 +78,7 @@ class UserShardedLoader:
             NotShardableError: a rank's loader has no length.
             DataOrderError: a rank's loader is empty, and another rank's is not.
         """
-        lengths = group.exchange(known_length(self._loader))
+        lengths = group.exchange(length_or_none(self._loader))
         if None in lengths:
             raise NotShardableError(
                 "with add_dist_sampler=False the workers must know how many batches they have",
@@ -110,11 +110,12 @@ class UserShardedLoader:
 
         Args:
             epoch: from 0.
-            start_step: where to begin. Batches before it are read and thrown away: only the
-                user's loader knows what they hold.
-            num_steps: steps of the whole epoch; those on which the workers agreed if None, else
-                as many as the loader has. A worker that has fewer batches repeats its last one,
-                counted as 0 samples; a worker without any batch has steps without parts.
+            start_step: the first step. Batches before it are read and dropped: only the user's
+                loader knows what they hold.
+            num_steps: steps of the whole epoch. If None: the steps on which the workers agreed,
+                and before `agree` as many as the loader has batches. A worker with fewer batches
+                repeats its last one, with weight 0; a worker without any batch has steps without
+                parts.
         """
         num_steps = self._agreed_steps if num_steps is None else num_steps
         last: Any = None
@@ -128,15 +129,15 @@ class UserShardedLoader:
             yield Step(index, [LoadedPart(last[0], 0, self._shards)] if last else [], None)
 
     def close(self) -> None:
-        """Nothing to end: the loader, and its worker processes, are the user's."""
+        """Do nothing: the loader and its worker processes are the user's."""
 
     def _read(self, epoch: int) -> Iterator[Any]:
         holders = (self._loader, *self._holders)
         announce_epoch(epoch, (h.sampler if type(h) is BatchSampler else h for h in holders))
         first = self._shards[0] if self._shards else -1
         isolation = IsolatedRandomness(
-            derive_seed(self.placement.seed, "unsharded", epoch, first),
-            held_generators(*self._holders),
+            derive_seed(self.assignment.seed, "unsharded", epoch, first),
+            find_generators(*self._holders),
         )
         iterator = isolation.open(self._loader)
         while drawn := isolation.draw(iterator, 1):

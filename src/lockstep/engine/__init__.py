@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where workers live: in this process, or in Ray actors."""
+"""The driver's engines: one calls a worker in this process, one calls workers in Ray actors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 def runs_in_driver(
     spec: WorkerSpec, resources: Resources, *, use_local: bool, gpu_here: bool
 ) -> bool:
-    """Whether the only worker fits into this process."""
+    """Whether the run has one worker only, and this process has the resources that it asks for."""
     fits = not resources.custom_resources and (gpu_here or not spec.use_gpu)
     return spec.num_workers == 1 and (use_local or fits)
 
@@ -37,7 +37,7 @@ def runs_in_driver(
 def start_ray_engine(
     spec: WorkerSpec, resources: Resources, *, use_local: bool, num_spares: int
 ) -> RayEngine:
-    """Workers in Ray actors.
+    """Start workers in Ray actors.
 
     Raises:
         NotAvailableError: Ray is not installed.
@@ -48,7 +48,7 @@ def start_ray_engine(
 
 
 def has_gpus_elsewhere(count: int) -> bool:
-    """Whether other machines of the cluster have so many GPUs: torch knows those here.
+    """Whether other machines of the cluster have `count` GPUs; torch counts the GPUs of this one.
 
     Raises:
         NotAvailableError: Ray is not installed.

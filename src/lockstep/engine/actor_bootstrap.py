@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the process of every actor does first."""
+"""Prepares the process of an actor: signal handlers and lean imports."""
 
 from __future__ import annotations
 

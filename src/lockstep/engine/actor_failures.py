@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Ray reports of calls and actors that fail: whether, why, and Ctrl-C as Python names it."""
+"""Reads failures of calls and actors from Ray: whether a call failed, why an actor died, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def reraise_keyboard_interrupt() -> Iterator[None]:
-    """Around waiting for Ray: Python reports a Ctrl-C in its compiled code as a SystemError.
+    """Around a wait for Ray, raise Ctrl-C as KeyboardInterrupt.
 
-    Code that ends the workers, and the user's program, would take it for any other exception.
+    Python reports a Ctrl-C in Ray's compiled code as a SystemError, which the code that ends the
+    workers, and the user's program, would take for any other exception.
     """
     try:
         yield
@@ -32,20 +33,20 @@ def reraise_keyboard_interrupt() -> Iterator[None]:
 
 
 def has_failed(ref: ObjectRef[Outcome]) -> bool:
-    """Whether a call has ended with an error, or its actor has died; waits for its end."""
+    """Whether a call has ended with an error, or its actor has died; blocks until the call ends."""
     try:
         outcome = ray.get(ref)
-    # Whatever ended the actor or its call: the cause is told where the call is waited for.
+    # Any exception counts as a failure; `PendingCall` reports its cause.
     except Exception:
         return True
     return outcome.error is not None
 
 
 def death_reason(death: RayActorError) -> str:
-    """What Ray knows of a death, in a line: without the actor's ids, and without advice.
+    """Why an actor died, in one line: Ray's message without the actor's ids and Ray's advice.
 
-    Ray tells the reason after a sentence that is always the same, and the ids; in the first moments
-    it has not heard of one.
+    Ray's message has a fixed sentence, then the ids, then the reason; the reason is missing in the
+    first moments after the death.
     """
     lines = [line for line in str(death).splitlines() if line.strip()]
     told = [line.strip() for line in lines if not line.startswith("\t")]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The actors of a trainer's workers: started by it, started before it, or kept after it.
+"""The actors of a trainer's workers: started by the trainer, before it, or kept after it.
 
-Importing torch is most of a launch, and a program that imports torch itself and then makes a
-trainer pays for it twice in a row. `prestart`, before that import, lets both happen at once;
-and a program that makes one trainer after the other may keep the processes between them.
-Nothing here imports torch before the actors have been asked for.
+Importing torch is most of a launch, and a program that imports torch and then makes a trainer
+waits twice: for its own import and for that of the workers. `prestart`, called before the program's
+import, lets both happen at once. A program that makes one trainer after the other may keep the
+processes between them. This module does not import torch before it has requested the actors.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PoolRequest:
-    """The actors that a trainer asks for; a pool that was started for an equal request fits.
+    """The actors that a trainer asks for; it takes over a pool that was started for an equal
+    request.
 
     Attributes:
-        bundle: the resources of each, in Ray's names.
-        ranks: of the workers in actors; spares are numbered after the workers.
+        bundle: the resources of each actor, in Ray's names.
+        ranks: the ranks of the workers in actors; spares are numbered after the workers.
         num_spares: how many of `ranks`, the last ones, belong to spares.
     """
 
@@ -50,15 +51,15 @@ class PoolRequest:
 
 @dataclass(frozen=True)
 class ActorPool:
-    """Actors that import torch, in bundles of a placement group, by rank; no operator yet.
+    """Actors that import torch, in bundles of a placement group, by rank; without operators yet.
 
     Attributes:
-        placement_group: where their resources are reserved.
+        placement_group: where the actors' resources are reserved.
         nodes: the node id of each actor.
         bundles: the bundle of each actor in `placement_group`.
         request: what the pool was started for.
-        session: the driver's stay in a cluster that they belong to.
-        name: what their actors' names begin with; no other pool has it.
+        session: the driver's connection to the cluster in which the actors were started.
+        name: the prefix of the actors' names, unique to this pool.
     """
 
     placement_group: PlacementGroup
@@ -71,12 +72,12 @@ class ActorPool:
 
     @property
     def is_kept(self) -> bool:
-        """The actors wait for the next trainer when this one is over."""
+        """Whether the actors wait for the next trainer after this trainer's shutdown."""
         return self.session in _sessions_that_keep
 
 
 idle_pools: list[ActorPool] = []
-"""The pool that waits for a trainer, if one does."""
+"""The pool that waits for a trainer; at most one."""
 
 _sessions_that_keep: set[str | None] = set()
 """The sessions in which `prestart(keep=True)` was called last."""
@@ -131,17 +132,18 @@ def prestart(
         request = PoolRequest(bundle, ranks, spare_workers)
         idle_pools.append(_start(request, own_cluster, "prestarted"))
     if "torch" not in sys.modules:
-        # The trainer needs it anyhow. Searching for garbage is a fifth of the import.
+        # The trainer needs torch anyhow. Garbage collection would be a fifth of the import.
         import_and_freeze("torch")
 
 
 def remote_ranks(num_workers: int, use_local: bool, num_spares: int) -> range:
-    """Which ranks of a trainer live in actors; spares are numbered after the workers."""
+    """The ranks of a trainer's workers that live in actors; spares are numbered after the
+    workers."""
     return range(1 if use_local else 0, num_workers + num_spares)
 
 
 def take_or_start(request: PoolRequest, own_cluster: bool, label: str) -> ActorPool:
-    """The idle pool, if it is the one that is asked for; else a new one, named `label`."""
+    """Take over the idle pool if it fits `request`; else start a new pool, named after `label`."""
     if idle_pools and idle_pools[0].request == request and idle_pools[0].session == session():
         return idle_pools.pop()
     end_idle_pools()
@@ -155,7 +157,7 @@ def _start(request: PoolRequest, own_cluster: bool, label: str) -> ActorPool:
     count = len(request.ranks)
     group = placement_group.reserve(request.bundle, count, own_cluster)
     if session() in _sessions_that_keep:
-        label = "kept"  # for one operator after the other
+        label = "kept"  # this pool serves one operator after the other
     # Trainers of the same operator live side by side in a namespace of Ray, as trials of Tune do.
     name = f"lockstep:{label}:{secrets.token_hex(3)}"
     actors: list[ActorProxy[WorkerActor]] = []
@@ -166,7 +168,7 @@ def _start(request: PoolRequest, own_cluster: bool, label: str) -> ActorPool:
             for rank, (bundle, _) in zip(request.ranks, places, strict=True)
         ]
     except BaseException:
-        # Ctrl-C most of all: no other code has a reference to these actors yet.
+        # On Ctrl-C as well: no other code has a reference to these actors yet.
         _end(group, actors)
         raise
     bundles, nodes = [bundle for bundle, _ in places], [node for _, node in places]
@@ -192,22 +194,22 @@ def _start_actor(
 
 
 def start_replacement(pool: ActorPool, bundle: int, number: int) -> ActorProxy[WorkerActor]:
-    """Start another actor where one of the pool has died.
+    """Start an actor in the bundle of one that has died.
 
-    Its bundle stays reserved. If its node is gone, Ray reserves resources elsewhere, when there
-    are some, and starts the actor then.
+    The bundle stays reserved. If its node is gone, Ray moves the bundle to another node as soon as
+    one has the resources, and then starts the actor.
     """
     return _start_actor(pool.placement_group, pool.request.bundle, bundle, number, pool.name)
 
 
 def keep_idle(pool: ActorPool) -> None:
-    """A pool whose workers have stopped waits for the next trainer."""
+    """Keep a pool whose workers have stopped for the next trainer."""
     end_idle_pools()
     idle_pools.append(pool)
 
 
 def end_pool(pool: ActorPool) -> None:
-    """End the processes and give their resources back."""
+    """End the pool's processes and give their resources back."""
     _end(pool.placement_group, pool.actors)
 
 
@@ -215,7 +217,7 @@ def end_idle_pools() -> None:
     """End a pool that no trainer took over."""
     while idle_pools:
         pool = idle_pools.pop()
-        if pool.session == session():  # else it has ended with its session
+        if pool.session == session():  # else the pool has ended with its session
             end_pool(pool)
 
 

@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 
 
 def end_actor(actor: Any) -> None:
-    """End an actor's process. Any: Ray's annotations do not take its own handles here."""
+    """End an actor's process. `actor` is Any: Ray's annotations do not take its own handles
+    here."""
     ray.kill(actor, no_restart=True)
 
 
 def kill_worker(handle: WorkerHandle, others: list[WorkerHandle]) -> None:
-    """End a process at once, also one that is stopped or does not answer.
+    """End a worker's process at once, also a process that is stopped or does not answer.
 
-    `ray.kill_worker` asks the process first, and lets one that was stopped live on for seconds, in
-    which its open sockets keep its peers waiting (measured: 5 s). A signal does not ask.
+    `ray.kill` asks the process first: a stopped process lives on for seconds, in which its open
+    sockets keep its peers waiting (measured: 5 s). SIGKILL does not ask.
 
     Args:
         others: workers, of which one on the same node sends the signal.
@@ -37,7 +38,7 @@ def kill_worker(handle: WorkerHandle, others: list[WorkerHandle]) -> None:
         with suppress(ProcessLookupError):
             os.kill(handle.pid, signal.SIGKILL)
     elif handle.pid:
-        # One of them: a number that was signalled twice may be another process by then.
+        # Only one worker sends the signal: after the first SIGKILL the pid may have been reused.
         on_its_node = (each for each in others if each.node == handle.node and each is not handle)
         for neighbour in on_its_node:
             if neighbour.actor is not None:
@@ -47,7 +48,10 @@ def kill_worker(handle: WorkerHandle, others: list[WorkerHandle]) -> None:
 
 
 def wait_until_gone(pids: Iterable[int], at_most_s: float) -> None:
-    """`ray.kill_worker` returns before the process has ended; nothing may outlive `shutdown`."""
+    """Wait until the processes `pids` have ended, for `at_most_s` seconds at most.
+
+    `ray.kill` returns before the process has ended, and no process may outlive `shutdown`.
+    """
     deadline = time.monotonic() + at_most_s
     for pid in pids:
         while time.monotonic() < deadline:

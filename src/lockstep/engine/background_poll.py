@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Polls the workers in actors while the worker in the driver's process computes.
 
-The driver's thread is busy then, and may wait inside a collective for a worker that is stopped:
-only another thread can notice.
+The driver's main thread is busy then, and may wait in a collective for a worker that is stopped,
+which only another thread can notice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _log = logging.getLogger("lockstep.recovery")
 
 @contextmanager
 def poll_in_background(poll: Callable[[], None]) -> Iterator[None]:
-    """Inside, another thread calls `poll` every `POLL_EVERY_S`; it has ended afterwards."""
+    """Inside, a second thread calls `poll` every `POLL_EVERY_S`; the thread is joined at the
+    exit."""
     is_over = threading.Event()
 
     def run() -> None:

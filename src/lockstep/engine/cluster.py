@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which Ray cluster a trainer uses, where the user has not connected to one."""
+"""Connects a trainer to a Ray cluster, or starts a private one, unless the user has connected."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 _ADDRESS_VARIABLE: Final = "RAY_ADDRESS"
 _TOKEN_VARIABLES: Final = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
-# The cluster that this process started, so that a second trainer knows it again.
+# The address of the cluster that this process started, so that a second trainer recognises it.
 _own_address: str | None = None
 
 
 def connect() -> bool:
-    """Make sure that Ray runs; True if this process started it, for itself alone.
+    """Make sure that Ray runs; True if this process started a cluster for itself alone.
 
-    Joined are only clusters that were offered: the one that RAY_ADDRESS names, or the one
+    lockstep joins only a cluster that was offered: the one that RAY_ADDRESS names, or the one
     that ``ray start`` made on this machine. ``address="auto"`` would join any Ray process it
-    detects, also the private one of another program, take its CPUs and end with it.
+    detects, also the private cluster of another program, take its CPUs and end with it.
 
     Raises:
         NotAvailableError: the program has connected by Ray Client, from outside of the cluster.
@@ -60,19 +60,19 @@ def connect() -> bool:
 
 @contextlib.contextmanager
 def _private_token() -> Iterator[None]:
-    """Give the cluster that starts inside a token which only it, and this process, know.
+    """Give the cluster that starts inside a token which only the cluster and this process know.
 
-    Where there is none yet, Ray would leave one in the home directory. From then on every other
-    cluster of this user would ask for it, and programs that joined one before would fail. A
+    If the user has no token, Ray would write one into the home directory. From then on every other
+    cluster of this user would ask for it, and programs that could join one before would fail. A
     token in the environment is inherited by the cluster's processes, and ends with them; this
-    process needs it there no longer than until it is connected. Afterwards the environment is as
-    it was, also for what Ray sets in it, so that programs which this one starts, and clusters that
-    it joins later, know of nothing; and so are `random`'s numbers, and a handler for SIGTERM.
+    process needs the variable only until it is connected. Afterwards this function restores the
+    environment, including what Ray sets in it, so that programs which this one starts, and clusters
+    that it joins later, do not see the token; also the state of `random` and the SIGTERM handler.
     """
     before, drawn, handler = dict(os.environ), random.getstate(), signal.getsignal(signal.SIGTERM)
     is_given = any(name in before for name in _TOKEN_VARIABLES)
     if not is_given and not Path.home().joinpath(".ray", "auth_token").exists():
-        # Always the same one: this process keeps the first that it has read.
+        # Always the same token: Ray keeps the first one that it has read in this process.
         os.environ["RAY_AUTH_TOKEN"] = _own_token()
     try:
         yield
@@ -81,7 +81,7 @@ def _private_token() -> Iterator[None]:
             del os.environ[name]
         os.environ.update(before)
         random.setstate(drawn)
-        # By default the signal would end this process, and Ray's handler also ends the cluster.
+        # Ray's handler is kept where the default was set: it also ends the cluster.
         is_in_main_thread = threading.current_thread() is threading.main_thread()
         if is_in_main_thread and handler not in (signal.SIG_DFL, None):
             signal.signal(signal.SIGTERM, handler)
@@ -110,7 +110,7 @@ def _join_local_cluster() -> bool:
     try:
         ray.init(logging_level=logging.ERROR)
     except ConnectionError:
-        return False  # it was not stopped in order, and runs no more
+        return False  # the cluster was killed, and its address file was left behind
     return True
 
 
@@ -132,13 +132,14 @@ def _address() -> str:
 
 
 def this_node() -> str:
-    """The node that this process runs on."""
+    """The id of the Ray node that this process runs on."""
     node: str = ray.get_runtime_context().get_node_id()
     return node
 
 
 def session() -> str | None:
-    """This driver's connection to a cluster, by a name; `ray.shutdown` ends it and its actors."""
+    """The id of this driver's connection to a cluster, which `ray.shutdown` ends with its
+    actors."""
     if not ray.is_initialized():
         return None
     driver: str = ray.get_runtime_context().get_worker_id()

@@ -11,16 +11,16 @@ _NEEDED_CPUS: Final = 1
 
 
 def split_dataset(dataset: Any, num_workers: int, held_cpus: float) -> list[Any]:
-    """One ``ray.data.DataIterator`` for each worker, by rank.
+    """Split `dataset` into one ``ray.data.DataIterator`` for each worker, by rank.
 
     Args:
         dataset: a ``ray.data.Dataset``.
-        num_workers: how many streams.
-        held_cpus: CPUs of the cluster that the workers keep for themselves.
+        num_workers: the number of streams.
+        held_cpus: CPUs of the cluster that the workers hold.
 
     Raises:
-        NotEnoughResourcesError: the workers hold every CPU of the cluster: Ray's tasks that read
-            the dataset would wait for one for ever.
+        NotEnoughResourcesError: the workers hold every CPU of the cluster, and Ray's tasks that
+            read the dataset would wait for a CPU for ever.
     """
     import ray
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine: how a driver reaches its workers."""
+"""`Engine`: the protocol through which a driver starts, calls and ends its workers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from lockstep.worker import ProgressReport, RemoteCall, Snapshot, StartReport, Worker
 
     OnProgress = Callable[[ProgressReport], int]
-    """Called now and then with a running call's progress; returns the step of the run up to which
-    rows of metrics are known to the caller, who is given all later ones the next time."""
+    """Called several times a second with a running call's progress. It returns the latest step of
+    the run whose rows of metrics it has received; the next call brings all later rows."""
 
 R = TypeVar("R")
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What one worker asks of a cluster, and how the ranks reach each other.
+    """The resources of one worker in a cluster, and how the ranks communicate.
 
     Attributes:
-        further: Ray resources besides CPU and GPU, by name.
-        timeout_s: bound of every collective, in seconds.
+        custom_resources: Ray resources besides CPU and GPU, by name.
+        timeout_s: timeout of every collective, in seconds.
     """
 
     num_cpus: float
@@ -37,11 +37,11 @@ class Resources:
 
 @dataclass(frozen=True)
 class PoolStatus:
-    """The workers of a trainer, counted.
+    """Counts of a trainer's workers, and the recoveries of its run.
 
     Attributes:
-        workers: how many train.
-        spares: how many wait, ready, for the place of one that is lost.
+        workers: how many workers train.
+        spares: how many spares are ready to replace a lost worker.
         generation: formations of the group so far, from 0.
         recoveries: one dict for each failure that the run recovered from, the first one first.
     """
@@ -53,52 +53,54 @@ class PoolStatus:
 
 
 class SnapshotKeeper(Protocol):
-    """Gets the copies that workers make of the run's state. Called in the driver's main flow."""
+    """Receives the copies that workers make of the run's state, in the driver's calling thread."""
 
     def keep(self, snapshot: Snapshot) -> None:
-        """A copy has come; what this raises ends the call."""
+        """Receive a copy; an exception raised here ends the running call."""
 
     def keep_failed(self, error: Exception) -> None:
-        """A copy was made, and was lost on its way."""
+        """Note that a worker made a copy which could not be sent to the driver."""
 
 
 class SnapshotFetcher(Protocol):
-    """Brings copies of the run's state to the driver."""
+    """Fetches copies of the run's state to the driver."""
 
     def request(self) -> None:
-        """Have a copy made before the next batch. Only notes it: a signal handler may call it."""
+        """Request a copy before the next batch. Only sets a flag, so that signal handlers may call
+        it."""
 
     def finish(self) -> None:
-        """Bring what is on its way; after a call."""
+        """After a call, fetch the copy that is still on its way."""
 
 
 class Engine(Protocol):
-    """Starts workers, calls their remote methods, ends them.
+    """Starts workers, calls their remote methods, ends the workers.
 
-    A user's exception in a worker arrives as itself, with its rank and its traceback there
-    as a note. Workers whose call was interrupted (it failed on one of them, or Ctrl-C came in the
-    driver) live on, and `undo_interrupted_call` makes them ready for the next one. An engine
-    whose workers cannot go on has ended them all by the time it raises, and says why in `ended`.
+    A user's exception in a worker arrives as itself, with its rank and the worker's traceback as a
+    note. Workers whose call was interrupted (the call failed on one of them, or Ctrl-C came in the
+    driver) live on, and `undo_interrupted_call` makes them ready for the next call. An engine whose
+    workers cannot go on has ended all of them by the time it raises, and keeps the cause in
+    `ended`.
     """
 
     @property
     def interrupted_by(self) -> BaseException | None:
-        """Why the latest call was interrupted, until `undo_interrupted_call`."""
+        """The error that interrupted the latest call; None after `undo_interrupted_call`."""
 
     def undo_interrupted_call(self) -> None:
         """Take all workers back to the last committed step.
 
-        Blocks until each of them has come out of what it is doing. Where there is no way back, the
-        workers are ended, and `ended` says why.
+        Blocks until each worker has left its current computation. If a worker cannot go back, the
+        workers are ended, and `ended` holds the cause.
         """
 
     @property
     def ended(self) -> BaseException | None:
-        """Why there are no workers any more."""
+        """The error that ended the workers; None while they live."""
 
     @property
     def started(self) -> list[StartReport]:
-        """What each worker's `start` returned, by rank."""
+        """The result of each worker's `start`, by rank."""
 
     def call(
         self,
@@ -110,25 +112,25 @@ class Engine(Protocol):
         """Perform `call` on every worker, concurrently; results by rank.
 
         Args:
-            on_progress: called now and then in the driver with rank 0's progress; where metrics of
-                single steps are asked for, with all workers' rows.
-            retries: failures of the group that are recovered from, where that can be done.
+            on_progress: called several times a second in the driver with rank 0's progress, and
+                with all workers' rows if callbacks ask for metrics of single steps.
+            retries: failures of the group from which an engine that recovers may recover.
         """
 
     def call_rank(self, rank: int, call: RemoteCall[Worker, R]) -> R:
         """Perform `call` on one worker."""
 
     def start_snapshot_fetcher(self, to: SnapshotKeeper) -> SnapshotFetcher:
-        """Give `to` the copies of the state that workers make from now on."""
+        """Deliver the copies of the state that workers make from now on to `to`."""
 
     def local_operator(self) -> TrainingOperator | None:
         """The operator of rank 0, if rank 0 lives in this process."""
 
     def set_num_shards(self, num_shards: int) -> None:
-        """A state was loaded: global batches are cut into as many shards from now on."""
+        """Note that a loaded state cuts global batches into `num_shards` shards from now on."""
 
     def status(self) -> PoolStatus:
-        """How many workers there are, and what happened to them."""
+        """The numbers of workers and spares, and the recoveries so far."""
 
     def close(self, *, force: bool) -> None:
-        """End all workers and give back what they used; `force` does not ask them first."""
+        """End all workers and release their resources; `force` does not ask them first."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each worker was doing when it answered last, asked while it performs something."""
+"""`Heartbeats`: asks each worker for its status while a call runs, and keeps the last answers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _ASK_EVERY_S: Final = 0.5
 
 @dataclass
 class Heartbeat:
-    """What is known of one worker.
+    """The last status of one worker, and the request for the next one.
 
     Attributes:
-        latest: what it was doing when it answered last.
-        since: the moment from which on it has been at the same step.
-        asked_at: when it was asked what it has not answered yet; None if it owes no answer.
-        answer: what that answer comes by.
-        next_at: when to ask again.
+        latest: the worker's last status; None before its first answer.
+        since: the time at which the worker was first seen at its present step.
+        asked_at: the time of the request that is not answered yet; None if none is pending.
+        answer: the reference of the pending request.
+        next_at: the time of the next request.
     """
 
     latest: WorkerStatus | None
@@ -40,26 +40,27 @@ class Heartbeat:
     next_at: float = 0.0
 
     def without_step_for(self, now: float) -> float:
-        """Seconds without a step."""
+        """Seconds since the worker was first seen at its present step."""
         return now - self.since
 
     def silent_for(self, now: float) -> float:
-        """Seconds without an answer."""
+        """Seconds since the request that the worker has not answered."""
         return 0.0 if self.asked_at is None else now - self.asked_at
 
 
 class Heartbeats:
-    """Asks workers what they are doing, and never waits for an answer."""
+    """Asks workers for their status, and never blocks for an answer."""
 
     def __init__(self) -> None:
         self._by_worker: dict[WorkerHandle, Heartbeat] = {}
 
     def clear(self) -> None:
-        """Another call begins: no worker has made a step in it yet."""
+        """Forget all heartbeats: another call begins, and no worker has made a step in it."""
         self._by_worker.clear()
 
     def poll(self, workers: Sequence[WorkerHandle]) -> dict[WorkerHandle, Heartbeat]:
-        """What is known of `workers` now; asks them again."""
+        """The heartbeats of `workers` in actors; takes answers that came, and sends new
+        requests."""
         now = time.monotonic()
         for worker in workers:
             if worker.actor is None:
@@ -72,7 +73,7 @@ class Heartbeats:
         return {each: self._by_worker[each] for each in workers if each in self._by_worker}
 
     def last_seen(self, worker: WorkerHandle) -> WorkerStatus | None:
-        """What `worker` was doing when it answered last."""
+        """The last status of `worker`; None if it has not answered in this call."""
         return self._by_worker[worker].latest if worker in self._by_worker else None
 
 
@@ -82,7 +83,7 @@ def _take_answer(heartbeat: Heartbeat, now: float) -> None:
     try:
         status = ray.get(heartbeat.answer)
     except RayActorError:
-        return  # its call says why
+        return  # the pending call reports the death
     latest = heartbeat.latest
     if latest is None or status is None or status.steps != latest.steps:
         heartbeat.since = now

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call that ends in the middle, by Ctrl-C or because an operator's code failed; workers live on.
+"""Ends workers that idle since an interrupted call when another trainer needs their resources.
 
-The error arrives at once. What the workers were doing is undone when the next call comes, or never:
-where another trainer needs their room, they end.
+When Ctrl-C or an error of the operator interrupts a call, the error arrives at once and the workers
+live on. The interrupted step is rolled back at the next call. If another trainer needs their
+resources first, the idle workers are ended instead.
 """
 
 from __future__ import annotations
@@ -19,21 +20,23 @@ class InterruptibleEngine(Protocol):
     interrupted_by: BaseException | None
 
     def evict_workers(self) -> None:
-        """End the workers, which have not been called since their call was interrupted."""
+        """End the workers if no call has come since the interrupted one."""
 
 
 _engines: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
 def register_for_eviction(engine: InterruptibleEngine) -> None:
-    """The engine's workers may have to make room for those of another trainer."""
+    """Allow another trainer to evict the engine's workers until their interrupted call is
+    undone."""
     _engines.add(engine)
 
 
 def evict_idle_workers() -> None:
     """End the workers of interrupted calls that no later call has undone.
 
-    In a notebook the trainer of before lives until the new one has taken its name.
+    When a notebook cell is run again, the old trainer is garbage-collected only after its name is
+    bound to the new one.
     """
     for engine in list(_engines):
         if engine.interrupted_by is not None:
@@ -42,8 +45,9 @@ def evict_idle_workers() -> None:
 
 
 def evicted_error(cause: BaseException) -> TrainerClosedError:
-    """Why the workers of a call that `cause` interrupted end when another trainer comes."""
-    from lockstep.worker import error_text  # imports torch, which a launch can do without
+    """The error for calls of a trainer whose idle workers were evicted; `cause` interrupted
+    them."""
+    from lockstep.worker import error_text  # imports torch, which a launch need not wait for
 
     first_line = next(iter(error_text(cause).splitlines()), "")
     error = TrainerClosedError(

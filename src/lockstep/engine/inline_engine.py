@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker in this process: no Ray, no process group; breakpoints work."""
+"""`InlineEngine`: one worker in this process, without Ray or a process group; breakpoints work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PROGRESS_EVERY_S = 0.1
 
 
 class InlineEngine:
-    """See `Engine`. Exceptions are raised as they are: they are the user's own already."""
+    """An `Engine`. It raises the worker's exceptions as they are, without pickling them."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.ended: BaseException | None = None
@@ -95,7 +95,7 @@ class InlineEngine:
         return self._worker.operator
 
     def set_num_shards(self, num_shards: int) -> None:
-        """The worker knows it from the state."""
+        """Does nothing: the worker reads the number from the state."""
 
     def status(self) -> PoolStatus:
         return PoolStatus(workers=1, generation=self._generation)
@@ -107,7 +107,10 @@ class InlineEngine:
 def progress_reporter(
     worker: Worker, on_progress: OnProgress | None, every_s: float
 ) -> Callable[[], None] | None:
-    """What a worker in this process is to call after every step; None without a listener."""
+    """A function for a worker in this process to call after every step; None without a listener.
+
+    It passes the worker's progress to `on_progress` at most once in `every_s` seconds.
+    """
     if on_progress is None:
         return None
     latest, rows_known = time.monotonic(), 0
@@ -118,7 +121,7 @@ def progress_reporter(
         if now - latest < every_s:
             return
         latest, progress = now, progress_of(worker)
-        # The rows of a worker with peers elsewhere are a part of those of all.
+        # With peers in actors, `RayEngine` collects the rows of all workers instead.
         if worker.spec.num_workers == 1:
             progress = replace(progress, rows=[rows_after(worker, rows_known)])
         rows_known = on_progress(progress)

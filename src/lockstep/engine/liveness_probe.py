@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 _CONNECT_S: Final = 0.3
 
-# No file descriptor, memory or port is left to ask with, which says nothing of the other machine.
-_OF_THIS_PROCESS: Final = {
+# This process has no file descriptor, memory or port left: no sign that the other machine is down.
+_OWN_RESOURCE_ERRORS: Final = {
     errno.EMFILE,
     errno.ENFILE,
     errno.ENOBUFS,
@@ -26,7 +26,7 @@ _OF_THIS_PROCESS: Final = {
 
 
 def process_state(handle: WorkerHandle) -> str:
-    """What the operating system says of a process here: "T" is stopped; "" if it cannot tell."""
+    """The state letter of a local worker's process in /proc ("T": stopped); "" if unknown."""
     if not handle.pid or not handle.is_here:
         return ""
     try:
@@ -37,10 +37,10 @@ def process_state(handle: WorkerHandle) -> str:
 
 
 def is_node_reachable(node_id: str) -> bool:
-    """Whether the machine of a node can be reached, whatever its processes do.
+    """Whether the machine of a Ray node answers, whatever its processes do.
 
-    Asked is the port of its node's own process: the operating system answers, also while that
-    process is busy. Ray itself gives a node half a minute and more.
+    Connects to the raylet's port: the kernel accepts even if the raylet is busy. Ray itself takes
+    half a minute and more to declare a node dead.
     """
     if node_id == this_node():
         return True
@@ -55,7 +55,7 @@ def is_host_reachable(address: tuple[str, int]) -> bool:
     try:
         socket.create_connection(address, timeout=_CONNECT_S).close()
     except ConnectionRefusedError:
-        return True  # the machine answers that no process listens: Ray will tell of it
+        return True  # the machine answers, and no process listens: Ray will report that
     except OSError as error:
-        return error.errno in _OF_THIS_PROCESS
+        return error.errno in _OWN_RESOURCE_ERRORS
     return True

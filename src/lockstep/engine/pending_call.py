@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A remote method that several ranks perform: their answers, and the cause of a failure.
+"""`PendingCall`: the answers of ranks that perform a remote method, and the cause of a failure.
 
-A consequence often arrives before its cause: a survivor's broken connection comes before the error,
-or the notice of the death, that broke it. So after a failure the driver goes on waiting for a
-while, and only then says which failure caused the others.
+A consequence often arrives before its cause: a survivor's connection error arrives before the
+error, or the notice of a death, that broke the connection. So after a failure the driver waits a
+little longer, and only then names the failure that caused the others.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 POLL_EVERY_S = 0.2
-"""How often the driver looks after the workers of a call, and is told of its progress."""
+"""Seconds between two polls of the workers while a call runs."""
 
-# Long enough for a cause to arrive after its consequence (measured: milliseconds apart).
+# A cause arrives milliseconds after its consequence (measured).
 _WAIT_FOR_CAUSE_S = 2.0
 
 # A plain RuntimeError may come from a collective of the user's own that lost its peer; the
@@ -40,20 +40,20 @@ _WAIT_FOR_DEATH_S = 1.0
 
 
 class PendingCall(Generic[R]):
-    """Answers by rank; of the failures, which one caused the others.
+    """Collects answers by rank, and decides which of several failures caused the others.
 
     Args:
-        contract: of the remote method that ranks perform.
-        server: the parameter server that they need for it, if there is one.
-        outlives_deaths: a worker's death ends nothing: wait until all others have answered.
+        contract: the contract of the remote method that ranks perform.
+        server: the parameter server that the method needs, if there is one.
+        outlives_deaths: after a worker's death, wait until all other workers have answered.
 
     Attributes:
-        pending: the ranks that have not answered, by what to wait for.
-        values: what ranks answered.
-        deaths: the ranks whose process died.
-        lost_peers: the ranks that only say that another one went away.
-        failed_at: when the driver heard of the first failure (`time.monotonic`).
-        local_status: what rank 0 in the driver's process is doing, while it performs.
+        pending: the ranks that have not answered, by the reference of their answer.
+        values: the results by rank.
+        deaths: the errors of ranks whose process died.
+        lost_peers: the errors of ranks that only report that another rank went away.
+        failed_at: the time at which the driver received the first failure (`time.monotonic`).
+        local_status: reads the status of rank 0 in the driver's process, while it performs.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class PendingCall(Generic[R]):
 
     @property
     def has_failed(self) -> bool:
-        """A rank could not do what was asked."""
+        """Whether a rank has failed or died."""
         return bool(self._causes or self.deaths or self.lost_peers)
 
     @property
     def is_recoverable(self) -> bool:
-        """All that failed may have failed because a worker went away."""
+        """Whether the loss of a worker may explain all failures."""
         return not self._causes or (bool(self.deaths) and not self._has_other_cause)
 
     @property
@@ -86,7 +86,11 @@ class PendingCall(Generic[R]):
         return any(map(_is_no_collective_error, self._causes))
 
     def fail(self, rank: int, error: BaseException, *, peer_lost: bool) -> None:
-        """`rank` raised `error`; `peer_lost`: which only says that another rank went away."""
+        """Note that `rank` raised `error`.
+
+        Args:
+            peer_lost: the error only reports that another rank went away.
+        """
         self._note_failure()
         if peer_lost:
             self.lost_peers[rank] = error
@@ -99,14 +103,14 @@ class PendingCall(Generic[R]):
 
     @reraise_keyboard_interrupt()
     def wait(self, poll: Callable[[], None] | None) -> None:
-        """Until all have answered, or a cause is known, or a consequence waited long enough.
+        """Block until all ranks have answered, or the cause of a failure is known or overdue.
 
         Args:
-            poll: called while no answer comes, every `POLL_EVERY_S`.
+            poll: called every `POLL_EVERY_S` while no answer comes.
         """
         while self.pending:
             patience_s = self._remaining_patience_s()
-            # Counted from the latest failure: it may be the consequence of one that comes next.
+            # Since the latest failure: its cause may be the next one to arrive.
             is_over = self._latest_failure_at + (patience_s or 0.0) <= time.monotonic()
             if patience_s is not None and is_over:
                 break
@@ -124,7 +128,7 @@ class PendingCall(Generic[R]):
         self._wait_for_server()
 
     def _remaining_patience_s(self) -> float | None:
-        """Seconds to go on waiting after the latest failure; None without end."""
+        """Seconds to wait after the latest failure; None to wait for all answers."""
         together = self.contract.communication is Communication.RUN_GROUP
         if self._outlives_deaths and self.is_recoverable:
             return None
@@ -159,13 +163,13 @@ class PendingCall(Generic[R]):
             self.fail(rank, error, peer_lost=outcome.peer_lost)
 
     def _awaited_servers(self) -> list[Any]:
-        """What to wait for besides the ranks: a server's end matters to those that need it."""
+        """The reference of the parameter server's end, if the call needs the server."""
         together = self.contract.communication is Communication.RUN_GROUP
         is_needed = together or self.lost_peers
         return [self._server.serve_ref] if self._server is not None and is_needed else []
 
     def _wait_for_server(self) -> None:
-        """The workers may have noticed its death before the notice of it is here."""
+        """Wait briefly for a server's death that workers may have noticed before the driver."""
         servers = self._awaited_servers()
         if self.lost_peers and not self._causes and not self.deaths and servers:
             ready, _ = ray.wait(servers, timeout=_WAIT_FOR_CAUSE_S)
@@ -180,11 +184,11 @@ class PendingCall(Generic[R]):
             self._causes.append(died)
 
     def cause(self) -> BaseException | None:
-        """The failure that the user is told of, if there is one."""
+        """The failure to raise to the user; None if no rank failed."""
         found = [*self._causes, *self.deaths.values(), *self.lost_peers.values()]
         return next(iter(found), None)
 
 
 def _is_no_collective_error(error: BaseException) -> bool:
-    """No collective raises such an error."""
+    """Whether no collective can have raised `error`, so that no lost peer explains it."""
     return isinstance(error, LockstepError) or not isinstance(error, RuntimeError)

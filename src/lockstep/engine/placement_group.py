@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resources for the workers on a Ray cluster, or an error that says what is missing."""
+"""Reserves a placement group for the workers, or raises an error that says what is missing."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("lockstep")
 
-# What a trainer held is free some milliseconds after its shutdown.
+# Ray frees the resources of a trainer some milliseconds after its shutdown.
 _RELEASE_TIMEOUT_S = 5.0
 
 _inherited_groups: dict[str, int] = {}
-"""Placement groups that this process did not make (those of a Tune trial), in which its workers
-live now, and the first bundle that is theirs."""
+"""Id of each inherited placement group (of a Tune trial) that our workers use -> index of the first
+bundle that they may use."""
 
 START_TIMEOUT_VARIABLE = "LOCKSTEP_START_TIMEOUT_S"
 
 
 def start_timeout_s() -> float:
-    """Seconds that a cluster gets to find room (an autoscaler may have to start nodes)."""
+    """Seconds to wait for resources (an autoscaler may have to start nodes)."""
     given = os.environ.get(START_TIMEOUT_VARIABLE, "60")
     try:
         return float(given)
@@ -59,14 +59,14 @@ def reserve(bundle: Mapping[str, float], count: int, own_cluster: bool) -> Place
     """Reserve `bundle` for each of `count` workers, spread over the nodes.
 
     A program that itself runs in a placement group, as a trial of Tune does, gives its bundles to
-    the workers if they are large enough; but for the first one, where that is the program's own.
+    the workers if the bundles are large enough. It keeps the first bundle if it holds resources.
 
     Args:
-        own_cluster: Ray was started by this process for itself: nothing can join it, and
-            only this process can give back what it holds.
+        own_cluster: this process started the cluster for itself: no node can join it, and only
+            this process can release resources in it.
 
     Raises:
-        NotEnoughResourcesError: no room within the start timeout; nothing stays reserved.
+        NotEnoughResourcesError: too few resources within the start timeout; none stay reserved.
     """
     inherited = _take_inherited_group(bundle, count)
     if inherited is not None:
@@ -82,7 +82,7 @@ def reserve(bundle: Mapping[str, float], count: int, own_cluster: bool) -> Place
     try:
         if group.wait(timeout_seconds=max(1, round(timeout_s))):
             return group
-        # Asked before the resources are given back: the message says what was free meanwhile.
+        # Before the release: the message says what was free while this call waited.
         raise _not_enough_error(bundle, count, time.monotonic() - began)
     except BaseException:
         remove_placement_group(group)
@@ -93,7 +93,7 @@ def _take_inherited_group(bundle: Mapping[str, float], count: int) -> PlacementG
     group: PlacementGroup | None = ray.util.get_current_placement_group()
     if group is None or group.id.hex() in _inherited_groups:
         return None
-    # A trial that only drives its workers holds nothing: all bundles are for them.
+    # A trial that only drives its workers holds no resources: the workers get all bundles.
     first = int(bool(ray.get_runtime_context().get_assigned_resources()))
     offered = group.bundle_specs[first : first + count]
     if len(offered) < count or any(_is_lacking(bundle, each) for each in offered):
@@ -123,9 +123,9 @@ def _is_lacking(asked: Mapping[str, float], there: Mapping[str, float]) -> bool:
 
 
 def warn_of_missing_resources(bundle: Mapping[str, float], count: int, what: str) -> None:
-    """Say that `what`, which waits for resources without end, waits in vain unless nodes join.
+    """Warn that `what`, which waits for resources for ever, needs more than the cluster has.
 
-    Nothing is raised: a cluster that grows may have no node yet.
+    This is no error: an autoscaling cluster may have no node yet.
     """
     if not ray.is_initialized():
         return
@@ -188,7 +188,7 @@ def _suggest_fix(asked: Mapping[str, float], total: Mapping[str, float], too_sma
 
 
 def release(group: PlacementGroup) -> None:
-    """Give the resources back; harmless when Ray is already gone."""
+    """Release the resources of `group`; does nothing for an inherited group, or after Ray's end."""
     if _inherited_groups.pop(group.id.hex(), None) is not None:
         return
     if ray.is_initialized():

@@ -15,10 +15,10 @@ Item = TypeVar("Item")
 
 
 def group_by_node(items: Sequence[Item], node_of: Callable[[Item], str]) -> list[Item]:
-    """`items` by rank: those of one node side by side, and otherwise in the order given.
+    """Order `items` by node; items of one node, and the nodes, keep their given order.
 
-    A ring of all ranks then crosses the network once for each node. Those of the driver's node come
-    first: what is asked of rank 0 is asked of a process that is there as long as the driver is.
+    A ring of all ranks then crosses the network once for each node. Workers on the driver's node
+    come first, so that rank 0 survives the loss of any other node.
     """
     by_node: dict[str, list[Item]] = {this_node(): []}
     for item in items:
@@ -27,7 +27,7 @@ def group_by_node(items: Sequence[Item], node_of: Callable[[Item], str]) -> list
 
 
 def local_ranks(nodes: Sequence[str]) -> list[int]:
-    """Each rank's position among the ranks on its node."""
+    """The index of each rank among the ranks on its node."""
     seen: Counter[str] = Counter()
     ranks: list[int] = []
     for node in nodes:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers as plain Ray actors in a placement group; rank 0 in the driver if so asked.
+"""`RayEngine`: workers as plain Ray actors in a placement group; with `use_local` rank 0 here.
 
-Every actor answers with an `Outcome`, so a failure is a value until the driver has heard
-enough to tell its cause (see `lockstep.engine.pending_call`).
+Every actor answers with an `Outcome`: a failure is a value until the driver has received enough
+answers to tell its cause (see `lockstep.engine.pending_call`).
 """
 
 from __future__ import annotations
@@ -63,16 +63,17 @@ _STOP_S: Final = 5.0
 _LAST_SNAPSHOT_S: Final = 2.0
 _CHECK_ARRIVALS_S: Final = 0.02
 _LARGE_ARGUMENTS: Final = 100_000
-"""Bytes from which on arguments are put into Ray's store once, and not into each message."""
+"""Arguments of more bytes are put into Ray's object store once, and not into each message."""
 
 _PING: Final = CallContract("roll call", Communication.NONE, OnFailure.REPEAT)
 
 
 class RayEngine:
-    """See `Engine`.
+    """An `Engine` that ends its workers when a rank fails in a collective call, or a call is
+    interrupted.
 
     Attributes:
-        workers: their processes.
+        workers: the processes of the workers.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class RayEngine:
         return self.results(self.perform({rank: call}))[0]
 
     def results(self, pending_call: PendingCall[R]) -> list[R]:
-        """The values, by rank; or the end of the workers if they cannot go on, and the cause."""
+        """The values by rank; on a failure end workers that cannot go on, and raise the cause."""
         cause = pending_call.cause()
         if cause is None:
             return [pending_call.values[rank] for rank in sorted(pending_call.values)]
@@ -122,18 +123,20 @@ class RayEngine:
         raise cause
 
     def _finishes_alone(self, communication: Communication) -> bool:
-        """A rank that still performs comes to an end; its next call waits its turn."""
+        """Whether a rank still running this call returns without its peers, so that one failed rank
+        need not end the others."""
         if communication is Communication.SHARDED_OPTIMIZERS:
             return self.spec.options.sync != "fsdp"
         return communication is Communication.NONE
 
     @property
     def interrupted_by(self) -> BaseException | None:
-        """Never: an engine that does not form its group anew ends interrupted workers."""
+        """Always None: this engine cannot re-create its process group, so it ends its workers when
+        a call is interrupted."""
         return None
 
     def undo_interrupted_call(self) -> None:
-        """Nothing; see `interrupted_by`."""
+        """Does nothing; see `interrupted_by`."""
 
     def end(self, cause: BaseException) -> None:
         """End all workers because of `cause`."""
@@ -144,7 +147,8 @@ class RayEngine:
             self.close(force=True)
 
     def fetch_last_snapshot(self, cause: BaseException) -> None:
-        """A copy of the state that was made before the failure is as good as any."""
+        """Fetch the newest snapshot that rank 0 took before the failure; wait at most
+        `_LAST_SNAPSHOT_S` for each answer."""
         if (
             self._fetcher is not None
             and isinstance(cause, Exception)
@@ -163,11 +167,12 @@ class RayEngine:
         """Let ranks perform a remote method, and wait for their answers, or for a failure.
 
         Args:
-            calls: the call of each rank: of one method.
+            calls: the call of each rank, all of the same method.
             on_progress: see `Engine.call`.
-            look_after: called now and then meanwhile. With it, a worker's death ends nothing.
-            on_interrupt: what to do where the driver stops waiting in the middle, because of
-                Ctrl-C most of all; the workers are ended if None.
+            on_poll: called several times a second meanwhile. With it, the call outlives the death
+                of a worker.
+            on_interrupt: called if the driver stops waiting in the middle, on Ctrl-C for example;
+                if None, the workers are ended.
         """
         self._check_session()
         call = next(iter(calls.values()))
@@ -181,11 +186,11 @@ class RayEngine:
             self._send(calls, pending_call)
             if local is not None:
                 self._perform_in_driver(local, calls[0], pending_call, on_progress, on_poll)
-                on_progress = None  # the worker in this process has told of its progress
+                on_progress = None  # the worker in this process has reported its progress
             fetcher = self._fetcher if call.is_training else None
             pending_call.wait(self._poll(pending_call, on_progress, on_poll, fetcher))
         except BaseException as error:
-            # No worker may be left behind in the middle of a step.
+            # No worker may go on in the middle of a step without a driver that waits for it.
             if pending_call.pending or local is not None:
                 (on_interrupt or self.end)(error)
             raise
@@ -215,7 +220,8 @@ class RayEngine:
         on_progress: OnProgress | None,
         on_poll: Callable[[PendingCall[R]], None] | None,
     ) -> None:
-        """Rank 0 in this process performs `call`, while the other ranks do in theirs."""
+        """Perform `call` on rank 0 in this process, while the actors perform it on the other
+        ranks."""
         worker.before_first_collective = partial(self._wait_for_peers, pending_call.pending)
         worker.on_commit = progress_reporter(worker, on_progress, POLL_EVERY_S)
         pending_call.local_status = partial(status_of, worker, threading.get_ident())
@@ -236,7 +242,7 @@ class RayEngine:
         pending_call.local_status = None
 
     def _check_session(self) -> None:
-        # Asked before Ray is: it would start a new cluster to look for our actors there.
+        # First: Ray would start a new cluster to look for our actors there.
         if not self.workers.is_in_session:
             over = _session_over_error()
             self.end(over)
@@ -245,11 +251,11 @@ class RayEngine:
     @reraise_keyboard_interrupt()
     @in_phase(Phase.WAITING)
     def _wait_for_peers(self, pending: Mapping[ObjectRef[Outcome], int]) -> None:
-        """Rank 0 in this process joins the meeting only when the others stand at it.
+        """Block until all other ranks have arrived at the rendezvous; then rank 0 here may join it.
 
-        Once the ranks have met, one that fails closes its sockets and so frees the others.
-        One that fails before would never come, and a wait inside gloo hears of nothing: no
-        failure and no Ctrl-C.
+        After the rendezvous, a rank that fails closes its sockets and so frees the others. A rank
+        that fails before it never arrives, and a wait inside gloo notices neither its failure nor
+        Ctrl-C.
         """
         while not self.workers.have_arrived(pending.values()):
             ready, _ = ray.wait(list(pending), num_returns=1, timeout=_CHECK_ARRIVALS_S)
@@ -268,7 +274,8 @@ class RayEngine:
         on_poll: Callable[[PendingCall[R]], None] | None,
         fetcher: RemoteSnapshotFetcher | None,
     ) -> Callable[[], None] | None:
-        """What to do now and then while the ranks perform; None if nothing."""
+        """A function to call between waits while the ranks perform; None if there is nothing to
+        do."""
         actors = [member.actor for member in self.workers.members if member.actor is not None]
         if on_poll is None and fetcher is None and (on_progress is None or not actors):
             return None
@@ -292,7 +299,7 @@ class RayEngine:
         return self._fetcher
 
     def ping_workers(self) -> PendingCall[None]:
-        """Ask each member whether it lives; the deaths are in what is returned."""
+        """Ask each member for a sign of life; the returned call's `deaths` hold the dead ones."""
         self._check_session()
         pending_call: PendingCall[None] = PendingCall(_PING, outlives_deaths=True)
         for rank, member in enumerate(self.workers.members):
@@ -320,7 +327,11 @@ class RayEngine:
 def _report_progress(
     actors: Sequence[Actor], on_progress: OnProgress, rows_known: int | None
 ) -> int | None:
-    """Tell `on_progress` of rank 0's progress, and of all ranks' rows after step `rows_known`."""
+    """Report rank 0's progress, and all ranks' rows after step `rows_known`, to `on_progress`.
+
+    Returns:
+        The step up to which rows are known now; None where no rows are wanted.
+    """
     asked = actors[0].progress.remote()
     rows = [] if rows_known is None else [each.step_rows.remote(rows_known) for each in actors]
     wanted: list[ObjectRef[Any]] = [asked, *rows]
@@ -334,7 +345,7 @@ def _report_progress(
             return None
         return on_progress(replace(progress, rows=ray.get(rows)))
     except RayActorError:
-        return rows_known  # a dead actor's progress is of no interest: its call says why
+        return rows_known  # the actor died: its pending call reports the death
 
 
 def _session_over_error() -> WorkerDiedError:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store where ranks meet, held by the driver so that no rank is special."""
+"""`RendezvousStore`: the TCP store of a rendezvous, hosted by the driver so that any rank may
+die."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ LOOPBACK = "127.0.0.1"
 
 
 class RendezvousStore:
-    """A TCP store on a port that was bound before its number was told.
+    """A TCP store on a socket that this class binds itself, to one address.
 
-    Picking a free port, closing it and binding it later is a race that others win; and a
-    store that listens on every interface can be reached by every host that reaches the machine.
-    So the socket is bound here, to one address, and handed over open.
+    Rejected: picking a free port and letting the store bind it later, for another process may take
+    the port in between; and a store that listens on every interface, for every host that reaches
+    the machine could then reach the store.
     """
 
     def __init__(self, host: str, timeout_s: float) -> None:
@@ -40,7 +41,7 @@ class RendezvousStore:
         )
 
     def have_arrived(self, ranks: Iterable[int]) -> bool:
-        """Whether all of `ranks` stand at the meeting; never waits."""
+        """Whether all of `ranks` have arrived at the rendezvous; never blocks."""
         assert self._store is not None
         return bool(self._store.check([arrival_key(rank) for rank in ranks]))
 

@@ -14,7 +14,7 @@ _log = logging.getLogger("lockstep")
 
 
 def warn_of_cut_short_step(steps: int, cause: BaseException) -> None:
-    """Say that the last of `steps` steps counts, though its loop failed because of `cause`."""
+    """Warn that the last of `steps` steps counts, although its loop failed because of `cause`."""
     _log.warning(
         "step %d counts: its optimizers had stepped when the loop failed (%s: %s). What the loop"
         " does behind them in a step was not done for this one",
@@ -25,7 +25,7 @@ def warn_of_cut_short_step(steps: int, cause: BaseException) -> None:
 
 
 def rollback_impossible_error(cause: BaseException) -> LockstepError:
-    """Why workers that live cannot go on after a call that `cause` interrupted."""
+    """The error that ends living workers which cannot undo the step that `cause` interrupted."""
     error = TrainerClosedError(
         "the workers cannot go back to the last committed step",
         cause="an optimizer had changed the weights when the step was left, and there is no copy of"

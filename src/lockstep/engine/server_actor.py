@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process of a parameter server: an actor beside the workers, without CPUs of its own.
 
-It computes only while every worker waits for it, so it takes nothing from them. It outlives the
-generations of the workers' group, each of which finds it at another address.
+The server computes only while every worker waits for it, so it takes no CPU time from them. It
+outlives the generations of the workers' group; for each generation it listens at a new address.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
 _LONGEST_STEP_S: Final = 300.0
-"""An optimizer's step may be under way when the next generation is to be served."""
+"""Time limit for the server's optimizer step that runs when the next generation forms."""
 
 
 class ServerActor:
-    """Listens, then serves until the workers have left; then perhaps the next generation."""
+    """Listens and serves until the workers of a generation have left, generation by generation."""
 
     def __init__(self) -> None:
         bootstrap("lockstep.sync")
@@ -45,10 +45,10 @@ class ServerActor:
 
     @ray.method(concurrency_group="control")
     def call_off(self, secret: bytes) -> None:
-        """End `serve`: some of the server's workers are gone, or will not come.
+        """End `serve`, because some of the server's workers are gone or will not connect.
 
         Args:
-            secret: of the server that is meant; the next one may be there already.
+            secret: the secret of the server to end; its successor may exist already.
         """
         server = self._server
         if server is not None and server.address.secret == secret:
@@ -58,10 +58,10 @@ class ServerActor:
     def listen(
         self, only_node: str | None, size: int, secret: bytes, timeout_s: float
     ) -> tuple[ServerAddress, str, int]:
-        """Where it listens, its node, and its process.
+        """Make the server of a generation; return its address, its node and its pid.
 
         Args:
-            only_node: where all workers run; None if they run on several.
+            only_node: the node of all workers; None if they run on several nodes.
         """
         from lockstep.sync import ParameterServer
 
@@ -72,7 +72,7 @@ class ServerActor:
 
     @ray.method
     def serve(self) -> None:
-        """Until all workers of the generation have left."""
+        """Serve until all workers of the generation have left."""
         assert self._server is not None, "listen() comes first"
         self._server.serve()
 
@@ -85,18 +85,18 @@ RemoteServer: ActorClass[ServerActor] = _remote(
 
 
 class ServerProcess:
-    """A parameter server as the driver sees it; see `listen`.
+    """The driver's handle of a parameter server in an actor.
 
     Args:
         group: the workers' placement group.
-        bundle: where it runs in `group`.
-        name: of its actor.
+        bundle: the bundle of `group` that the server runs in.
+        name: the name of the actor.
         timeout_s: how long a worker waits for an answer.
 
     Attributes:
-        ends: resolves when the server has ended with its present workers, whatever ended it.
-        pid: its process, on its own machine.
-        address: where it listens.
+        serve_ref: resolves when `serve` has ended, in order or not.
+        pid: the server's process, on its own machine.
+        address: the address at which the server listens.
     """
 
     def __init__(self, group: PlacementGroup, bundle: int, *, name: str, timeout_s: float) -> None:
@@ -111,23 +111,24 @@ class ServerProcess:
 
     @property
     def is_here(self) -> bool:
-        """Its process runs on the driver's machine."""
+        """Whether the server's process runs on the driver's machine."""
         return self._node == this_node()
 
     def listen(self, size: int, only_node: str | None) -> ServerAddress:
-        """Have it serve another generation of the workers' group, with what it has.
+        """Let the server serve another generation of the workers' group, with the state that it
+        has.
 
         Args:
-            size: how many workers will come.
-            only_node: where all of them run; None if they run on several.
+            size: the number of workers that will connect.
+            only_node: the node of all workers; None if they run on several nodes.
 
         Raises:
-            WorkerDiedError: its process died, or does not answer.
+            WorkerDiedError: the server's process died, or does not answer.
         """
         is_first = self.address is None
         self.call_off()
         secret = secrets.token_bytes(32)
-        # Has its turn when the server has ended with the workers of before.
+        # The actor runs this when `serve` has ended for the generation before.
         opened = self._actor.listen.remote(only_node, size, secret, self._timeout_s)
         limit_s = None if is_first else min(self._timeout_s, _LONGEST_STEP_S)
         try:
@@ -140,12 +141,12 @@ class ServerProcess:
         return self.address
 
     def call_off(self) -> None:
-        """Free the workers that wait for others there."""
+        """Free the workers that wait at the server for other workers."""
         if self.address is not None:
             self._actor.call_off.remote(self.address.secret)
 
     def death_error(self) -> WorkerDiedError | None:
-        """What to raise if its process died; None while it runs, or after it ended in order."""
+        """The error to raise if the server's process died; None while it lives."""
         assert self.serve_ref is not None, "listen() comes first"
         ready, _ = ray.wait([self.serve_ref], timeout=0)
         try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C in a process that trains: it waits for the end of an optimizer's step.
+"""Delays Ctrl-C in a process that trains until a begun optimizer step is committed.
 
-Until a step is committed, weights that an optimizer has changed cannot be taken back.
+Weights that an optimizer has changed cannot be rolled back before the step is committed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def sigint_after_step(worker: Worker) -> Iterator[None]:
-    """Inside, a Ctrl-C that comes in an optimizer's step has its effect when it is committed.
+    """Inside, a Ctrl-C during an optimizer's step takes effect when the step is committed or fails.
 
-    Or when the step fails; and a second one at once. In another thread than the main one nothing
-    changes, for Python delivers signals there; nor where the program ignores the signal.
+    A second Ctrl-C takes effect at once. Outside of the main thread this does nothing, for Python
+    delivers signals in the main thread; nor does it where the program ignores the signal.
     """
     previous_handler: Any = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
@@ -49,4 +49,5 @@ def sigint_after_step(worker: Worker) -> Iterator[None]:
         worker.on_boundary = None
         if signal.getsignal(signal.SIGINT) is on_sigint:  # else the program has set another one
             signal.signal(signal.SIGINT, previous_handler)
-        take_effect()  # also where the step fails, whose error is the context then
+        # Also where the step failed: its error is then the context of KeyboardInterrupt.
+        take_effect()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fetches snapshots of the run's state from rank 0's node to the driver.
 
-The driver asks rank 0's actor in a thread of the actor's beside the training, and gets the latest
-snapshot or nothing. It asks again when it has the answer, and never waits for one in the middle of
-a call.
+The driver calls a method in the actor's `control` concurrency group, which runs while training
+does, and gets the latest snapshot or None. It asks again after each answer, and never blocks for an
+answer during a call.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class RemoteSnapshotFetcher:
-    """See `SnapshotFetcher`.
+    """A `SnapshotFetcher` for workers in actors.
 
     Args:
-        rank_0: the worker that takes them now; None where no worker is left.
-        to: receives them.
+        rank_0: returns the worker that takes snapshots now; None where no worker is left.
+        to: receives the snapshots.
     """
 
     def __init__(self, rank_0: Callable[[], WorkerHandle | None], to: SnapshotKeeper) -> None:
@@ -44,7 +44,8 @@ class RemoteSnapshotFetcher:
             here.snapshots.request()
 
     def on_call_start(self) -> None:
-        """Another call begins; a worker in this process passes its snapshots on itself."""
+        """Called before each remote call: a rank 0 in the driver hands snapshots directly to
+        `to`."""
         if (here := self._worker_in_driver()) is not None:
             here.snapshots.give = self._to.keep
 
@@ -53,7 +54,7 @@ class RemoteSnapshotFetcher:
         return None if first is None else first.worker
 
     def poll(self) -> None:
-        """Take a snapshot that has come, and ask for the next one; never waits."""
+        """Receive a snapshot that has arrived, and request the next one; never blocks."""
         if self._asked is not None:
             if not ray.wait([self._asked], timeout=0)[0]:
                 return
@@ -67,7 +68,7 @@ class RemoteSnapshotFetcher:
         """See `SnapshotFetcher`.
 
         Args:
-            timeout_s: how long to wait for workers that may not answer any more.
+            timeout_s: how long to wait for a worker that may not answer any more.
         """
         if self._asked is not None:
             self._receive(timeout_s)
@@ -80,7 +81,7 @@ class RemoteSnapshotFetcher:
         try:
             answer = ray.get(asked, timeout=timeout_s)
         except (RayActorError, GetTimeoutError):
-            return  # the worker is gone, and its copy with it; its call says why
+            return  # the worker is gone, and its snapshot; the pending call reports the death
         except RayError as error:
             self._to.keep_failed(error)
             return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker that waits for a place: it runs its `setup`, or has run it."""
+"""`Spare`: a started worker without a rank, which runs its `setup` or has run it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
 _NODE_TIMEOUT_S: Final = 5.0
-"""For the answer of a process that has just answered."""
+"""Timeout in seconds for asking a ready spare for its node id."""
 
 
 class Readiness(Enum):
@@ -37,8 +37,8 @@ class Spare:
 
     Attributes:
         handle: the worker.
-        started: the outcome of its `stand_by`.
-        error: why it cannot take a place, once `readiness` has said so.
+        started: the reference of the outcome of its `stand_by`.
+        error: why it cannot become a member, once `readiness` has returned FAILED.
     """
 
     handle: WorkerHandle
@@ -46,7 +46,7 @@ class Spare:
     error: BaseException | None = field(default=None, init=False)
 
     def readiness(self) -> Readiness:
-        """How far it is; never waits for its `setup`."""
+        """Whether the spare is ready; never blocks for its `setup`."""
         if not ray.wait([self.started], timeout=0)[0]:
             return Readiness.STARTING
         try:

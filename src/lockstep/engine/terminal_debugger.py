@@ -12,18 +12,20 @@ if TYPE_CHECKING:
 
 _VARIABLE: Final = "PYTHONBREAKPOINT"
 
-# Ray 2.60 sets it in drivers: it waits for an editor to attach, or does nothing without debugpy.
-_OF_RAY: Final = "ray.util.rpdb._driver_set_trace"
+# Ray 2.60 sets this hook in drivers: it waits for an editor to attach; without debugpy it does
+# nothing.
+_RAYS_HOOK: Final = "ray.util.rpdb._driver_set_trace"
 
 
 @contextmanager
 def terminal_debugger() -> Iterator[None]:
-    """Inside, `breakpoint()` is Python's and not Ray's. A hook that the user chose stays."""
-    if os.environ.get(_VARIABLE) != _OF_RAY:
+    """Inside, `breakpoint()` opens Python's debugger, not Ray's. A hook that the user chose
+    stays."""
+    if os.environ.get(_VARIABLE) != _RAYS_HOOK:
         yield
         return
     del os.environ[_VARIABLE]
     try:
         yield
     finally:
-        os.environ.setdefault(_VARIABLE, _OF_RAY)
+        os.environ.setdefault(_VARIABLE, _RAYS_HOOK)

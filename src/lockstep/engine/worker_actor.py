@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process around one worker. Light to import: importing torch is most of a launch.
+"""The actor around one worker. This module imports no torch, whose import is most of a launch.
 
-`perform` runs one remote method after the other. All other methods run in a concurrency group of
-their own, so that the driver can look after a worker while it performs something.
+`perform` runs one remote method after the other. All other methods run in the `control` concurrency
+group, so that the driver can reach a worker while it performs a method.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 class WorkerActor:
-    """A process that becomes a worker when the driver says so.
+    """An actor whose process becomes a worker when the driver assigns a spec and a rank.
 
-    A remote method's error is a value of its `Outcome`: `perform` itself never raises.
+    `perform` never raises: it returns a remote method's error in an `Outcome`.
     """
 
     def __init__(self, number: int) -> None:
@@ -43,22 +43,22 @@ class WorkerActor:
         self._training_thread = 0
 
     def __repr__(self) -> str:
-        # Ray puts this before every line that the process prints.
+        # Ray writes this before every line that the process prints.
         return f"rank {self._rank}"
 
     @ray.method
     def assign(self, spec: bytes, rank: int, local_rank: int) -> None:
-        """Learn what to be a worker of; comes before the first `perform`."""
+        """Set the pickled spec and the ranks of the worker; called before the first `perform`."""
         self._spec, self._rank, self._local_rank = spec, rank, local_rank
 
     @ray.method
     def perform(self, method: bytes, arguments: bytes) -> Outcome:
-        """Call a remote method of the worker, which the first call makes.
+        """Call a remote method of the worker; the first call makes the worker.
 
         Args:
-            method: the pickled `RemoteMethod`: a reference.
-            arguments: its positional and named arguments. Pickled apart, for their classes may
-                come from modules that are not here; how the method fails is known even then.
+            method: the pickled `RemoteMethod`, a reference by name.
+            arguments: the pickled positional and named arguments. They are a pickle of their own:
+                where their classes cannot be imported here, the method's contract is still known.
         """
         from lockstep.serialization import dumps_or_refuse
         from lockstep.worker import Communication, Outcome, RemoteCall, Worker, failed_outcome
@@ -71,7 +71,7 @@ class WorkerActor:
             value = RemoteCall(called, *cloudpickle.loads(arguments)).perform(self._worker)
             self._rank = self._worker.rank
             if called is Worker.stop:
-                # Ready for another trainer, with nothing of this one's but what modules hold.
+                # The process is ready for another trainer; only globals of modules remain.
                 self._worker, self._spec = None, b""
                 gc.collect()
             # Pickled here, so that a result that cannot travel is an error of this call.
@@ -85,7 +85,7 @@ class WorkerActor:
 
     @ray.method(concurrency_group="control")
     def ping(self) -> Outcome:
-        """Nothing; a process that lives answers, whatever it is doing."""
+        """Return None at once, whatever the training thread does, as a sign of life."""
         from lockstep.serialization import dumps_or_refuse
         from lockstep.worker import Outcome
 
@@ -93,7 +93,7 @@ class WorkerActor:
 
     @ray.method(concurrency_group="control")
     def node(self) -> str:
-        """The node that the process runs on."""
+        """The id of the node that the process runs on."""
         node: str = ray.get_runtime_context().get_node_id()
         return node
 
@@ -113,7 +113,7 @@ class WorkerActor:
 
     @ray.method(concurrency_group="control")
     def status(self) -> WorkerStatus | None:
-        """What the training thread is doing; None without a worker."""
+        """The status of the training thread; None without a worker."""
         from lockstep.worker import status_of
 
         return None if self._worker is None else status_of(self._worker, self._training_thread)
@@ -132,10 +132,10 @@ class WorkerActor:
 
     @ray.method(concurrency_group="control")
     def snapshot(self, is_requested: bool) -> tuple[int, bytes, list[Any]] | None:
-        """The latest copy of the run's state that was not fetched yet, in pieces.
+        """The latest snapshot that was not fetched yet: its step, structure and arrays; or None.
 
         Args:
-            is_requested: have one made before the next batch.
+            is_requested: request a snapshot before the next batch.
         """
         from lockstep.serialization import split
 
@@ -147,12 +147,12 @@ class WorkerActor:
         if snapshot is None:
             return None
         structure, buffers = split(snapshot.state)
-        # As arrays, which Ray puts into its store, and maps on the other side, without a pickle.
+        # Ray stores arrays, and maps them on the other side, without pickling.
         return snapshot.step, structure, [buffer.numpy() for buffer in buffers]
 
     @ray.method(concurrency_group="control")
     def kill_process(self, pid: int) -> None:
-        """End another process on this node."""
+        """Send SIGKILL to another process on this node."""
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

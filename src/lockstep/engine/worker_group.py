@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workers of a run: which are members and have a rank, which are spares, and where they meet.
+"""`WorkerGroup`: the worker processes of a run, members with a rank and spares, and their
+rendezvous.
 
-The resources stay reserved from the first worker to the last. Processes in them come and go: a
-member that is lost is forgotten, and a replacement starts as a spare in its bundle.
+The placement group stays reserved from the first worker to the last. Processes in it come and go: a
+lost member is forgotten, and a replacement starts as a spare in its bundle.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ _STOP_S: Final = 5.0
 
 
 class WorkerGroup:
-    """Starts the processes of a run's workers, keeps count of them, ends them.
+    """Starts the processes of a run's workers, keeps a list of them, ends them.
 
     Attributes:
-        members: the workers, by rank.
+        members: the workers with a rank, by rank.
         spares: workers without a rank that run their `setup`, or have run it.
         server: the parameter server, if there is one.
     """
@@ -108,13 +109,13 @@ class WorkerGroup:
         self.spares = [_start_spare(handle) for handle in found[spec.num_workers :]]
 
     def await_spares(self) -> None:
-        """Spares start with the others; what is wrong with one is told now, and not in need."""
+        """Wait until all spares are ready, so that a failing `setup` raises now and not in need."""
         while any(_is_starting(spare) for spare in self.spares):
             self.pause(_STOP_S)
 
     @reraise_keyboard_interrupt()
     def pause(self, seconds: float) -> None:
-        """Wait, for spares that start."""
+        """Wait `seconds`, or until all spares have run their `setup`."""
         starting = [spare.started for spare in self.spares]
         ray.wait(starting, num_returns=len(starting), timeout=seconds)
 
@@ -130,13 +131,13 @@ class WorkerGroup:
 
     @property
     def is_in_session(self) -> bool:
-        """The driver has not left the cluster that the workers live in."""
+        """Whether the driver is still connected to the cluster that the workers live in."""
         return session() == self._session
 
     # ------------------------------------------------------------------------ generations
 
     def rendezvous(self, generation: int) -> Rendezvous:
-        """Where the members meet to become generation `generation`, each in a store of its own."""
+        """Open the rendezvous of generation `generation`, with a store of its own."""
         resources, self._generation = self._resources, generation
         is_one_node = all(member.is_here for member in self.members)
         only_node = this_node() if is_one_node else None
@@ -157,21 +158,21 @@ class WorkerGroup:
         )
 
     def have_arrived(self, ranks: Iterable[int]) -> bool:
-        """Whether all of `ranks` stand at the meeting; never waits."""
+        """Whether all of `ranks` have arrived at the rendezvous; never blocks."""
         assert self._store is not None
         return self._store.have_arrived(ranks)
 
     def close_rendezvous(self) -> None:
-        """Free the members that wait at a meeting to which one of them will not come."""
+        """Close the store, which frees members that wait there for a member that will not come."""
         store, self._store = self._store, None
         if store is not None:
             store.close()
 
     def break_group(self, ranks: Iterable[int]) -> None:
-        """Free those of `ranks` that wait for a peer that will never come, nor close its sockets.
+        """Free those of `ranks` that wait for a peer which neither answers nor closes its sockets.
 
-        The group of all is of no use afterwards. A call that arrives when the next one has formed
-        does nothing.
+        The run's process group cannot be used afterwards. A call that arrives when the next
+        generation has formed does nothing.
         """
         if self.server is not None:
             self.server.call_off()
@@ -179,7 +180,7 @@ class WorkerGroup:
             self.members[rank].break_group(self._generation)
 
     def start_spare(self, bundle: int, local_rank: int) -> None:
-        """Start another worker in a bundle that is free; it becomes a spare."""
+        """Start another worker in a free bundle, as a spare."""
         assert self._pool is not None
         number, self._num_started = self._num_started, self._num_started + 1
         actor = start_replacement(self._pool, bundle, number)
@@ -188,18 +189,18 @@ class WorkerGroup:
         self.spares.append(_start_spare(handle))
 
     def kill(self, worker: WorkerHandle) -> None:
-        """Make sure that a worker's process is gone, and forget the worker."""
+        """Kill a worker's process, and forget the worker."""
         kill_worker(worker, self.members)
         self.forget(worker)
 
     def forget(self, worker: WorkerHandle) -> None:
-        """A worker's process is gone. It is not signalled: its pid may be another's by now."""
+        """Forget a worker whose process is gone. Sends no signal: the pid may have been reused."""
         if worker in self.members:
             self.members.remove(worker)
         self.spares = [spare for spare in self.spares if spare.handle is not worker]
 
     def set_members(self, members: Sequence[WorkerHandle]) -> None:
-        """These are the members from now on, by rank; a spare among them is none any more."""
+        """Set the members, by rank; spares among them leave `spares`."""
         self.members = list(members)
         self.spares = [spare for spare in self.spares if spare.handle not in members]
 
@@ -221,7 +222,7 @@ class WorkerGroup:
                 if member.worker is not None:
                     member.worker.stop()
         finally:
-            # Also where Ctrl-C came while a worker was waited for: no second call closes it.
+            # Also after Ctrl-C in the wait for a worker: no later call releases the resources.
             self._release(actors, pids, keep=have_stopped)
 
     def _release(self, actors: list[Actor], pids: list[int], *, keep: bool) -> None:
@@ -248,7 +249,7 @@ def _start_spare(handle: WorkerHandle) -> Spare:
 
 
 def _send(actor: Actor, call: RemoteCall[Worker, object]) -> ObjectRef[Outcome]:
-    """`call` on its way to an actor, outside of any `PendingCall`."""
+    """Send `call` to an actor, outside of any `PendingCall`."""
     return actor.perform.remote(
         cloudpickle.dumps(call.method), dumps_or_refuse((call.args, call.kwargs), "nothing")
     )
@@ -266,7 +267,7 @@ def _is_starting(spare: Spare) -> bool:
 
 @reraise_keyboard_interrupt()
 def _stop(actors: Sequence[Actor]) -> bool:
-    """Let the actors close loaders and connections; whether all of them did."""
+    """Let the actors close loaders and connections; return whether all of them did."""
     asked = [_send(actor, Worker.stop.with_args()) for actor in actors]
     if not asked:
         return True

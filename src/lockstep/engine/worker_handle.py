@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker as the driver knows it, whatever its rank is at the moment."""
+"""`WorkerHandle`: the driver's handle of one worker, in an actor or in the driver's process."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class WorkerHandle:
-    """A worker, which keeps its number while ranks change hands.
+    """A worker's process, whose number stays while its rank may change.
 
     Attributes:
-        number: counts the workers of a trainer, for people.
-        node: the node that it lives on.
-        local_rank: its place among the workers there, from its start on.
+        number: the worker's number in messages; a trainer counts its workers from 0.
+        node: the id of its Ray node.
+        local_rank: its index among the workers on the node at its start.
         actor: its Ray actor; None for the worker in the driver's process.
-        worker: the worker in the driver's process.
-        bundle: its bundle in the workers' placement group.
-        pid: its process; 0 until it has started.
+        worker: the worker in the driver's process; None for a worker in an actor.
+        bundle: the index of its bundle in the workers' placement group.
+        pid: its process id; 0 until it has started.
     """
 
     number: int
@@ -43,18 +43,18 @@ class WorkerHandle:
 
     @property
     def is_here(self) -> bool:
-        """Its process runs on the driver's machine."""
+        """Whether the worker's process runs on the driver's machine."""
         return self.node == this_node()
 
     def request_leave(self) -> None:
-        """Ask the worker to leave the call that runs before its next batch. Does not wait."""
+        """Ask the worker to leave its running call before the next batch. Does not block."""
         if self.worker is not None:
             self.worker.request_leave()
         elif self.actor is not None:
             self.actor.request_leave.remote()
 
     def break_group(self, generation: int) -> None:
-        """End the worker's waits in the group of `generation`. Does not wait."""
+        """End the worker's waits in the group of `generation`. Does not block."""
         if self.worker is not None:
             self.worker.break_group(generation)
         elif self.actor is not None:

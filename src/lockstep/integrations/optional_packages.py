@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports packages that need not be installed, and says what to type where one is missing."""
+"""Imports optional packages; the error for a missing one names the command that installs it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from typing import Any
 from lockstep.errors import NotAvailableError
 
 
-def required(module: str, *, extra: str, by: str) -> Any:
+def import_optional(module: str, *, extra: str, by: str) -> Any:
     """Import `module`, which the extra `extra` of lockstep installs.
 
     Args:
-        by: what needs it, for the message.
+        by: the feature that needs `module`, for the message.
 
     Raises:
-        NotAvailableError: it, or what it needs itself, is not installed; says what to type.
+        NotAvailableError: `module`, or a package that it imports, is not installed; the message
+            names the command that installs it.
     """
     try:
         return import_module(module)
     except ImportError as error:
         raise NotAvailableError(
             f"{by} needs {error.name or module}, which is not installed",
-            # Some packages look for theirs themselves, and say what they miss in words.
+            # Without a name: some packages check their own dependencies, and name them in the text.
             cause=None if error.name else str(error).splitlines()[0],
             fix=f'pip install "lockstep-train[{extra}]"',
         ) from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a run: means that are weighted by samples over all workers, and timers.
+"""Metrics of a run: means over all workers, weighted by samples, and timers.
 
 Workers keep sums and weights, never means: a mean of means is wrong as soon as two workers
 saw different numbers of samples. `AverageMeterCollection.state` returns a worker's sums, and
@@ -8,10 +8,12 @@ of RaySGD 1.3.
 
 Invariants:
 
-- A metric counts only on the workers that reported it: the others neither dilute nor drop it.
-- Weight zero means "did not happen": a borrowed batch leaves no trace but its step.
+- A metric's mean is over the workers that reported it; the others change nothing.
+- A batch with weight 0 changes no metric, and counts as a step. (A rank without samples in a step
+  computes on another rank's batch with weight 0, so that it takes part in the collectives: it
+  *borrows* the batch.)
 - NaN is a result. It is never filtered out, or a diverged run would report a good loss.
-- No function here waits for a device until `state` or `summary` is called.
+- Only `state` and `summary` wait for a device.
 """
 
 from lockstep.metrics.average_meters import AverageMeter as AverageMeter

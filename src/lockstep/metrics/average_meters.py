@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lockstep.keys import BATCH_COUNT, NUM_SAMPLES, WEIGHT
 from lockstep.metrics.merge_over_workers import merge
-from lockstep.metrics.metric_values import WeightedMean, as_number, checked_weight, read_means
+from lockstep.metrics.metric_values import as_number
+from lockstep.metrics.weighted_mean import WeightedMean, as_weight, read_means
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,7 +41,7 @@ class AverageMeter:
 
     def update(self, val: Any, n: float = 1) -> None:
         """Count `val` with weight `n`; a weight of 0 changes nothing."""
-        n = checked_weight(n)
+        n = as_weight(n)
         if n == 0:
             return
         self.val = val
@@ -64,7 +65,7 @@ class AverageMeterCollection:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything that was counted."""
+        """Forget all metrics and steps."""
         self.n: float = 0
         self._batch_count = 0
         self._step = 0
@@ -74,11 +75,11 @@ class AverageMeterCollection:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing has been counted, and no step begun."""
+        """Whether no metric has been counted and no step has begun."""
         return self._batch_count == 0
 
     def copy(self) -> AverageMeterCollection:
-        """A copy that counts on by itself from what was counted so far."""
+        """A copy with the same sums, which the original does not share with it."""
         other = copy.copy(self)
         other._means = defaultdict(WeightedMean)
         other._means.update({key: copy.copy(mean) for key, mean in self._means.items()})
@@ -90,7 +91,8 @@ class AverageMeterCollection:
 
         Args:
             step: the step's number, growing, the same on every worker; by default one more
-                than the last. Given, it lets a worker that joined late be merged rightly.
+                than the last. The numbers let `merge` compare workers that joined at different
+                steps.
         """
         self._has_explicit_steps = True
         self._start_step(step)
@@ -109,19 +111,19 @@ class AverageMeterCollection:
 
         Args:
             metrics: numbers (Python's, numpy's, tensors of one element on any device) are
-                averaged; of anything else the latest value is kept. ``num_samples`` and
-                ``batch_count`` are not metrics and are left out. Never changed.
-                ``metrics[WEIGHT]``, if it is there, is what they count for (tokens).
-            n: samples, and the weight of the metrics that bring none. A weight of 0 (a
-                borrowed batch, one without tokens) leaves every metric, its latest value
-                included, as it was; the step itself still counts.
+                averaged; of any other value the latest is kept. ``num_samples`` and
+                ``batch_count`` are not metrics and are left out. ``metrics[WEIGHT]``, if it is
+                there, is the weight of the metrics (tokens, say). The mapping is not changed.
+            n: the number of samples, which is also the weight where `metrics` has no ``WEIGHT``. A
+                weight of 0 (a borrowed batch, or one without tokens) leaves every metric, its
+                latest value included, as it was; the step itself still counts.
             partial: the weight of each metric that only a part of the batch reported.
 
         Raises:
             WeightError: `n` or the weight is negative, NaN or infinite.
         """
-        n = checked_weight(n)
-        weight = checked_weight(metrics.get(WEIGHT, n)) if n else 0
+        n = as_weight(n)
+        weight = as_weight(metrics.get(WEIGHT, n)) if n else 0
         if not self._has_explicit_steps:
             self._start_step()
         self.n += n
@@ -138,13 +140,13 @@ class AverageMeterCollection:
                 self._others[str(key)] = value.detach() if isinstance(value, Tensor) else value
 
     def state(self) -> dict[str, Any]:
-        """Everything that `merge` needs, as plain Python numbers on the CPU.
+        """This worker's sums, which `merge` divides, as plain Python numbers on the CPU.
 
-        Waits once per device that metrics live on.
+        Waits once for each device that holds metrics.
 
         Returns:
             ``batch_count``, ``num_samples``; ``sums``, a `WeightedMean` for each metric;
-            ``others``, the latest values of what is no number.
+            ``others``, the latest value of each metric that is no number.
         """
         return {
             BATCH_COUNT: self._batch_count,

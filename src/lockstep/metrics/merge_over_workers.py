@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of several workers as one result: sums are added up, and divided once."""
+"""Merges the metrics of several workers into one result: adds their sums up, and divides once."""
 
 from __future__ import annotations
 
@@ -7,13 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import ConfigurationError
 from lockstep.keys import BATCH_COUNT, NUM_SAMPLES, WEIGHT
-from lockstep.metrics.metric_values import (
-    as_number,
-    checked_weight,
-    merged_mean,
-    read_numbers,
-    weighted_mean,
-)
+from lockstep.metrics.metric_values import as_number, read_numbers
+from lockstep.metrics.weighted_mean import as_weight, merge_means, weighted_mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -22,16 +17,16 @@ EPOCH: Final = "epoch"
 
 
 def merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One weighted mean over all workers.
+    """Merge the states of all workers into one weighted mean for each metric.
 
     Args:
         states: `AverageMeterCollection.state` of each worker, by rank.
 
     Returns:
-        ``num_samples`` (summed), ``batch_count`` (the largest: workers share every global
-        batch, and one that joined late saw fewer); per metric ``k`` the mean over the workers
-        that reported it, and ``last_k``, over those that did so in its latest step; of
-        what is not a number, the lowest rank's value.
+        ``num_samples`` (summed); ``batch_count`` (the largest: workers share every global batch,
+        and a worker that joined late saw fewer); for each metric ``k`` the mean over the workers
+        that reported it, and ``last_k``, the mean over the workers that reported it in its latest
+        step; of a metric that is no number, the lowest rank's value.
     """
     merged: dict[str, Any] = {
         BATCH_COUNT: max((state[BATCH_COUNT] for state in states), default=0),
@@ -39,12 +34,12 @@ def merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
     latest: dict[str, Any] = {}
     for key in _keys_in_order(state["sums"] for state in states):
-        merged[key], latest[f"last_{key}"] = merged_mean(
+        merged[key], latest[f"last_{key}"] = merge_means(
             [state["sums"][key] for state in states if key in state["sums"]]
         )
     others = (item for state in states for item in state["others"].items())
-    # `setdefault`: a metric that the user called `last_x` is the user's, not our latest `x`;
-    # a key with a number anywhere is a number; and the lowest rank comes first.
+    # `setdefault` keeps a metric that the user called `last_x`, a metric that is a number on any
+    # rank, and of several other values the lowest rank's, which comes first.
     for key, value in (*latest.items(), *others):
         merged.setdefault(key, value)
     return merged
@@ -63,11 +58,11 @@ def merge_user_results(
         ``num_samples`` summed; ``batch_count`` and ``epoch`` by maximum; other numbers as
         means weighted by samples (or, where a dict has it, by its ``*weight``, which is
         summed), over the workers that have them (a plain mean if none of those saw a
-        sample); of what is not a number, the lowest rank's value.
+        sample); of a value that is no number, the lowest rank's.
 
     Raises:
         ConfigurationError: not one weight per result.
-        WeightError: a number of samples that is negative, NaN or infinite.
+        WeightError: a number of samples is negative, NaN or infinite.
     """
     if len(results) != len(weights):
         raise ConfigurationError(
@@ -76,12 +71,11 @@ def merge_user_results(
             got=f"{len(weights)}",
         )
     samples = [
-        checked_weight(result.get(NUM_SAMPLES, weight))
+        as_weight(result.get(NUM_SAMPLES, weight))
         for result, weight in zip(results, weights, strict=True)
     ]
     counts = [
-        checked_weight(result.get(WEIGHT, count))
-        for result, count in zip(results, samples, strict=True)
+        as_weight(result.get(WEIGHT, count)) for result, count in zip(results, samples, strict=True)
     ]
     merged: dict[str, Any] = {NUM_SAMPLES: sum(samples)}
     for key in _keys_in_order(results):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's log of the metrics of its steps, in rows of a few steps, while a call runs."""
+"""Sums a worker's metrics over every few steps, for the driver to log them during a call."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class StepRow:
     """The sums of one worker over the steps up to `step`, from the previous row on.
 
     Attributes:
-        step: steps of the run; a multiple of the log's `every`.
-        epoch: passes over the data begun.
+        step: number of steps since the run began; a multiple of the log's `every`.
+        epoch: number of passes over the data that have begun.
         sums: see `AverageMeterCollection.state`.
     """
 
@@ -29,63 +29,63 @@ class StepRow:
 
 
 class StepLog:
-    """Rows of `every` steps each, of steps that have happened.
+    """Rows of `every` steps each; a step enters a row when it can no longer be undone.
 
     A row ends with a step that `every` divides, counted from the beginning of the run: after a
-    recovery, and in a run that goes on from a checkpoint, rows end with the same steps. Only
-    `newer_than` may be called from another thread.
+    recovery, and in a run that resumes from a checkpoint, rows end with the same steps. Only
+    `rows_after` may be called from another thread.
 
-    The way of a metric: `add` keeps it with the batch on which the worker computes; `commit` gives
-    it to that batch's step; and once a step can no longer be taken back, it enters a row.
+    The way of a metric: `add` stores it with the batch on which the worker computes; `commit` moves
+    it to that batch's step; and when the step can no longer be undone, `commit` adds it to a row.
     """
 
     def __init__(self, every: int) -> None:
         self._every = every
-        self._current: list[tuple[Mapping[str, Any], float, Mapping[str, float]]] = []
-        self._unsettled: list[tuple[int, int, list[Any]]] = []
-        self._window = AverageMeterCollection()
+        self._batch_reports: list[tuple[Mapping[str, Any], float, Mapping[str, float]]] = []
+        self._undoable: list[tuple[int, int, list[Any]]] = []
+        self._open_row = AverageMeterCollection()
         self._latest = 0
         self._lock = threading.Lock()
         self._rows: list[tuple[int, int, AverageMeterCollection]] = []
 
     def add(self, metrics: Mapping[str, Any], n: float, partial: Mapping[str, float]) -> None:
-        """Take what the current batch reported; see `AverageMeterCollection.update`."""
-        self._current.append((dict(metrics), n, dict(partial)))
+        """Store the metrics of the current batch; see `AverageMeterCollection.update`."""
+        self._batch_reports.append((dict(metrics), n, dict(partial)))
 
     def commit(self, step: int, epoch: int, *, is_settled: bool) -> None:
         """End the current batch as step number `step`, which may be undone unless `is_settled`."""
-        self._unsettled.append((step, epoch, self._current))
-        self._current = []
+        self._undoable.append((step, epoch, self._batch_reports))
+        self._batch_reports = []
         if not is_settled:
             return
-        unsettled, self._unsettled = self._unsettled, []
+        unsettled, self._undoable = self._undoable, []
         for self._latest, begun, reported in unsettled:
             for metrics, n, partial in reported:
-                self._window.update(metrics, n=n, partial=partial)
+                self._open_row.update(metrics, n=n, partial=partial)
             if self._latest % self._every == 0:
                 with self._lock:
-                    self._rows.append((self._latest, begun, self._window))
-                self._window = AverageMeterCollection()
+                    self._rows.append((self._latest, begun, self._open_row))
+                self._open_row = AverageMeterCollection()
 
-    def back_to(self, step: int) -> None:
-        """Forget the steps after `step`, from which the run goes on."""
-        self._current = []
-        self._unsettled = [each for each in self._unsettled if each[0] <= step]
+    def rewind_to(self, step: int) -> None:
+        """Forget the steps after `step`: the run goes on from there."""
+        self._batch_reports = []
+        self._undoable = [each for each in self._undoable if each[0] <= step]
         with self._lock:
             self._rows = [row for row in self._rows if row[0] <= step]
         if self._latest > step:
-            self._window, self._latest = AverageMeterCollection(), step
+            self._open_row, self._latest = AverageMeterCollection(), step
 
     def begin_call(self) -> None:
-        """Forget the rows of the previous call: they were in its report."""
-        self._current = []
+        """Forget the rows of the previous call, whose report has held them."""
+        self._batch_reports = []
         with self._lock:
             self._rows = []
 
-    def newer_than(self, step: int) -> list[StepRow]:
+    def rows_after(self, step: int) -> list[StepRow]:
         """The rows after `step`; the earlier ones are forgotten."""
         with self._lock:
             rows = self._rows = [row for row in self._rows if row[0] > step]
             rows = list(rows)
-        # Outside the lock: no step enters a finished row, and reading may wait for a device.
+        # Read outside the lock: finished rows do not change, and reading may wait for a device.
         return [StepRow(last, begun, meters.state()) for last, begun, meters in rows]

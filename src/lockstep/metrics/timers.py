@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timers of blocks of code, over a window of their latest runs."""
+"""Timers of blocks of code, with means over a window of the latest runs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class TimerStat:
     """Times a block of code, over a window of the latest runs. Not for several threads.
 
     Args:
-        window_size: how many of the latest samples `mean` and the others look at.
+        window_size: the number of latest samples over which `mean` and the other statistics go.
 
     Attributes:
-        count: how many samples there have been in all.
+        count: the number of samples so far.
 
-    All times are in seconds; of no samples, `mean`, `median` and `max` are NaN.
+    All times are in seconds; without samples, `mean`, `median` and `max` are NaN.
     """
 
     def __init__(self, window_size: int = 10) -> None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects of torchmetrics on several workers as one: their states are merged, and computed once.
+"""Merges the states of torchmetrics objects over the workers, and computes each metric once.
 
 A worker sends its metric objects, and exchanges nothing while it trains. The driver merges their
-states by each metric's own ``dist_reduce_fx``, as torchmetrics does it between ranks, but for two
-things: only ranks that saw samples are merged, so that a rank without any neither waits nor counts;
-and lists of rows may have any lengths.
+states by each metric's own ``dist_reduce_fx``, as torchmetrics does it between ranks, with two
+differences: the states of ranks without samples are left out, so that such a rank neither waits nor
+counts; and lists of rows may have any lengths.
 
 torchmetrics itself is not imported here: a program that has such an object has imported it.
 """
@@ -21,24 +21,24 @@ from lockstep.metrics.metric_values import is_scalar
 
 
 def is_metric(value: Any) -> bool:
-    """Whether `value` is an object of torchmetrics, as far as its states tell."""
+    """Whether `value` is an object of torchmetrics: it has the attribute `_reductions`."""
     return hasattr(value, "_reductions")
 
 
 def metrics_in(module: Any) -> Iterator[Any]:
-    """The metrics in a module (one may be the module itself), each once, in a fixed order."""
+    """The metrics among a module's submodules and itself, each once, in a fixed order."""
     return (each for each in module.modules() if is_metric(each))
 
 
-def was_updated(metric: Any) -> bool:
+def has_updates(metric: Any) -> bool:
     return any(each.update_count > 0 for each in metrics_in(metric))
 
 
-def computed(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The values over all workers.
+def compute_merged(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Compute each metric over all workers.
 
     Args:
-        by_rank: each worker's metrics by name, on the CPU. Never changed.
+        by_rank: each worker's metrics by name, on the CPU; not changed.
 
     Returns:
         The result of `compute` by the metric's name: numbers as Python's, tensors as they are; a
@@ -46,17 +46,17 @@ def computed(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     values: dict[str, Any] = {}
     for name in dict.fromkeys(name for own in by_rank for name in own):
-        updated = [own[name] for own in by_rank if name in own and was_updated(own[name])]
+        updated = [own[name] for own in by_rank if name in own and has_updates(own[name])]
         if not updated:
             continue
-        value = _merged(updated).compute()
+        value = _merge(updated).compute()
         parts = value if isinstance(value, Mapping) else {"": value}
         for key, part in parts.items():
             values[f"{name}_{key}" if key else name] = part.item() if is_scalar(part) else part
     return values
 
 
-def _merged(metrics: Sequence[Any]) -> Any:
+def _merge(metrics: Sequence[Any]) -> Any:
     whole = copy.deepcopy(metrics[0])
     if len(metrics) > 1:
         for own, *parts in zip(metrics_in(whole), *map(metrics_in, metrics), strict=True):

@@ -51,6 +51,8 @@ def _note_step(operator: Operator, optimizer: torch.optim.Optimizer) -> None:
     state.step.stepped.append(optimizer)  # first: the step was taken, also if `after_step` fails
     if operator._overrides("after_step"):
         # The same numbers on every rank: what is drawn goes into weights that ranks share.
-        seed = derive_seed(state.context.placement.seed, "after_step", operator.global_step, number)
+        seed = derive_seed(
+            state.context.shard_assignment.seed, "after_step", operator.global_step, number
+        )
         with torch.no_grad(), preserve_rng_state(seed):
             operator.after_step()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from lockstep.data import ShardPlacement, shards_of
+from lockstep.data import ShardAssignment, shards_of
 from lockstep.group import Group
 from lockstep.sync import ServerAddress, ShardOrder
 
@@ -59,7 +59,7 @@ class RankContext:
     """Everything that a worker tells its operator; the worker replaces it, and never changes it.
 
     Attributes:
-        placement: the shards of every global batch that this worker computes.
+        shard_assignment: the shards of every global batch that this worker carries.
         is_trial: the operator is a copy beside the run's own, thrown away after a few steps.
         is_spare: the worker waits for the place of another one, and has no peers yet.
         server_address: of the parameter server; None without a server, or if this worker runs it.
@@ -70,7 +70,9 @@ class RankContext:
     local_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     group: Group = field(default_factory=lambda: Group(None))
-    placement: ShardPlacement = field(default_factory=lambda: ShardPlacement(1, range(1), seed=0))
+    shard_assignment: ShardAssignment = field(
+        default_factory=lambda: ShardAssignment(1, range(1), seed=0)
+    )
     options: Options = field(default_factory=Options)
     is_trial: bool = False
     is_spare: bool = False
@@ -81,6 +83,6 @@ def shard_order(context: RankContext) -> ShardOrder | None:
     """The order in which gradients are added up; None where any order will do."""
     if not context.options.reproducible:
         return None
-    size, num_shards = context.world_size, context.placement.num_shards
+    size, num_shards = context.world_size, context.shard_assignment.num_shards
     by_rank = [shards_of(rank, size, num_shards) for rank in range(size)]
     return ShardOrder(num_shards, by_rank, context.world_rank)

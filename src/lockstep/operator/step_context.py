@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lockstep.data.batch_structure import leading_length
+from lockstep.data.batch_rows import leading_length
 from lockstep.errors import WeightError
 from lockstep.keys import NUM_SAMPLES
 from lockstep.randomness import derive_seed, seed_all

@@ -24,7 +24,7 @@ def is_computed_per_shard(operator: Operator, batch: Any) -> bool:
         PerShardLossError: a module would share statistics between some of the shards.
     """
     state = operator._lockstep
-    if batch is not state.step or state.context.placement.num_shards == 1:
+    if batch is not state.step or state.context.shard_assignment.num_shards == 1:
         return False
     if state.step.shards:
         _refuse_norms(

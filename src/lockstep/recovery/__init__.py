@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the driver does when a worker dies or hangs.
+"""Recovery: the driver forms the process group anew when a worker dies or hangs.
 
-The driver decides, workers report. A worker's death breaks the group of all; the survivors
-leave it, say how far they have come, and form the next generation, with a spare in the place
-of the lost worker or without it. Nothing that was committed is lost.
+The driver decides, workers report. A worker's death breaks the run's process group; the survivors
+leave it, report how far they have come, and form the next generation, with or without a spare that
+replaces the lost worker. No committed step is lost.
 """
 
 from lockstep.recovery.policy import Policy

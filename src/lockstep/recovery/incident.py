@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One recovery: what `trainer.status()` tells of it, and the line in the log."""
+"""`Incident`: the record of one recovery, for `trainer.status()` and the log."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Incident:
-    """A failure of the group, and what became of it.
+    """A failure of the process group, and the recovery from it.
 
     Attributes:
-        at: seconds since 1970.
-        lost: the workers that are gone, with their ranks.
-        why: what ended them.
-        during: the method, and what the lost worker was seen doing last.
-        step: steps of the run that had happened; none of them is lost.
+        at: the time of the recovery, in seconds since 1970.
+        lost: the lost workers, with their ranks.
+        why: the causes of the losses.
+        during: the remote method, and the last known phase of the lost workers.
+        step: the committed steps of the run; none of them is lost.
         replayed: 1 if an optimizer step was interrupted, and computed again; 0 between steps.
-        seconds: from the first sign of the failure until the group stood again.
-        generation: the formation that followed.
-        workers: its size.
-        same_bits: the run still ends with the bits of an undisturbed one.
+        seconds: from the first sign of the failure until the next generation had formed.
+        generation: the number of that generation.
+        workers: the size of that generation.
+        same_bits: the run still ends with the bits of an undisturbed run.
     """
 
     at: float

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lost workers had counted in a call, so that its result counts every sample once."""
+"""Counts the samples that lost workers computed in a call, so that its result counts each once."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from lockstep.worker import report_of_lost_worker, samples_of
 if TYPE_CHECKING:
     from lockstep.engine.ray_engine import RayEngine
     from lockstep.engine.worker_handle import WorkerHandle
-    from lockstep.recovery.lost_workers import LostWorker
+    from lockstep.recovery.lost_worker import LostWorker
     from lockstep.recovery.regrouping import NewGeneration
     from lockstep.worker import LoopProgress, Report
 
 
 class LostSampleCounts:
-    """Which worker carried which shards, generation by generation of one call.
+    """Knows which worker computed which shards in each generation of one call.
 
     Args:
-        engine: whose workers report.
-        purpose: of the loop; None for a call that counts no samples.
+        engine: the engine of the workers.
+        purpose: the purpose of the loop; None for a call that counts no samples.
 
     Attributes:
-        reports: one for each worker that was lost.
+        reports: a report in the name of each worker that was lost.
     """
 
     def __init__(self, engine: RayEngine, purpose: str | None) -> None:
@@ -37,9 +37,10 @@ class LostSampleCounts:
         return list(self._engine.workers.members)
 
     def record_losses(self, new_generation: NewGeneration) -> None:
-        """The group was formed anew in the middle of the call."""
+        """Make the reports of workers that were lost before the call goes on in
+        `new_generation`."""
         progress = new_generation.progress
-        # A validation is done again from its beginning, by the members of now.
+        # The present members repeat a validation from its beginning.
         if self._purpose != "train" or progress is None:
             return
         if progress.steps <= 0:

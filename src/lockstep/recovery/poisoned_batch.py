@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch that kills each worker that computes it: the run ends before it has killed them all."""
+"""Detects a batch that kills each worker that computes it, before it has killed all of them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 MAX_DEATHS: Final = 3
-"""Deaths over the same shard of the same step: the first worker and two in its place."""
+"""Deaths that one shard of one step may cause: the first worker and two replacements."""
 
 
 class DeathsByShard:
-    """Deaths in one call, by the shards that the workers computed.
+    """Counts deaths at one step of one call, by the shards that the dead workers computed.
 
-    Only deaths at the same step are held against each other. Of one call: several validations
-    after one step of training begin at that step.
+    A death at another step begins the count anew. So does another call, for several validations
+    after one step of training begin at the same step.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,11 @@ class DeathsByShard:
         self._by_shard: dict[int, int] = {}
 
     def count_death(self, step: tuple[str, int, int], shards: Iterable[int]) -> list[int]:
-        """A worker that carried `shards` died in `step`; the shards that have killed too often."""
+        """Count the death of a worker that computed `shards` in `step`.
+
+        Returns:
+            The shards that have caused `MAX_DEATHS` deaths.
+        """
         if step != self._step:
             self._step, self._by_shard = step, {}
         shards = list(shards)

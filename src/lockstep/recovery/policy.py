@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much a run may lose and still go on."""
+"""`Policy`: the limits within which a run goes on after a loss of workers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Policy:
-    """How much may be lost.
+    """The limits within which a run goes on after a loss of workers.
 
     Attributes:
-        min_workers: the run does not go on with fewer.
+        min_workers: the fewest workers with which the run goes on.
         hang_timeout_s: how long a worker may stay at one step while others wait for it.
     """
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls on all workers that go on when a worker dies or hangs.
+"""`RecoveringEngine`: calls on all workers that go on when a worker dies or hangs.
 
-Design note. `RayEngine.perform` runs one attempt of a call and tells how it ended; this engine
-decides what follows, by the `CallContract` of the remote method:
+Design note. `RayEngine.perform` runs one attempt of a call and returns its answers and failures;
+this engine decides what follows, by the `CallContract` of the remote method:
 
-- All ranks answered: their results, and a report for each worker that was lost on the way.
+- All ranks answered: the call returns their results, and a report for each worker that was lost.
 - A worker died (or only lost its peers): `Regrouping.run` forms the next generation. A loop then
   resumes where the furthest survivor stands (RESUME), a call that changes nothing is made again
   (REPEAT, REPEAT_WRITE), and any other one raises: it may have happened on some workers (RAISE).
@@ -33,7 +33,7 @@ from lockstep.engine.rollback_messages import warn_of_cut_short_step
 from lockstep.errors import LockstepError, PoisonedStepError, WorkerDiedError
 from lockstep.recovery.incident import Incident
 from lockstep.recovery.lost_sample_counts import LostSampleCounts
-from lockstep.recovery.lost_workers import LostWorker
+from lockstep.recovery.lost_worker import LostWorker
 from lockstep.recovery.poisoned_batch import DeathsByShard
 from lockstep.recovery.regrouping import Regrouping
 from lockstep.recovery.watchdog import Watchdog
@@ -57,14 +57,14 @@ _log = logging.getLogger("lockstep.recovery")
 
 
 class RecoveringEngine:
-    """An engine whose group forms anew when it breaks; see `Engine`.
+    """An `Engine` that forms a new process group when the present one breaks.
 
     Args:
-        engine: whose workers these are.
-        policy: how much may be lost.
+        engine: starts the workers, and performs single attempts of calls.
+        policy: the limits within which the run goes on.
 
     Attributes:
-        workers: their processes.
+        workers: the processes of the workers.
     """
 
     def __init__(self, engine: RayEngine, policy: Policy) -> None:
@@ -78,7 +78,7 @@ class RecoveringEngine:
         self._has_asked_to_leave = False
         self._to_replace: list[LostWorker] = []
         self._interrupted: RemoteCall[Worker, object] | None = None
-        # Once other bits, always other bits: what was computed by fewer workers stays.
+        # Never True again: steps computed by fewer workers stay in the weights.
         self._has_same_bits = True
 
     @property
@@ -98,7 +98,7 @@ class RecoveringEngine:
     def close(self, *, force: bool) -> None:
         # An interrupted worker may be in the middle of a step for long.
         was_interrupted = self.interrupted_by is not None
-        self.interrupted_by = None  # its room is given back here
+        self.interrupted_by = None  # close() releases the resources: no eviction afterwards
         self._engine.close(force=force or was_interrupted)
 
     def set_num_shards(self, num_shards: int) -> None:
@@ -189,16 +189,16 @@ class RecoveringEngine:
         self._replace_lost()
         self._watchdog.poll(pending_call)
         if call.contract.communication is Communication.OWN_GROUP and pending_call.deaths:
-            # The worker died after the roll call: the others wait for it at the meeting.
+            # A worker died after the ping: the others wait for it at the rendezvous.
             self.workers.close_rendezvous()
         if call.is_training and not self._has_asked_to_leave and self._regrouping.can_grow:
-            # Each leaves before its next batch; a rank that is in a step then fails in it.
+            # Members leave before their next batch; a rank still in a step then fails in it.
             self._has_asked_to_leave = True
             self._regrouping.request_leave()
 
     def _regroup_before_call(self, contract: CallContract) -> None:
-        """Before a call: newcomers take their ranks, and workers that died are replaced."""
-        # A rank that meets another for the first time cannot hear of its death: all have to live.
+        """Before a call, form the group anew if a worker died or a spare can take a free rank."""
+        # In a rendezvous no rank notices that another one is dead: all of them must live.
         forms_group = contract.communication is Communication.OWN_GROUP
         may_fail = contract.may_be_repeated and not forms_group
         if may_fail and not self._regrouping.can_grow:
@@ -212,10 +212,10 @@ class RecoveringEngine:
     def _interrupt_if_all_live(
         self, call: RemoteCall[Worker, object], pending_call: PendingCall[Any]
     ) -> None:
-        """A failure of the user's code ends its loop; the workers, and their server, go on.
+        """If all workers live after a failure of the user's code in a loop, interrupt the loop.
 
         Raises:
-            The failure.
+            The failure; the workers and the parameter server live on.
         """
         cause = pending_call.cause()
         if cause is None or pending_call.deaths or isinstance(cause, WorkerDiedError):
@@ -225,10 +225,10 @@ class RecoveringEngine:
             raise cause
 
     def _interrupt(self, call: RemoteCall[Worker, object] | None, error: BaseException) -> None:
-        """Leave the workers in the middle of `call`; ranks that wait for others in it are freed.
+        """Leave the workers in the middle of `call`, and free ranks that wait for others in it.
 
-        Waits for no worker: the error arrives at once, and `undo_interrupted_call` does the rest
-        when it is known that there will be a next call.
+        Does not wait for workers: the error arrives at once, and `undo_interrupted_call` rolls the
+        workers back when there is a next call.
         """
         may_be_interrupted = call is not None and call.contract.may_be_interrupted
         if not may_be_interrupted or not isinstance(error, Exception | KeyboardInterrupt):
@@ -241,7 +241,7 @@ class RecoveringEngine:
         register_for_eviction(self)
 
     def evict_workers(self) -> None:
-        """End the workers, which have not been called since their call was interrupted."""
+        """End the workers if no call has come since the interrupted one."""
         cause, self.interrupted_by = self.interrupted_by, None
         if cause is not None:
             ended = evicted_error(cause)
@@ -259,7 +259,7 @@ class RecoveringEngine:
             error.__cause__ = error.__cause__ or cause
             self._engine.end(error)
         else:
-            # A worker that died since the call was interrupted is an incident like any other.
+            # A worker may have died since the call was interrupted: record that like any loss.
             seconds = time.monotonic() - began
             self._record_recovery(call.contract.name, new_generation, seconds, has_failed=False)
             self._to_replace += new_generation.lost_workers
@@ -272,7 +272,7 @@ class RecoveringEngine:
     def _recover(
         self, call: RemoteCall[Worker, object] | None, pending_call: PendingCall[Any]
     ) -> NewGeneration:
-        """Form the group anew after a failure of `call`; None for a roll call between calls."""
+        """Form the group anew after a failure of `call`; None for a ping between calls."""
         began = pending_call.failed_at or time.monotonic()
         loop = None if call is None else call.loop
         try:
@@ -293,7 +293,11 @@ class RecoveringEngine:
         return new_generation
 
     def _replace_lost(self) -> None:
-        """Not at once: a process that starts takes time from the step that all wait for."""
+        """Start replacements for lost workers.
+
+        Not in the recovery itself: a process that starts takes CPU time from the step that all
+        other workers wait for.
+        """
         lost_workers, self._to_replace = self._to_replace, []
         self._regrouping.spares.start_replacements(lost_workers)
 
@@ -313,7 +317,7 @@ class RecoveringEngine:
     def _record_recovery(
         self, name: str, new_generation: NewGeneration, seconds: float, *, has_failed: bool
     ) -> None:
-        """Tell of a recovery in the call of the method `name`."""
+        """Log a recovery in the call of the method `name`, and record the incident."""
         lost_workers, spec = new_generation.lost_workers, self._engine.spec
         is_whole = new_generation.size == spec.num_workers
         self._has_same_bits &= spec.options.reproducible or is_whole

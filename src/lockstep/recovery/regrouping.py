@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the workers that are left to the next generation of the process group.
+"""`Regrouping`: forms the next generation of the process group from the workers that are left.
 
 Design note. A rank commits a step only after everything of it was communicated, so no two
 survivors are more than one step apart, and the furthest one holds the truth. One attempt to form
 the next generation is three rounds of calls:
 
 1. `stand_down`, on every member: it leaves the broken group, undoes what it has not committed, and
-   answers with its `SurvivorState`: how far it has come. A member that cannot is lost as well, and
-   the round is repeated with the others, until all that are left have answered.
+   answers with its `SurvivorState`: how far it has come. A member that fails in this is lost as
+   well, and the round is repeated with the others until all remaining members have answered.
 2. The driver picks the survivor that is furthest (`_find_furthest`) as the source of the state, and
    gives free ranks to spares (`RankTable.assign_ranks`); with fewer than `min_workers` it waits for
    replacements.
@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING, Any, Final
 from lockstep.engine.rank_assignment import local_ranks
 from lockstep.engine.rollback_messages import rollback_impossible_error
 from lockstep.errors import WorkerDiedError
-from lockstep.recovery.lost_workers import LostWorker, RankTable
+from lockstep.recovery.lost_worker import LostWorker
+from lockstep.recovery.rank_table import RankTable
 from lockstep.recovery.spare_pool import SparePool
 from lockstep.worker import Formation, LoopProgress, join, stand_down
 
@@ -45,21 +46,21 @@ if TYPE_CHECKING:
     from lockstep.worker import SurvivorState
 
 _ATTEMPTS: Final = 10
-"""Formations that may fail in a row before the run ends."""
+"""Attempts to form a generation before the run ends."""
 
 
 @dataclass(frozen=True)
 class NewGeneration:
-    """A generation that has formed.
+    """A generation of the process group that has formed.
 
     Attributes:
-        generation: its number.
-        size: its workers.
-        point: steps of the run, and the epoch.
-        replayed: steps that have to be computed again.
-        progress: of the call that was interrupted.
+        generation: the number of the generation.
+        size: the number of its workers.
+        point: the committed steps of the run, and the epoch.
+        replayed: the number of steps that have to be computed again.
+        progress: the progress of the interrupted call; None without one.
         is_cut_short: see `SurvivorState`.
-        lost_workers: the workers that are gone, those that went last at the end.
+        lost_workers: the lost workers, in the order of their loss.
     """
 
     generation: int
@@ -72,10 +73,10 @@ class NewGeneration:
 
 
 class Regrouping:
-    """Forms generation after generation.
+    """Forms the generations of a run's process group.
 
     Attributes:
-        generation: formations so far.
+        generation: the number of the present generation; the first one is 0.
         spares: the workers that wait for a rank.
     """
 
@@ -89,7 +90,7 @@ class Regrouping:
 
     @property
     def can_grow(self) -> bool:
-        """A rank is free, and a spare is ready to take it."""
+        """Whether a rank is free and a spare is ready to take it."""
         is_short = len(self._workers.members) < self._engine.spec.num_workers
         return is_short and bool(self.spares.ready_workers())
 
@@ -108,13 +109,13 @@ class Regrouping:
 
         Args:
             purpose: of the loop that was interrupted; None if it was another call.
-            lost_workers: the workers that are not left.
-            given_up_for: why the interrupted call does not go on; None if it does.
+            lost_workers: the workers that are known to be lost.
+            given_up_for: the error for which the interrupted call ends; None if the call goes on.
 
         Raises:
             TrainerClosedError: no worker is lost, and none can go back to a committed step.
             WorkerDiedError: no worker is left that has the state of the run.
-            NotEnoughResourcesError: fewer than `min_workers`, and no others came.
+            NotEnoughResourcesError: fewer than `min_workers` are left, and no replacement started.
         """
         table = RankTable(self._workers.members)
         for each in lost_workers:
@@ -139,7 +140,7 @@ class Regrouping:
     def _stand_down(
         self, purpose: str | None, is_given_up: bool, table: RankTable
     ) -> dict[WorkerHandle, SurvivorState]:
-        """All members leave the group; one that cannot is lost. Empty if all are."""
+        """Let all members leave the group; a member that fails is lost. Empty if all are lost."""
         call = stand_down.with_args(purpose, is_given_up=is_given_up)
         while members := list(self._workers.members):
             self._watchdog.begin_call()
@@ -158,7 +159,7 @@ class Regrouping:
     def _mark_lost(
         self, worker: WorkerHandle, rank: int, pending_call: PendingCall[Any], table: RankTable
     ) -> None:
-        """A worker failed while the group was formed."""
+        """Note the loss of a worker that failed while the group was formed."""
         if (died := pending_call.deaths.get(rank)) is not None:
             self._workers.forget(worker)
         else:
@@ -189,7 +190,7 @@ class Regrouping:
             rendezvous=self._workers.rendezvous(self.generation),
             size=len(members),
             source=source,
-            # Ranks that were cut short may have come to different lines behind the step.
+            # Ranks whose loop was cut short may have stopped at different lines after the step.
             stale=tuple(
                 rank
                 for rank, state in enumerate(states)
@@ -200,7 +201,7 @@ class Regrouping:
         )
 
     def _join(self, formation: Formation, table: RankTable) -> bool:
-        """Form the group; False if a member was lost meanwhile."""
+        """Let the members form the group; False if a member was lost meanwhile."""
         members = list(self._workers.members)
         self._watchdog.begin_call()
 
@@ -237,7 +238,7 @@ class Regrouping:
 
 
 def _ignore_interrupt(_: BaseException) -> None:
-    """Ctrl-C while the group is formed: no member is in a step, and it can be formed later."""
+    """Do nothing on Ctrl-C while the group forms: no member is in a step, and it can form later."""
 
 
 def _find_furthest(survivors: dict[WorkerHandle, SurvivorState]) -> SurvivorState | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that wait for a place, and replacements for those that are lost."""
+"""`SparePool`: workers that wait for a rank, and replacements for lost workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from lockstep.engine.worker_group import WorkerGroup
     from lockstep.engine.worker_handle import WorkerHandle
-    from lockstep.recovery.lost_workers import LostWorker
+    from lockstep.recovery.lost_worker import LostWorker
     from lockstep.recovery.watchdog import Watchdog
 
 _log = logging.getLogger("lockstep.recovery")
@@ -25,11 +25,11 @@ _log = logging.getLogger("lockstep.recovery")
 _POLL_EVERY_S: Final = 0.1
 
 _MAX_STARTS: Final = 5
-"""Processes that may die in a bundle, one after the other, before one of them is ready."""
+"""Starts in one bundle whose process may die before it is ready."""
 
 
 class SparePool:
-    """The spares of a run: which are ready, and new ones for those that fail.
+    """The spares of a run: finds those that are ready, and replaces those that fail.
 
     Args:
         watchdog: knows which hosts answer.
@@ -41,7 +41,7 @@ class SparePool:
         self._starts: Counter[int] = Counter()
 
     def ready_workers(self) -> list[WorkerHandle]:
-        """Spares that have run their `setup`; one that failed is replaced."""
+        """Spares that have run their `setup`; replaces spares that failed."""
         ready: list[WorkerHandle] = []
         for spare in list(self._workers.spares):
             readiness = spare.readiness()
@@ -52,7 +52,7 @@ class SparePool:
         return ready
 
     def reachable_workers(self) -> list[WorkerHandle]:
-        """Ready spares; the host of one may have fallen silent together with a member's."""
+        """Ready spares on hosts that answer; a spare's host may fail together with a member's."""
         ready = self.ready_workers()
         silent = [worker for worker in ready if not self._watchdog.can_reach(worker)]
         for worker in silent:
@@ -62,14 +62,14 @@ class SparePool:
     def _replace(self, worker: WorkerHandle, error: BaseException | None) -> None:
         _log.warning("%s cannot take a place: %s", worker, error)
         self._workers.kill(worker)
-        # A process that died may live elsewhere; a `setup` that raised will raise again.
+        # A new process may outlive one that died; a `setup` that raised would raise again.
         if worker.bundle is not None and isinstance(error, WorkerDiedError):
             self._starts[worker.bundle] += 1
             if self._starts[worker.bundle] <= _MAX_STARTS:
                 self._workers.start_spare(worker.bundle, worker.local_rank)
 
     def start_replacements(self, lost_workers: Sequence[LostWorker]) -> None:
-        """Start a worker for each that is lost; it will be a spare, or take a free rank."""
+        """Start a spare in the bundle of each lost worker, unless the bundle is taken."""
         for lost in (each.worker for each in lost_workers):
             taken = {worker.bundle for worker in self._workers.all_workers}
             if lost.bundle is not None and lost.bundle not in taken:
@@ -79,11 +79,11 @@ class SparePool:
         """Wait until `wanted` spares are ready.
 
         Args:
-            have: the workers that are left, for messages.
-            min_workers: as the trainer's, for messages.
+            have: the number of workers that are left, for messages.
+            min_workers: the trainer's argument, for messages.
 
         Raises:
-            NotEnoughResourcesError: they did not become ready in time.
+            NotEnoughResourcesError: the spares did not become ready in time.
         """
         patience_s = start_timeout_s()
         _log.warning(

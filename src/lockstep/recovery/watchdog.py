@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the worker that the others wait for in vain.
+"""`Watchdog`: finds the worker that the others wait for in vain, and ends it.
 
-The watchdog judges only what it sees: a rank that makes no step while others wait for it in a
-collective (or have answered already) is at fault; where all ranks wait, or none does, no rank is
-named. Each worker is asked in a concurrency group of its own, so that training pays nothing. A
-worker that does not answer is stopped, or holds the interpreter in a call into C.
+A rank that makes no step while others wait for it in a collective (or have answered already) is at
+fault; where all ranks wait, or none does, the watchdog ends no rank. It asks workers in the
+`control` concurrency group of their actors, so that training pays nothing. A worker that does not
+answer is stopped, or holds the interpreter in a call into C.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("lockstep.recovery")
 
-# The first step compiles, opens its data, and warms up caches.
+# A worker's first step compiles, opens its data, and warms up caches.
 _FIRST_STEP_FACTOR: Final = 10.0
 _ASK_HOST_EVERY_S: Final = 1.0
-# A rank in a collective of a broken group is freed by its peers' closing sockets in milliseconds.
+# Peers that close their sockets free a rank in a collective of a broken group in milliseconds.
 _CASCADE_S: Final = 0.1
-# The rank's own sockets were shut down, too: it waits for something outside of the group.
+# After its own sockets were shut down a rank can only wait for something outside of the group.
 _STUCK_IN_BROKEN_GROUP_S: Final = 5.0
 
 
 class Watchdog:
-    """Looks after workers while they perform something, and ends one that hangs.
+    """Polls workers while they perform a call, and ends a worker that hangs.
 
     Args:
         hang_timeout_s: how long a worker may stay at one step while others wait for it.
 
     Attributes:
-        verdicts: why workers were ended, in words.
+        verdicts: why workers were ended, in words, by worker.
     """
 
     def __init__(self, workers: WorkerGroup, hang_timeout_s: float) -> None:
@@ -54,16 +54,16 @@ class Watchdog:
         self.verdicts: dict[WorkerHandle, str] = {}
 
     def begin_call(self) -> None:
-        """Another call begins."""
+        """Forget the heartbeats of the call before."""
         self._heartbeats.clear()
         self._broken_at = None
 
     def last_seen(self, worker: WorkerHandle) -> WorkerStatus | None:
-        """What `worker` was doing when it answered last."""
+        """The last known status of `worker`."""
         return self._heartbeats.last_seen(worker)
 
     def poll(self, pending_call: PendingCall[Any]) -> None:
-        """Ask all ranks that perform what they are doing, and end one that hangs."""
+        """Ask all ranks that still perform for their status, and end ranks that hang."""
         performing = [self._workers.members[rank] for rank in pending_call.pending.values()]
         heartbeats = self._heartbeats.poll(performing)
         now = time.monotonic()
@@ -92,23 +92,26 @@ class Watchdog:
                     self._end_worker(worker, heartbeat, fault)
 
     def _free_waiting_ranks(self, pending_call: PendingCall[Any], now: float) -> None:
-        """A process that dies closes its sockets; a host that falls silent closes none."""
+        """Shut down the sockets of ranks that still wait some time after the group broke.
+
+        A process that dies closes its sockets, which frees its peers; a silent host closes none.
+        """
         assert self._broken_at is not None
         if now - self._broken_at > _CASCADE_S:
             local = () if pending_call.local_status is None else (0,)
             self._workers.break_group([*local, *pending_call.pending.values()])
 
     def _is_stuck(self, heartbeat: Heartbeat, now: float) -> bool:
-        """The rank waits in a group that broke long ago.
+        """Whether the rank waits in a group that broke long ago.
 
-        The time in which it waited for a rank that hung is not held against it.
+        The time that it waited for a hanging rank before the group broke does not count.
         """
         if self._broken_at is None or not self._waits(heartbeat, now):
             return False
         return now - max(self._broken_at, heartbeat.since) > self._broken_timeout_s
 
     def _waits(self, heartbeat: Heartbeat, now: float) -> bool:
-        """The rank answers, and waits in a collective."""
+        """Whether the rank answers, and waits in a collective."""
         is_in_collective = heartbeat.latest is not None and heartbeat.latest.waits
         return is_in_collective and not self._is_silent(heartbeat, now)
 
@@ -122,7 +125,7 @@ class Watchdog:
     def _find_fault(
         self, worker: WorkerHandle, heartbeat: Heartbeat, now: float, *, is_timed: bool
     ) -> str | None:
-        """Why `worker`, for which others wait, is ended; None while it may go on."""
+        """The reason to end `worker`, for which others wait; None while it may go on."""
         if heartbeat.without_step_for(now) <= self._limit_s:
             return None
         found = heartbeat.latest
@@ -131,7 +134,7 @@ class Watchdog:
             place += f" at {found.line}"
         made_none = f"made no step for {heartbeat.without_step_for(now):.0f} s{place}"
         no_answer = f"did not answer for {heartbeat.silent_for(now):.0f} s{place}"
-        # Of these two no firsts have to be waited for, and no function of the user's.
+        # These two faults need no patience for a first step, or for a user's function.
         if _is_stopped(worker):
             return f"was stopped (by a signal or a debugger) and {made_none}"
         if self._is_silent(heartbeat, now) and not self.can_reach(worker):
@@ -143,7 +146,7 @@ class Watchdog:
         return f"{no_answer}: stopped, or in a call into C that holds the interpreter"
 
     def can_reach(self, worker: WorkerHandle) -> bool:
-        """Whether the host of `worker` answers; asked once for all workers of a node."""
+        """Whether the host of `worker` answers; the answer is kept for all workers of a node."""
         now = time.monotonic()
         until, answers = self._reachable_nodes.get(worker.node, (0.0, True))
         if now > until:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lockstep.sync.round_contribution import Sums
 
 
-def parse_weight(weight: Any, where: str) -> float:
+def as_weight(weight: Any, where: str) -> float:
     """A weight as a float.
 
     Raises:
@@ -140,7 +140,7 @@ class BatchWeights:
     def deliver(self, weight: float | WeightError | None) -> None:
         """See `GradientSync.set_delivered_weight`."""
         is_number = weight is not None and not isinstance(weight, WeightError)
-        number = parse_weight(weight, self._place) if is_number else None
+        number = as_weight(weight, self._place) if is_number else None
         self._delivered = weight if isinstance(weight, WeightError) else number
         reduction_context.deliver(number)
 

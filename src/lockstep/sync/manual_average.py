@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.group import resolve_group
 from lockstep.sync import optimizer_guard
-from lockstep.sync.batch_weights import parse_weight
+from lockstep.sync.batch_weights import as_weight
 from lockstep.sync.buckets import Slot
 from lockstep.sync.reducer import Reducer
 from lockstep.sync.replica_checks import compare_structures
@@ -45,7 +45,7 @@ def average_gradients(model: Any, weight: float | None = None, *, group: Any = N
     """
     ranks = resolve_group(group)
     place = f"rank {ranks.rank} of {ranks.size}"
-    share = 1.0 if weight is None else parse_weight(weight, place)
+    share = 1.0 if weight is None else as_weight(weight, place)
     found = find_synced_tensors(as_modules(model))
     optimizer_guard.refuse_attached(found.parameters, "leave average_gradients out")
     compare_structures(ranks, found, [])

@@ -34,7 +34,7 @@ from lockstep.sync.accumulation_window import AccumulationWindow
 from lockstep.sync.autograd_grad_watch import AutogradGradWatch
 from lockstep.sync.autograd_graph_task import call_at_end
 from lockstep.sync.backward_listener import BackwardListener
-from lockstep.sync.batch_weights import BatchWeights, parse_weight
+from lockstep.sync.batch_weights import BatchWeights, as_weight
 from lockstep.sync.buckets import Slot
 from lockstep.sync.earlier_gradients import EarlierGradients
 from lockstep.sync.late_parameters import LateParameters
@@ -146,7 +146,7 @@ class ReductionRounds:
         if weight is None:
             self._open_window(PLAIN)
         else:
-            weight = parse_weight(weight, self.place)
+            weight = as_weight(weight, self.place)
             self._judge_unread_sums()  # the weights of the last round set the unit of the next one
             given = backward_kwargs.get("gradient")
             scale, loss, given = self.weights.root(loss, given, weight)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For our tests and for your own: parity with one process, and fault injection.
+"""Helpers for tests, lockstep's and users': parity with one process, and fault injection.
 
-Needs torch only, never Ray.
+They need torch, and no Ray.
 """
 
 from lockstep.testing.fault_injection import Strike, struck
-from lockstep.testing.parity_assertion import assert_parity, run_ranks
+from lockstep.testing.parity_assertion import assert_parity
+from lockstep.testing.rank_threads import run_ranks
 
 __all__ = ["Strike", "assert_parity", "run_ranks", "struck"]

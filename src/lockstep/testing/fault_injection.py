@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fault injection: a worker fails at a chosen step and phase. Does your operator survive it?
+"""Fault injection: makes a worker fail at a chosen step and phase, to test that a run recovers.
 
 ::
 
@@ -48,21 +48,21 @@ _SIGNALS: Final = {
 
 @dataclass(frozen=True)
 class Strike:
-    """One failure.
+    """A failure of one worker.
 
     Attributes:
         action: "kill" (SIGKILL), "stop" (SIGSTOP), "hang" (an endless loop), "delay", "raise" (a
             RuntimeError), "interrupt" (SIGINT: Ctrl-C).
-        rank: the rank that is hit.
-        step: global batches of the run before the one that is hit.
-        phase: the work that is hit: "data" (a sample is read), "forward", "backward" (the first
-            gradient is computed), "buckets" (the last one is, others have been sent), "optimizer"
-            (before its step), "applied" (after its step), "validation" (a forward of it), "save"
-            (the model's state is read).
-        seconds: of a delay.
+        rank: the rank that fails.
+        step: the global batch in which it fails, counted from 0 over the whole run.
+        phase: the work during which it fails: "data" (a sample is read), "forward", "backward" (the
+            first gradient is computed), "buckets" (the last gradient is computed; others have been
+            sent), "optimizer" (before its step), "applied" (after its step), "validation" (a
+            forward in evaluation mode), "save" (the model's state is read).
+        seconds: the length of a delay.
 
     Raises:
-        ConfigurationError: an unknown action or phase.
+        ConfigurationError: the action or the phase is unknown.
     """
 
     action: Action
@@ -89,15 +89,15 @@ class Strike:
         elif self.action == "raise":
             raise RuntimeError(f"struck in step {self.step}, {self.phase}")
         else:
-            signal.raise_signal(_SIGNALS[self.action])  # to this thread: it has its effect at once
+            signal.raise_signal(_SIGNALS[self.action])  # for this thread: the signal acts at once
 
 
 def struck(operator_cls: type[TrainingOperator], *strikes: Strike) -> type[TrainingOperator]:
-    """The same operator, whose workers meet `strikes`: each strike once, in one process.
+    """A subclass of `operator_cls` whose workers fail by `strikes`, each of them once.
 
-    Another worker computes the step again in which a strike hit, and must not be hit again: a
-    strike that has happened is noted in a directory for temporary files, so that all workers that
-    may be struck have to run on one machine.
+    After a failure another worker computes the step again, and must not fail again. So a strike
+    that has happened is recorded in a temporary directory, and all workers that may be struck have
+    to run on one machine.
     """
     directory = tempfile.mkdtemp(prefix="lockstep-strikes-")
     # The directory outlives the class: a trainer sends the class to later workers as well.
@@ -106,15 +106,19 @@ def struck(operator_cls: type[TrainingOperator], *strikes: Strike) -> type[Train
     class Struck(operator_cls):  # type: ignore[valid-type,misc]
         def setup(self, config: Any) -> None:
             cast("Any", super()).setup(config)
-            _arm(
-                self, [_Armed(strike, Path(directory, str(i))) for i, strike in enumerate(strikes)]
+            _register_triggers(
+                self,
+                [
+                    _OneTimeStrike(strike, Path(directory, str(i)))
+                    for i, strike in enumerate(strikes)
+                ],
             )
 
         def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
             self._read: Callable[..., None] = _do_nothing
             if hasattr(train_loader, "dataset"):
-                # Past the loader's own refusal: nothing has been read yet.
-                watched = _WatchedDataset(train_loader.dataset, lambda: self._read())
+                # DataLoader forbids assigning its dataset; this is safe before the first read.
+                watched = _TriggeringDataset(train_loader.dataset, lambda: self._read())
                 object.__setattr__(train_loader, "dataset", watched)
             super().register_data(train_loader=train_loader, validation_loader=validation_loader)
 
@@ -123,8 +127,8 @@ def struck(operator_cls: type[TrainingOperator], *strikes: Strike) -> type[Train
 
 
 @dataclass
-class _Armed:
-    """A strike, and the file that says that it has happened."""
+class _OneTimeStrike:
+    """A strike, and the file whose existence says that the strike has happened."""
 
     strike: Strike
     done: Path
@@ -138,12 +142,12 @@ class _Armed:
 
 
 class _Trigger:
-    """A hook that runs where `phase` is reached; a forward in evaluation mode is "validation".
+    """A hook that runs when `phase` is reached; a forward in evaluation mode is "validation".
 
-    A copy of the model, which may be sent to another process, gets `_do_nothing` instead.
+    It pickles as `_do_nothing`: a copy of the model in another process does not fail.
     """
 
-    def __init__(self, operator: Any, armed: Sequence[_Armed], phase: Phase) -> None:
+    def __init__(self, operator: Any, armed: Sequence[_OneTimeStrike], phase: Phase) -> None:
         self._operator = operator
         self._armed = armed
         self._phase = phase
@@ -164,7 +168,7 @@ def _do_nothing(*_: Any) -> None:
     return None
 
 
-def _arm(operator: Any, armed: Sequence[_Armed]) -> None:
+def _register_triggers(operator: Any, armed: Sequence[_OneTimeStrike]) -> None:
     def trigger(phase: Phase) -> _Trigger:
         return _Trigger(operator, armed, phase)
 
@@ -174,18 +178,18 @@ def _arm(operator: Any, armed: Sequence[_Armed]) -> None:
     model.register_state_dict_pre_hook(trigger("save"))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     operator._reached = [
-        _in_backward(trained[-1], trigger("backward")),
-        _in_backward(trained[0], trigger("buckets")),
+        _call_in_backward(trained[-1], trigger("backward")),
+        _call_in_backward(trained[0], trigger("buckets")),
     ]
     run.optimizers[0].register_step_pre_hook(trigger("optimizer"))
     run.optimizers[0].register_step_post_hook(trigger("applied"))
     operator._read = trigger("data")
 
 
-def _in_backward(parameter: nn.Parameter, call: Callable[..., Any]) -> Any:
-    """Call when backward reaches `parameter`, for as long as the returned node lives.
+def _call_in_backward(parameter: nn.Parameter, call: Callable[..., Any]) -> Any:
+    """Run `call` when backward reaches `parameter`, for as long as the returned node lives.
 
-    A hook on the parameter itself would run only when its gradient has been reduced.
+    Rejected: a hook on the parameter, which runs only when its gradient has been reduced.
     """
     view = parameter.view_as(parameter).grad_fn
     assert view is not None
@@ -195,21 +199,21 @@ def _in_backward(parameter: nn.Parameter, call: Callable[..., Any]) -> Any:
     return node
 
 
-class _WatchedDataset:
+class _TriggeringDataset:
     """A dataset that calls `read` before each sample."""
 
     def __init__(self, dataset: Any, read: Callable[[], None]) -> None:
         self._dataset = dataset
-        self._tell = read
+        self._trigger = read
 
     def __getitem__(self, index: Any) -> Any:
-        self._tell()
+        self._trigger()
         return self._dataset[index]
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_dataset", "_tell"):
-            raise AttributeError(name)  # not unpickled yet
+        if name in ("_dataset", "_trigger"):
+            raise AttributeError(name)  # unpickling asks before the attributes are set
         return getattr(self._dataset, name)

@@ -1,63 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parity with one process, for our tests and for your own. Needs torch only, never Ray."""
+"""Asserts that ranks compute the gradients of one process, in lockstep's tests and in users'.
+
+This module needs torch, and no Ray.
+"""
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from lockstep.batch_dependent_layers import freeze_batch_dependent_layers
-from lockstep.data.batch_structure import leading_length, rows_of
-from lockstep.data.shard_batch_size import share_bounds
-from lockstep.errors import ConfigurationError, ParityError
-from lockstep.group import Group
+from lockstep.data.batch_rows import leading_length, rows_of
+from lockstep.data.shard_assignment import shard_bounds
 from lockstep.no_dropout_mode import NoDropoutMode
+from lockstep.batch_dependent_layers import freeze_batch_dependent_layers
+from lockstep.errors import ConfigurationError, ParityError
 from lockstep.parity import compare
 from lockstep.randomness import preserve_rng_state
 from lockstep.sync import GradientSync
+from lockstep.testing.rank_threads import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
+    from torch import nn
+
+    from lockstep.group import Group
     from lockstep.parity import ParityReport
-
-__all__ = ["assert_parity", "run_ranks"]
-
-Result = TypeVar("Result")
-
-_TIMEOUT = timedelta(seconds=60)
-
-
-def run_ranks(world_size: int, body: Callable[[Group], Result]) -> list[Result]:
-    """Run `body(group)` on `world_size` ranks; results by rank.
-
-    The ranks are threads of this process with a real gloo group between them: a hundredth
-    of a second instead of the seconds that processes take. They share the global random
-    generators, so `body` should draw nothing from them.
-
-    Raises:
-        Whatever the first failing rank raises; the others are freed by closing its group.
-    """
-    store = dist.HashStore()
-    meeting = threading.Barrier(world_size)
-
-    def run(rank: int) -> Result:
-        meeting.wait()
-        group = Group(dist.ProcessGroupGloo(store, rank, world_size, _TIMEOUT))
-        try:
-            return body(group)
-        finally:
-            group.close()
-
-    with ThreadPoolExecutor(world_size) as ranks:
-        runs = [ranks.submit(run, rank) for rank in range(world_size)]
-    return [run.result() for run in runs]
 
 
 def assert_parity(
@@ -95,14 +63,14 @@ def assert_parity(
         raise ConfigurationError("assert_parity needs at least one batch")
     report = None
     for batch in batches:
-        report = _parity(step_fn, make_model, batch, world_size)
+        report = _compare_with_one_process(step_fn, make_model, batch, world_size)
         if not report.ok:
             raise ParityError(f"the ranks' gradients are not those of one process\n{report}")
     assert report is not None
     return report
 
 
-def _parity(
+def _compare_with_one_process(
     step_fn: Callable[[nn.Module, Any], torch.Tensor | None],
     make_model: Callable[[], nn.Module],
     batch: Any,
@@ -122,9 +90,10 @@ def _parity(
 
     def body(group: Group) -> dict[str, torch.Tensor | None]:
         model = replicas[group.rank]
-        start, stop = share_bounds(size, world_size, group.rank)
+        start, stop = shard_bounds(size, world_size, group.rank)
         rows = stop - start
-        # A rank without rows takes part with the first row and no weight.
+        # A rank without rows computes on the batch's first row with weight 0, so that it takes part
+        # in the collectives.
         part = rows_of(batch, slice(start, stop) if rows else slice(1))
         sync = GradientSync([model], group)
         sync.set_delivered_weight(rows)
@@ -133,14 +102,14 @@ def _parity(
                 loss = step_fn(model, part)
                 if loss is not None:
                     sync.backward(loss, weight=rows)
-            return _gradients(model)
+            return _copy_gradients(model)
         finally:
             sync.detach()
 
-    return compare(_gradients(alone), run_ranks(world_size, body), sorted(set(notes)))
+    return compare(_copy_gradients(alone), run_ranks(world_size, body), sorted(set(notes)))
 
 
-def _gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+def _copy_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return {
         name: None if parameter.grad is None else parameter.grad.detach().clone()
         for name, parameter in model.named_parameters()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's side: `TorchTrainer`, its arguments, its results, its callbacks."""
+"""The driver: `TorchTrainer`, its arguments, results, callbacks and checkpoints."""
 
 from lockstep.trainer.callbacks import Callback
 from lockstep.trainer.driver import TorchTrainer

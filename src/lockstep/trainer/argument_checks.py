@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's arguments: checked before anything starts, refused with what to type."""
+"""Checks the trainer's arguments before anything starts; an error says what to type instead."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _DefaultSeed(int):
-    """The default seed, to be told from an explicit 0: a checkpoint replaces only the former."""
+    """The type of the default seed, so that a checkpoint's seed replaces it, but no explicit 0."""
 
 
 DEFAULT_SEED: Final = _DefaultSeed(0)
@@ -46,7 +46,7 @@ _REMOVED_ARGUMENTS: Final = {
 
 
 def require(is_valid: bool, name: str, got: Any, expected: str, fix: str | None = None) -> None:
-    """Refuse `got` as the value of the argument `name`, unless `is_valid`."""
+    """Raise a ConfigurationError for `got`, the value of the argument `name`, unless `is_valid`."""
     if not is_valid:
         raise ConfigurationError(
             f"{name} cannot be {got!r}", expected=expected, got=f"{name}={got!r}", fix=fix
@@ -133,7 +133,7 @@ def check_workers(num_workers: Any, num_shards: Any, num_cpus: Any, custom_resou
 
 
 def check_retries(max_retries: Any) -> None:
-    """How many failures one call may recover from."""
+    """Refuse a `max_retries` that is no count."""
     is_count = is_int(max_retries) and max_retries >= 0
     require(is_count, "max_retries", max_retries, "an int >= 0")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares what the audit saw in each worker: raises its errors, logs its warnings once."""
+"""Compares the audit's records of all workers: raises its errors, logs its warnings once."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger("lockstep")
 
 _IGNORED_RULES: Final = ("LS115", "LS402", "LS404", "LS405", "LS406", "LS6")
-"""Rules on what a trainer knows better: which gradients are taken, which parameters train, that
-workers meet, that they live."""
+"""Codes of rules that the trainer checks itself: non-finite gradients, unused parameters, and
+whether workers communicate and live."""
 
 _NOTICES: Final = ("LS116",)
-"""Notices that concern a trainer's run."""
+"""Codes of notices that are logged."""
 
 _OWN_WRAPPER_WARNING: Final = (
     "wrap_ddp=False: synchronising the gradients is your own wrapper's business; whether they and"
@@ -36,7 +36,7 @@ class AuditComparison:
     """Compares the workers of one trainer, call after call.
 
     Args:
-        spec: what the workers were told.
+        spec: the spec of the workers.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -46,11 +46,11 @@ class AuditComparison:
             _log.warning(_OWN_WRAPPER_WARNING)
 
     def judge(self, reports: Sequence[Report]) -> None:
-        """Compare what the workers' audits saw during one call of `train`.
+        """Compare the workers' audit records of one call of `train`.
 
         Raises:
-            AuditError: ranks are not replicas of one another, or a gradient is not what it should
-                be. The steps were taken; the trainer goes on if it is called again.
+            AuditError: ranks are not replicas of one another, or a gradient is wrong. The steps
+                were taken; a later call of the trainer goes on from them.
         """
         seen = [report.seen for report in reports]
         for ledger in seen:
@@ -68,7 +68,7 @@ class AuditComparison:
 
     def _adjust_severity(self, finding: Finding) -> Finding:
         if finding.code == "LS503" and not self._spec.options.add_dist_sampler:
-            return replace(finding, severity="warning")  # loaders of their own were asked for
+            return replace(finding, severity="warning")  # the user asked for one loader per worker
         return finding
 
     def _log_once(self, what: str, text: str) -> None:

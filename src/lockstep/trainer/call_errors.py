@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a call of a trainer is refused: no loader, no batch, no workers, two calls at once."""
+"""The errors that refuse a call of a trainer: no loader, no batch, no workers, concurrent calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 def check_loader(started: Sequence[StartReport], operator: str, purpose: str) -> None:
     """Raise if a worker has no loader for `purpose`, or if all of them are empty.
 
-    Asked here and not of the workers: a failed step ends them, a forgotten loader should not.
+    Checked in the driver and not by the workers: a failed step ends them, a missing loader should
+    not.
     """
     for rank, worker in enumerate(started):
         if purpose not in worker.steps_per_epoch:
@@ -38,7 +39,7 @@ def check_loader(started: Sequence[StartReport], operator: str, purpose: str) ->
 def no_batch_error(
     operator_cls: type[TrainingOperator], purpose: str, started: Sequence[StartReport]
 ) -> ConfigurationError:
-    """Why a call came to its end without a step."""
+    """The error for a call that ended without a step."""
     operator = operator_cls.__name__
     loop = "train_epoch" if purpose == "train" else "validate"
     if not operator_cls._overrides(loop) or not any(
@@ -62,7 +63,7 @@ def _empty_loader_error(operator: str, purpose: str) -> ConfigurationError:
 
 
 def concurrent_call_error(method: str) -> WrongUseError:
-    """Why `method` cannot be called now."""
+    """The error for a call of `method` while another call runs."""
     return WrongUseError(
         f"{method} was called while another call of this trainer runs",
         cause="another thread, a signal handler, or the operator itself called it",
@@ -72,7 +73,7 @@ def concurrent_call_error(method: str) -> WrongUseError:
 
 
 def no_local_operator_error() -> ConfigurationError:
-    """All workers live in processes of their own."""
+    """The error where all workers live in processes of their own."""
     return ConfigurationError(
         "no operator lives in this process",
         fix="TorchTrainer(..., use_local=True), or trainer.apply_all_operators(fn)",
@@ -80,7 +81,7 @@ def no_local_operator_error() -> ConfigurationError:
 
 
 def shut_down_error() -> TrainerClosedError:
-    """What a call after `shutdown` says."""
+    """The error for a call after `shutdown`."""
     return TrainerClosedError(
         "this trainer was shut down",
         fix="create a new TorchTrainer; load(path) goes on from a checkpoint",
@@ -88,7 +89,7 @@ def shut_down_error() -> TrainerClosedError:
 
 
 def workers_ended_error(reason: BaseException, spec: WorkerSpec) -> TrainerClosedError:
-    """What a call says after one that ended the workers because of `reason`."""
+    """The error for a call after `reason` has ended the workers."""
     first_line = next(iter(error_text(reason).splitlines()), "")
     got = None
     if not spec.can_go_back:
@@ -104,7 +105,7 @@ def workers_ended_error(reason: BaseException, spec: WorkerSpec) -> TrainerClose
 
 
 def why_not_recoverable(spec: WorkerSpec) -> tuple[str, str]:
-    """Which argument keeps the workers from forming their group anew, and why."""
+    """The argument that keeps the workers from forming their group anew, and the reason."""
     options = spec.options
     if not options.wrap_ddp:
         return "wrap_ddp=False", "a wrapper of your own keeps the broken group"

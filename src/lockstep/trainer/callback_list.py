@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The callbacks of a trainer, told of its events in the order given."""
+"""`CallbackList`: calls the callbacks of a trainer for its events, in the order given."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class CallbackList:
-    """Tells callbacks what happens to `trainer`.
+    """Calls callbacks for the events of `trainer`.
 
     Args:
-        callbacks: those of the user.
-        trainer: the `TorchTrainer` that callbacks are given.
+        callbacks: the user's callbacks.
+        trainer: the `TorchTrainer` that is passed to callbacks.
     """
 
     def __init__(self, callbacks: Sequence[Callback], trainer: Any) -> None:
@@ -30,7 +30,7 @@ class CallbackList:
 
     @property
     def want_stop(self) -> bool:
-        """A callback has a reason to train no further."""
+        """Whether a callback has set a `stop_reason`."""
         return any(callback.stop_reason is not None for callback in self._callbacks)
 
     def start(self) -> None:
@@ -41,7 +41,7 @@ class CallbackList:
     def train_end(self, result: dict[str, Any]) -> None:
         """See `Callback.on_train_end`."""
         for callback in self._callbacks:
-            # A copy for each: what one takes out of it the next, and the caller, still get.
+            # A copy for each callback: changes by one must not reach the next one, or the caller.
             _tell(
                 callback, callback.on_train_end, Callback.on_train_end, self._trainer, dict(result)
             )
@@ -66,7 +66,7 @@ class CallbackList:
         _tell(callback, callback.on_step, Callback.on_step, self._trainer, step, metrics)
 
     def failure(self, error: BaseException) -> None:
-        """See `Callback.on_failure`; only the first error is told."""
+        """See `Callback.on_failure`; called for the first error only."""
         if not self._has_told_failure:
             self._has_told_failure = True
             for callback in self._callbacks:
@@ -81,7 +81,7 @@ class CallbackList:
 def _tell(
     callback: Callback, method: Callable[..., object], event: Callable[..., object], *args: object
 ) -> None:
-    """Call `method`, which is `event` of `callback`, and refuse a result: no caller reads it."""
+    """Call `method`, the `event` of `callback`, and refuse a result, which nobody would read."""
     returned = method(*args)
     if returned is None:
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens on the driver around each call: logging, stopping, keeping the best."""
+"""`Callback`: the base class of users' callbacks on the driver (logging, stopping, saving)."""
 
 from __future__ import annotations
 

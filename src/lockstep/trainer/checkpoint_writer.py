@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes checkpoints while training goes on.
+"""`CheckpointWriter`: writes checkpoints while training goes on.
 
-A worker copies its state between two steps; the driver fetches the copy and writes it in a thread
-of its own. Training waits for the copy alone.
+A worker copies its state between two steps; the driver fetches the copy and writes it in a second
+thread. Training waits for the copy alone.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _log = logging.getLogger("lockstep.checkpoint")
 class CheckpointWriter:
     """Takes the workers' snapshots and writes one at a time; a `SnapshotKeeper`.
 
-    A disk that is slower than checkpoints are due must not hold up training, nor memory fill with
-    copies: of the snapshots that wait only the latest is written.
+    A slow disk must neither delay training nor let copies fill the memory: of the snapshots that
+    wait only the latest is written.
 
     Args:
         write: writes a snapshot to the disk.
-        engine: whose workers make the snapshots.
+        engine: the engine whose workers make the snapshots.
     """
 
     def __init__(self, write: Callable[[Snapshot], None], engine: Engine) -> None:
@@ -50,7 +50,7 @@ class CheckpointWriter:
 
     @contextmanager
     def during_training(self, state_dict: Callable[[], dict[str, Any]]) -> Iterator[None]:
-        """Around a call that trains: SIGTERM has its effect when a checkpoint is written.
+        """Around a call that trains, delay the effect of SIGTERM until a checkpoint is written.
 
         Args:
             state_dict: takes the state of the run, after the call.
@@ -63,7 +63,7 @@ class CheckpointWriter:
                 self.keep(Snapshot(state["global_step"], state))
 
     def keep(self, snapshot: Snapshot) -> None:
-        """Write `snapshot` soon; at once where SIGTERM waits for it."""
+        """Write `snapshot` in the second thread; if SIGTERM is pending, wait for it."""
         self._submit(snapshot)
         if self._preemption.is_pending:
             _log.warning("SIGTERM: ending with the checkpoint of step %d", snapshot.step)
@@ -71,7 +71,7 @@ class CheckpointWriter:
             self._preemption.take_effect()
 
     def keep_failed(self, error: Exception) -> None:
-        """A checkpoint is not there. Only the next one that is makes up for it."""
+        """Note that a checkpoint could not be written; the next success clears the failure."""
         _log.error("a checkpoint could not be written: %s", error)
         self._failure = error
 
@@ -82,7 +82,7 @@ class CheckpointWriter:
             _log.info("step %d: no checkpoint, the disk is slower than they come", left_out.step)
             left_out.give_back()
             return
-        # The executor's threads are waited for when the program ends, whatever ends it.
+        # Python waits for an executor's threads when the program ends, also after an error.
         self._executor = self._executor or ThreadPoolExecutor(1, "lockstep-checkpoint")
         self._running = self._executor.submit(self._write_latest)
 
@@ -93,7 +93,7 @@ class CheckpointWriter:
             return
         try:
             self._write(snapshot)
-        # Whatever it is, it must not be lost in this thread: `finish` hands it over.
+        # No error may be lost in this thread: `finish` returns it to the caller.
         except Exception as error:
             self.keep_failed(error)
         else:
@@ -102,7 +102,7 @@ class CheckpointWriter:
             snapshot.give_back()
 
     def _wait(self) -> Exception | None:
-        """Wait until nothing waits; why the latest checkpoint is not there, once."""
+        """Wait for all writes; return why the latest checkpoint is missing, once."""
         running, self._running = self._running, None
         if running is not None:
             running.result()
@@ -110,12 +110,12 @@ class CheckpointWriter:
         return failure
 
     def finish(self) -> CheckpointWriteError | None:
-        """Wait until everything is written; why the latest checkpoint is not, if so."""
+        """Wait for all writes; return the error of the latest checkpoint, if it failed."""
         failure = self._wait()
         return None if failure is None else _as_write_error(failure)
 
     def result(self, result: Any) -> Any:
-        """`result` of a call, when no checkpoint of the call is pending.
+        """Wait for all writes of a call, and return the call's `result`.
 
         Raises:
             CheckpointWriteError: the latest checkpoint could not be written.
@@ -131,7 +131,7 @@ class CheckpointWriter:
         return result
 
     def close(self, *, raises: bool) -> None:
-        """`finish`, and end the thread; without `raises` a failure is in the log only.
+        """`finish`, and end the second thread; without `raises` a failure is only logged.
 
         Raises:
             CheckpointWriteError: the latest checkpoint could not be written.

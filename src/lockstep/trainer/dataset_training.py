@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's side of ``train(dataset=...)``."""
+"""`DatasetTraining`: the driver's part of ``train(dataset=...)``, training on a Ray dataset."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 
 class DatasetTraining:
-    """Which dataset the workers train on: none, or the one of the last call."""
+    """Splits the dataset of a call among the workers, and remembers it for the next call."""
 
     def __init__(self) -> None:
         self._current: RayBatches | None = None
-        # Streams travel in pickles that Ray does not look into: without a reference here, Ray
-        # takes the actor behind them for unused, and ends it.
+        # Streams are sent in pickles that Ray does not inspect: without a reference in the driver,
+        # Ray takes the actor that feeds them for unused, and ends it.
         self._streams: list[Any] = []
         self._generation = 0
 
     @property
     def has_dataset(self) -> bool:
-        """The workers train on a dataset of Ray's."""
+        """Whether the workers train on a Ray dataset."""
         return self._current is not None
 
     def forget(self) -> None:
-        """Let go of the dataset; the workers have, or are no more."""
+        """Drop the dataset, after the workers have dropped it or ended."""
         self._current, self._streams = None, []
 
     def change_to(self, dataset: Any, pool: WorkerPool) -> None:
@@ -46,7 +46,7 @@ class DatasetTraining:
         Raises:
             WrongTypeError: `dataset` is of another type.
             ConfigurationError: the batch size is not known, or reproducible=True.
-            NotEnoughResourcesError: no CPU is left that could read it.
+            NotEnoughResourcesError: no CPU is left for reading the dataset.
         """
         if dataset is None:
             if self._current is not None:
@@ -55,12 +55,13 @@ class DatasetTraining:
             return
         spec, generation = pool.spec, pool.generation
         wanted = _check_dataset(dataset, spec)
-        is_new = generation != self._generation  # another formation has let go of the dataset
+        # The workers dropped the dataset when they formed a new group.
+        is_new = generation != self._generation
         if is_new or self._current is None or not _is_same_dataset(wanted, self._current):
-            # One worker lives in this process, and holds no CPU of the cluster.
+            # A lone worker lives in this process, and holds no CPU of the cluster.
             held = spec.num_workers * (spec.threads or 1) if spec.num_workers > 1 else 0
             self._streams = split_dataset(wanted.dataset, spec.num_workers, held)
-            # Without the dataset: each worker gets the streams, and has no use for the plan.
+            # Each worker gets its stream, and does not need the dataset's plan.
             plan = replace(wanted, dataset=None)
             pool.call(Worker.feed.with_args(self._streams, plan))
             self._current, self._generation = wanted, generation
@@ -96,6 +97,6 @@ def _check_dataset(dataset: Any, spec: WorkerSpec) -> RayBatches:
 
 
 def _is_same_dataset(one: RayBatches, other: RayBatches) -> bool:
-    # A dataset has no equality, and a dict of dtypes need not be the same object.
+    # Datasets are compared by identity, for they define no equality; the other fields by value.
     plain = replace(one, dataset=None) == replace(other, dataset=None)
     return plain and one.dataset is other.dataset

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TorchTrainer`: the driver's side."""
+"""`TorchTrainer`: the driver of a run, which starts the workers, calls them and writes files."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class TorchTrainer:
                 self._writer = CheckpointWriter(directory.write, engine)
             self._callbacks.start()
         except BaseException:
-            # The caller gets no trainer that could be shut down.
+            # No trainer is returned that the caller could shut down.
             self._close(force=True, raises_write_error=False)
             raise
 
@@ -244,7 +244,7 @@ class TorchTrainer:
         checks.check_retries(max_retries)
         self._pool.open_engine()
         self._dataset.change_to(dataset, self._pool)
-        # Ray decides which worker reads which rows, and gives none of them out again.
+        # No retries on a Ray dataset: Ray gives each row to one worker, and only once.
         retries = 0 if self._dataset.has_dataset else max_retries
         request = loop_request("train", num_steps, profile, info)
         writer = self._writer
@@ -444,7 +444,7 @@ class TorchTrainer:
         if not self._pool.is_open:
             return
         if (failure := self._pool.failure) is not None:
-            # Closed already, perhaps; once more, for a second Ctrl-C may have interrupted that.
+            # Close again: a second Ctrl-C may have interrupted an earlier close.
             self._pool.refuse_calls()
             try:
                 self._callbacks.failure(failure)
@@ -452,7 +452,7 @@ class TorchTrainer:
                 self._close(force=True, raises_write_error=not force)
             return
         try:
-            # While calls still work: a callback may save.
+            # Before the workers end: a callback may save.
             self._callbacks.shutdown()
             farewell = getattr(self._pool.spec.operator_cls, "_end", None)
             if farewell is not None and not force:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks that watch one metric: end training when it gets no better, keep the best."""
+"""Callbacks that monitor one metric: `EarlyStopping` ends training, `KeepBest` saves the best."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MetricMonitor(Callback):
         self._was_found = False
 
     def judge(self, trainer: TorchTrainer, value: float) -> None:
-        """The metric has a new value."""
+        """Handle a new value of the metric."""
         raise NotImplementedError
 
     def on_train_end(self, trainer: TorchTrainer, result: dict[str, Any]) -> None:
@@ -154,7 +154,10 @@ class KeepBest(MetricMonitor):
             self._note.write_text(json.dumps(note) + "\n")
 
     def _look_back(self, step: int) -> None:
-        """A run with more steps than were made here has begun elsewhere, and goes on."""
+        """Read the best value of an earlier program, if this run was resumed.
+
+        A run with more steps than this callback has counted began in an earlier program.
+        """
         if step > self._steps_here and self._note.exists() and self.path.exists():
             note = json.loads(self._note.read_text())
             if (note["metric"], note["mode"]) == (self.metric, self.mode):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a trainer's workers live, and how they are started."""
+"""Starts a trainer's workers: chooses the engine, GPUs and the backend."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Placement:
-    """What a trainer was told of where its workers live.
+    """The arguments of a trainer that decide where its workers live.
 
     Attributes:
-        resources: of each worker, but for its GPUs; `backend` is what the user said.
-        use_gpu: True, False or "auto", as the user said.
+        resources: the resources of each worker, without GPUs; `backend` is the user's argument.
+        use_gpu: the user's argument: True, False or "auto".
         has_gpu_here: CUDA is available in this process.
         use_local: rank 0 lives in this process.
-        num_spares: workers that wait for the place of one that is lost.
-        policy: how much may be lost.
+        num_spares: the number of spares.
+        policy: the limits within which the run goes on after a loss of workers.
     """
 
     resources: Resources
@@ -39,14 +39,14 @@ class Placement:
     policy: Policy
 
     def resolve_gpus(self, spec: WorkerSpec) -> WorkerSpec:
-        """`spec`, with a GPU for each worker where "auto" finds them on other machines.
+        """Set `use_gpu` in `spec` if "auto" finds a GPU for each worker on other machines.
 
-        A driver often runs on a head node without any.
+        A driver often runs on a head node without GPUs.
 
         Raises:
             NotAvailableError: spares were asked for, and a lost worker cannot be replaced.
         """
-        _refuse_spares(spec, self.num_spares)  # before a Ray is started that would tell
+        _refuse_spares(spec, self.num_spares)  # before Ray is started
         num_bundles = 0 if self.use_local else spec.num_workers + self.num_spares
         if self.use_gpu == "auto" and not spec.use_gpu and num_bundles > 1:
             return replace(spec, use_gpu=has_gpus_elsewhere(num_bundles))
@@ -56,14 +56,14 @@ class Placement:
 def make_policy(
     num_workers: int, spare_workers: int, min_workers: int, hang_timeout_s: float
 ) -> Policy:
-    """How much may be lost, from arguments that can be right."""
+    """Check the arguments of a recovery policy, and make it."""
     check_numbers(hang_timeout_s=hang_timeout_s)
     check_spares(num_workers, spare_workers, min_workers)
     return Policy(min_workers, hang_timeout_s)
 
 
 def start_workers(spec: WorkerSpec, placement: Placement) -> Engine:
-    """Start the workers: one in this process where that can be done, else Ray actors."""
+    """Start the workers: a lone worker in this process where possible, otherwise Ray actors."""
     resources = replace(
         placement.resources,
         num_gpus=int(spec.use_gpu) * spec.options.replicas,
@@ -75,17 +75,17 @@ def start_workers(spec: WorkerSpec, placement: Placement) -> Engine:
     engine = start_ray_engine(spec, resources, use_local=use_local, num_spares=placement.num_spares)
     if not spec.can_go_back:
         return engine
-    # Imported here: it needs Ray.
+    # Imported here: the module needs Ray.
     from lockstep.recovery.recovering_engine import RecoveringEngine
 
     return RecoveringEngine(engine, placement.policy)
 
 
 def _refuse_spares(spec: WorkerSpec, num_spares: int) -> None:
-    """A run that ends with its first worker has no use for spares.
+    """Refuse spares for a run that cannot go on after the loss of a worker.
 
     Raises:
-        NotAvailableError: says why it would.
+        NotAvailableError: names the argument that keeps the run from going on.
     """
     if not num_spares or spec.is_recoverable:
         return

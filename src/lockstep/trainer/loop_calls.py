@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of `train` and `validate` on all workers, and what is told of them."""
+"""`LoopCalls`: runs `train` or `validate` on all workers, and reports progress to callbacks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def loop_request(purpose: str, num_steps: Any, profile: Profile, info: Any) -> LoopRequest:
-    """What workers are asked for, from arguments of `train` or `validate` that can be right."""
+    """Check the arguments of `train` or `validate`, and make the request for the workers."""
     require(
         num_steps is None or is_positive_int(num_steps),
         "num_steps",
@@ -39,7 +39,7 @@ def loop_request(purpose: str, num_steps: Any, profile: Profile, info: Any) -> L
 
 
 class LoopCalls:
-    """Has all workers run a loop, and tells callbacks and a progress bar of it meanwhile."""
+    """Lets all workers run a loop, and reports its progress to callbacks and a progress bar."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class LoopCalls:
         profile: Profile,
         retries: int = 3,
     ) -> list[Report]:
-        """The reports of all workers, those that were lost on the way included.
+        """Run the loop; return the reports of all workers, lost workers included.
 
         Args:
             method: `Worker.train` or `Worker.validate`.
@@ -68,7 +68,7 @@ class LoopCalls:
             retries: see `Engine.call`.
 
         Raises:
-            ConfigurationError: no worker has, or had, a batch.
+            ConfigurationError: no worker has a loader, or none has read a batch.
         """
         pool, purpose = self._pool, request.purpose
         operator_cls = pool.spec.operator_cls
@@ -92,10 +92,10 @@ class LoopCalls:
 def reduce_reports(
     reports: Sequence[Report], tell: Callable[[dict[str, Any]], None], reduce_results: bool
 ) -> Any:
-    """What `train` or `validate` returns.
+    """Make the result of `train` or `validate` from the workers' reports.
 
     Args:
-        tell: tells callbacks of the results, which are reduced for them in either case.
+        tell: called with the merged result, in either case.
         reduce_results: False for the results of each living worker, by rank.
     """
     refuse_unused_metrics(reports)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the workers' shares of a prediction to one item per sample, in the dataset's order."""
+"""Orders the workers' predictions: one item per sample, in the dataset's order."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data.prediction_rows import split_predictions
+from lockstep.data.uncollate import uncollate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 def order_predictions(answers: Iterable[Sequence[Prediction]]) -> list[Any]:
-    """The samples' predictions in the dataset's order; in the loader's if that is not known.
+    """Order predictions as the dataset, if known, otherwise as the loader.
 
-    The order of the dataset is known where the loader's sampler takes each of its indices once,
-    in whatever order. A sampler that leaves samples out or repeats some has an order of its own.
+    The dataset's order is known where the loader's sampler takes each index once. A sampler that
+    leaves samples out or repeats some has an order of its own.
     """
     parts = sorted((part for own in answers for part in own), key=lambda p: (p.step, p.shard))
     keyed: list[tuple[Any, Any]] = []
     indices: list[Any] = []
     for part in parts:
-        items = split_predictions(part.output, part.num_samples)
+        items = uncollate(part.output, part.num_samples)
         indices += part.indices
         # A dataset of ready batches has one index for all the samples of a batch.
         per_sample = len(part.indices) == len(items)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM while training: the machine is about to be taken away, and there is a moment left."""
+"""`PreemptionNotice`: on SIGTERM during training, writes a checkpoint before the program ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _EXIT_STATUS: Final = 128 + signal.SIGTERM
-"""As a shell reports the death by this signal."""
+"""The exit status by which a shell reports a death by SIGTERM."""
 
 
 class PreemptionNotice:
@@ -28,10 +28,10 @@ class PreemptionNotice:
 
     @contextmanager
     def defer_sigterm(self, request: Callable[[], None]) -> Iterator[None]:
-        """Inside, SIGTERM calls `request`; the code that writes the checkpoint calls `take_effect`.
+        """Inside, SIGTERM calls `request`; the writer of the checkpoint then calls `take_effect`.
 
-        In another thread than the main one nothing changes, for Python delivers signals there;
-        nor where the program ignores the signal.
+        Does nothing outside of the main thread, in which Python delivers signals, or where the
+        program ignores the signal.
         """
         is_main = threading.current_thread() is threading.main_thread()
         previous_handler = signal.getsignal(signal.SIGTERM)
@@ -51,15 +51,15 @@ class PreemptionNotice:
             yield
         finally:
             signal.signal(signal.SIGTERM, previous_handler)
-            # The call has failed before anything could be saved: the signal is not forgotten.
+            # Also after a call that failed before a checkpoint was written.
             self.take_effect()
 
     def take_effect(self) -> None:
-        """Do what SIGTERM would have done; nothing if it has not come.
+        """Do what SIGTERM would have done, if it has come.
 
         Raises:
-            SystemExit: unless the program has a handler of its own. Unlike the death by the
-                signal itself it lets what is open be closed, and the exit status is the same.
+            SystemExit: unless the program has a handler of its own. The exit status is that of a
+                death by the signal, but open files and connections are closed first.
         """
         if not self.is_pending:
             return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``train(profile="folder")``: a trace of torch's profiler from each worker, on this machine."""
+"""Writes a trace of torch's profiler from each worker, for ``train(profile="folder")``."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from lockstep.trainer.worker_pool import WorkerPool
 
 Profile = bool | str | os.PathLike[str]
-"""Whether to time the phases of a call; as the path of a folder, with a trace in it."""
+"""Whether to time the phases of a call, or the path of a folder for traces."""
 
 
 @contextmanager
 def trace_workers(pool: WorkerPool, profile: Profile, name: str) -> Iterator[None]:
-    """Trace what the workers do inside, if `profile` is a folder; it is made.
+    """Inside, trace the workers, if `profile` is a folder, which is made if missing.
 
     Args:
-        name: what the names of files begin with.
+        name: the prefix of the files' names.
     """
     if isinstance(profile, bool):
         yield

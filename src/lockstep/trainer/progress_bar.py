@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One progress bar, on the driver, for all workers."""
+"""`ProgressBar`: one tqdm bar on the driver for all workers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def wants_bar(asked: bool) -> bool:
-    """A bar is drawn where people look: in a terminal or a notebook."""
+    """Whether to draw a bar: if asked for, and in a terminal or a notebook."""
     return asked and (sys.stderr.isatty() or _in_notebook())
 
 
 def _in_notebook() -> bool:
-    # Only a kernel's process has imported it; hosted notebooks have shells that derive from it.
+    # Only a kernel's process has imported `ipykernel`; hosted notebooks subclass its shell.
     kernel, ipython = sys.modules.get("ipykernel.zmqshell"), sys.modules.get("IPython")
     if kernel is None or ipython is None:
         return False
@@ -26,9 +26,9 @@ def _in_notebook() -> bool:
 
 
 def _bar_class() -> Any:
-    """tqdm's widget in a notebook where widgets can be drawn, its line of text elsewhere.
+    """tqdm's widget in a notebook with ipywidgets, otherwise its text bar.
 
-    tqdm's own choice is the same, but for a warning in notebooks without ipywidgets.
+    As `tqdm.auto` chooses, but without its warning in notebooks without ipywidgets.
     """
     if _in_notebook() and find_spec("ipywidgets") is None:
         from tqdm.std import tqdm
@@ -38,10 +38,10 @@ def _bar_class() -> Any:
 
 
 class ProgressBar:
-    """Steps done of all steps, latest loss, samples per second over all workers.
+    """Shows steps done, the latest loss, and samples per second over all workers.
 
     Args:
-        description: what the bar says before its numbers.
+        description: the text before the numbers.
     """
 
     def __init__(self, description: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What callbacks hear of a call while it runs."""
+"""`ProgressListeners`: calls callbacks with the progress of a running call."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _TELL_EVERY_S: Final = 1.0
 
 
 class ProgressListeners:
-    """Tells callbacks of one call's progress, and of its steps.
+    """Calls callbacks with one call's progress, and with its steps.
 
-    Nothing that a callback raises may leave `on_progress`: an error in the driver while workers are
-    in the middle of a step would interrupt them. The first error is kept for the end of the call.
+    No exception of a callback may leave `on_progress`: an error in the driver would interrupt
+    workers in the middle of a step. The first error is kept and raised at the end of the call.
 
     Args:
-        callbacks: of the trainer.
+        callbacks: the trainer's callbacks.
         purpose: "train" or "validation".
         steps: merges metrics of single steps.
     """
@@ -43,7 +43,7 @@ class ProgressListeners:
 
     @property
     def has_listeners(self) -> bool:
-        """A callback wants to know of this call."""
+        """Whether a callback listens to this call's progress or steps."""
         return bool(self._listeners) or (self._purpose == "train" and self._steps.every > 0)
 
     def on_progress(self, progress: ProgressReport) -> int:
@@ -78,7 +78,7 @@ class ProgressListeners:
             self._error = error
 
     def finish(self, reports: Sequence[Report]) -> None:
-        """Tell of the steps that are left, and raise what a callback raised meanwhile."""
+        """Report the remaining steps, and raise the first error of a callback."""
         if not self.has_listeners:
             return
         if self._error is None and self._purpose == "train":
@@ -92,7 +92,7 @@ def _overrides_on_progress(callback: Callback) -> bool:
 
 
 def combine_listeners(*listeners: OnProgress | None) -> OnProgress | None:
-    """One function for those that are there; None if there are none."""
+    """One function that calls all `listeners` that are not None; None if there are none."""
     there = [each for each in listeners if each is not None]
 
     def tell_all(progress: ProgressReport) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import ConfigurationError, MixedWeightsError
 from lockstep.keys import BATCH_COUNT, NUM_SAMPLES, WEIGHT
 from lockstep.metrics import merge, merge_user_results
-from lockstep.metrics.torchmetrics_merge import computed, was_updated
+from lockstep.metrics.torchmetrics_merge import compute_merged, has_updates
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def merge_reports(reports: Sequence[Report]) -> dict[str, Any]:
-    """One dict for all workers: every sample counts once, whichever worker computed it."""
+    """Merge reports into one dict, in which every sample counts once, on whichever worker it
+    was."""
     _refuse_mixed_weights(reports)
     result: dict[str, Any] = {NUM_SAMPLES: sum(report.samples for report in reports)}
     kept = {key for report in reports for key in _unchanged_metrics(report)}
@@ -26,7 +27,7 @@ def merge_reports(reports: Sequence[Report]) -> dict[str, Any]:
         result.update({key: value for key, value in ours.items() if key in kept})
     own = [_own_results(report) for report in reports]
     result.update(_merge_by_samples(own, [report.samples for report in reports]))
-    result.update(computed([report.measured for report in reports]))
+    result.update(compute_merged([report.measured for report in reports]))
     result.pop(WEIGHT, None)
     result[BATCH_COUNT] = max(report.steps for report in reports)
     epochs = [report.epoch for report in reports if report.epoch is not None]
@@ -41,7 +42,7 @@ def merge_reports(reports: Sequence[Report]) -> dict[str, Any]:
 def refuse_unused_metrics(reports: Sequence[Report]) -> None:
     """Refuse a registered metric that was never updated: the result would silently lack it."""
     for name in dict.fromkeys(name for report in reports for name in report.measured):
-        if not any(was_updated(report.measured[name]) for report in reports):
+        if not any(has_updates(report.measured[name]) for report in reports):
             raise ConfigurationError(
                 "a registered metric was never updated",
                 got=name,
@@ -51,7 +52,10 @@ def refuse_unused_metrics(reports: Sequence[Report]) -> None:
 
 
 def _refuse_mixed_weights(reports: Sequence[Report]) -> None:
-    """One worker sees its own mixing before the step; between workers it shows only here."""
+    """Refuse losses that workers weighed by different kinds of weights.
+
+    A worker checks its own losses before the step; differences between workers show only here.
+    """
     kinds = [report.weighed_by for report in reports]
     if len({kind for kind in kinds if kind is not None}) > 1:
         raise MixedWeightsError(
@@ -63,7 +67,7 @@ def _refuse_mixed_weights(reports: Sequence[Report]) -> None:
 
 
 def _unchanged_metrics(report: Report) -> set[str]:
-    """The metrics of lockstep's own loop that the user's loop around it left as they were."""
+    """The metrics of lockstep's own loop that the user's loop around it did not change."""
     return {
         key
         for metrics, summary in zip(report.metrics, report.summaries, strict=True)
@@ -73,7 +77,7 @@ def _unchanged_metrics(report: Report) -> set[str]:
 
 
 def _own_results(report: Report) -> dict[str, Any]:
-    """Results that the user's own loop returned, or added to those of lockstep's loop."""
+    """The results that the user's own loop returned, or added to the results of lockstep's loop."""
     passes = [
         {
             key: value

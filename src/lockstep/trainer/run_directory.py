@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directory of a run's checkpoints: what a run goes on from, and where it writes the next."""
+"""`RunDirectory`: finds the checkpoint to resume from, and writes the run's checkpoints."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _log = logging.getLogger("lockstep.checkpoint")
 
 
 class RunDirectory:
-    """What a trainer was asked to keep on the disk, and what was found there.
+    """The checkpoint directory of a run, and the state that the run resumes from.
 
     Args:
-        folder: `checkpoint_dir`; None keeps nothing.
-        every: `checkpoint_every`.
-        keep: `keep_checkpoints`.
+        folder: the trainer's `checkpoint_dir`; None writes no checkpoints.
+        every: the trainer's `checkpoint_every`.
+        keep: the trainer's `keep_checkpoints`.
         resume: None, "auto", or the path of a checkpoint.
-        sync: as the trainer's; under "fsdp" a checkpoint is a directory.
+        sync: the trainer's `sync`; under "fsdp" a checkpoint is a directory.
 
     Attributes:
         every: steps between two checkpoints; None for none.
-        found: the state to go on from; None for a fresh start.
+        found: the state to resume from; None for a fresh start.
 
     Raises:
         ConfigurationError: arguments that do not fit together, or the directory holds
-            checkpoints of a run that was not asked to go on.
+            checkpoints and `resume` is None.
         CheckpointError: there are checkpoints, and none can be read.
         CheckpointWriteError: the directory cannot be written to.
     """
@@ -55,12 +55,12 @@ class RunDirectory:
         if folder is not None:
             write = checkpoint.write_directory if sync == "fsdp" else checkpoint.write
             self._rotation = Rotation(os.path.abspath(folder), keep, write, checkpoint.read)
-            self._rotation.claim()
+            self._rotation.prepare_folder()
         self._source = self._find(resume)
 
     @property
     def is_on(self) -> bool:
-        """There is a directory to write to."""
+        """Whether there is a directory to write to."""
         return self._rotation is not None
 
     def _find(self, resume: Any) -> str | None:
@@ -69,7 +69,7 @@ class RunDirectory:
         elif resume != "auto":
             self.found = checkpoint.read(resume)
             return str(os.fspath(resume))
-        elif self._rotation is not None and (newest := self._rotation.newest()) is not None:
+        elif self._rotation is not None and (newest := self._rotation.read_newest()) is not None:
             path, self.found = newest
             return path
         return None
@@ -89,7 +89,7 @@ class RunDirectory:
         """`spec` with `num_shards` and `seed` of the state that was found.
 
         Args:
-            explicit: both as far as the user said them; None if not.
+            explicit: the values of both that the user gave; None if not given.
 
         Raises:
             CheckpointError: the state has fewer shards than there are workers, or the user said

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a run: out of the workers, into them, and to files."""
+"""`RunState`: takes the run's state from the workers, loads it into them, saves it to files."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class RunState:
-    """Gives the state of a run out, and has the workers take one over.
+    """Takes the state of the run from the workers, and loads a state into them.
 
     Args:
         pool: the workers.
-        explicit: `num_shards` and `seed` as far as the user said them; None if not.
-        dataset: what the workers train on.
-        steps: counts the steps of the run.
+        explicit: the user's `num_shards` and `seed`; None if not given.
+        dataset: the dataset that the workers train on.
+        steps: the metrics of single steps, which restart at the state's step.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RunState:
         """See `TorchTrainer.save`."""
         in_shards = self._pool.spec.options.sync == "fsdp"
         write = checkpoint.write_directory if in_shards else checkpoint.write
-        # From an actor the state is a copy in any case.
+        # An actor's state arrives as a copy in any case.
         is_here = self._pool.local_operator() is not None
         state = self._take(Worker.state_to_write.with_args()) if is_here else self.take()
         return write(os.fspath(path), state)
@@ -96,17 +96,17 @@ class RunState:
         self.load(checkpoint.read(os.fspath(path)))
 
     def update_users_objects(self) -> None:
-        """Objects handed over by `from_model` hold the trained state after every change."""
-        absorb = getattr(self._pool.spec.operator_cls, "_load_into_instances", None)
+        """Load the trained state into the objects that the user gave to `from_model`."""
+        absorb = getattr(self._pool.spec.operator_cls, "_load_into_instance", None)
         if absorb is not None and self._pool.local_operator() is None:
             absorb(self._state_of_rank_0(Worker.state_dict.with_args()))
 
 
 def refuse_another_run(state: Mapping[str, Any], explicit: Mapping[str, Any]) -> None:
-    """A state decides `num_shards` and `seed`, unless the user said others.
+    """Refuse a state whose `num_shards` or `seed` differs from the user's explicit argument.
 
     Raises:
-        CheckpointError: the user did.
+        CheckpointError: a value differs.
     """
     for name, value in explicit.items():
         if value is not None and state.get(name, value) != value:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of single steps, from the workers' rows to the callbacks that ask for them."""
+"""`StepMetrics`: merges metrics of single steps over workers, for callbacks with an `every`."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _log = logging.getLogger("lockstep")
 
 
 class StepMetrics:
-    """Merges rows of all workers, and gives each callback every step that it asks for, once.
+    """Merges rows of all workers, and calls each callback once for every step that it asks for.
 
-    A step that is computed again after a failure is not given again.
+    A step that is computed again after a failure is not reported again.
 
     Args:
-        callbacks: those with an `every` get the metrics of steps.
+        callbacks: all callbacks; those with an `every` get the metrics of steps.
 
     Attributes:
-        callbacks: all of them.
-        every: steps to a row, for the workers; 0 if no callback asks.
-        written: the latest step of the run that callbacks have got.
+        callbacks: all callbacks.
+        every: steps for each row of the workers; 0 if no callback asks for steps.
+        written: the latest step of the run that was reported to callbacks.
     """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
@@ -47,7 +47,7 @@ class StepMetrics:
         self.restart_at(0)
 
     def restart_at(self, step: int) -> None:
-        """The run goes on from `step`, in whatever state was loaded."""
+        """Restart at `step`, after a state was loaded."""
         self.written = step
         self._gathered: dict[Callback, list[dict[str, Any]]] = {
             each: [] for each in self._listeners
@@ -58,10 +58,10 @@ class StepMetrics:
         rows: Sequence[tuple[int, Sequence[StepRow]]],
         tell: Callable[[Callback, int, dict[str, Any]], None],
     ) -> None:
-        """Take rows while a call runs, up to the step that all workers have committed.
+        """Take rows while a call runs, up to the last step that all workers have committed.
 
         Args:
-            rows: steps of the run so far, and the rows since `written`, of each worker.
+            rows: for each worker its committed steps of the run, and its rows after `written`.
         """
         reached = min((committed for committed, _ in rows), default=0)
         self._take([row for _, own in rows for row in own if row.step <= reached], tell)
@@ -69,7 +69,7 @@ class StepMetrics:
     def finish(
         self, reports: Sequence[Report], tell: Callable[[Callback, int, dict[str, Any]], None]
     ) -> None:
-        """Take the rows that are left at the end of a call."""
+        """Take the remaining rows at the end of a call."""
         self._take([row for report in reports for row in report.rows], tell)
         has_none = all(report.sums[BATCH_COUNT] == 0 for report in reports)
         if self._listeners and has_none:
@@ -114,12 +114,12 @@ def _require_every(callback: Callback) -> None:
 
 
 def _join_workers(sums: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Workers side by side: they share every global batch."""
+    """Combine the sums of workers for the same global batches."""
     return {"sums": sums, BATCH_COUNT: max(each[BATCH_COUNT] for each in sums)}
 
 
 def _mean_over_steps(gathered: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Steps one after the other: means over all their samples; empty if nothing was told of."""
+    """Means over all samples of several steps; empty without metrics."""
     merged = merge([each for row in gathered for each in row["sums"]])
     names = {name for row in gathered for each in row["sums"] for name in each["sums"]}
     if not names:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods of an operator or callback that would never be called: found before anything starts."""
+"""Refuses methods of an operator or callback that would never be called, before anything starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _SIMILARITY: Final = 0.86
-"""`validation_batch` and `train_bach` are above it, `train_one_batch` and `log_loss` below."""
+"""Least similarity of a misspelt name: of `validation_batch`, not of `train_one_batch`,
+`log_loss`."""
 
 _METHODS: Final = (
     "setup",
@@ -46,7 +47,7 @@ _NAMES_IN_OTHER_TRAINERS: Final = {
     "on_epoch_end": "train_epoch; or write a lockstep.Callback",
     "on_train_epoch_end": "train_epoch; or write a lockstep.Callback",
 }
-"""Names that other trainers have for the methods of an operator."""
+"""Names of other trainers for the methods of an operator."""
 
 _ARGUMENTS: Final = ("use_gpu", "use_fp16", "use_tqdm", "scheduler_step_freq", "config")
 """Properties that are the trainer's arguments."""
@@ -95,9 +96,9 @@ def _refuse_shadowing(cls: type[TrainingOperator]) -> None:
 
 
 def _refuse_near_names(cls: type[Any]) -> None:
-    """Raise if a slip of its name alone keeps a method unused.
+    """Refuse a method that is unused only because its name is misspelt.
 
-    A method that the class, or the file that it stands in, uses by name is a helper.
+    A method whose name occurs in the code of the class, or in its file, is a helper of the user's.
     """
     base: type[Any] = Callback if issubclass(cls, Callback) else TrainingOperator
     for owner in cls.__mro__:
@@ -122,7 +123,7 @@ def _refuse_near_names(cls: type[Any]) -> None:
 def _find_intended_name(name: str, value: Any, base: type[Any]) -> str | None:
     is_method = isinstance(value, FunctionType)
     if base is Callback:
-        # By its prefix alone it is a hook: any likeness will do as advice.
+        # The prefix alone makes it a hook: the most similar name is the advice.
         is_hook = is_method and name.startswith("on_")
         return (
             difflib.get_close_matches(name, _CALLBACK_METHODS, n=1, cutoff=0)[0]
@@ -140,7 +141,7 @@ def _find_intended_name(name: str, value: Any, base: type[Any]) -> str | None:
 def _is_used(name: str, cls: type[Any], base: type[Any], owner: type[Any]) -> bool:
     others = [each for each in cls.__mro__ if not issubclass(each, base)]
     if any(hasattr(each, name) for each in others):
-        return True  # a hook of another base, which calls it
+        return True  # a hook of another base class, which calls it
     functions = [
         value
         for each in cls.__mro__
@@ -151,7 +152,7 @@ def _is_used(name: str, cls: type[Any], base: type[Any], owner: type[Any]) -> bo
     if any(name in used for function in functions for used in _names_in(function.__code__)):
         return True
     try:
-        # A program may call it: `apply_all_operators(lambda op: op.name())`.
+        # The program may call the method: `apply_all_operators(lambda op: op.name())`.
         text = inspect.getsource(inspect.getmodule(owner) or owner)
     except (OSError, TypeError):
         return False

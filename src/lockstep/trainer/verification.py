@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what N workers and one process recorded to the report that the user reads."""
+"""Makes the report of `verify` from the records of N workers and of one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lockstep.worker import Trial, WorkerSpec
 
 _TOLERANCES: Final = {"bf16": 3e-2, "fp16": 1e-2}
-"""By the precision that a step computes in, whatever its parameters are kept in."""
+"""Tolerances by the precision of the computation, whatever the dtype of the parameters."""
 
 _RANKS_ONLY: Final = "the same on all workers; not held against one process"
 _RANKS_DIFFER: Final = "the workers' weights differ: something besides the gradient changes them"
@@ -27,7 +27,7 @@ _STEP_DIFFERS: Final = "the gradients agree, the weights after the step do not"
 
 
 def refuse_unverifiable(spec: WorkerSpec) -> None:
-    """Raise where one process cannot be given the workers' global batches."""
+    """Refuse a run whose global batches one process cannot get."""
     if spec.options.add_dist_sampler or spec.num_workers == 1:
         return
     raise NotAvailableError(
@@ -48,7 +48,7 @@ def verify_steps(pool: WorkerPool, num_steps: Any) -> ParityReport:
 
 
 def report(trials: Sequence[Trial], spec: WorkerSpec) -> ParityReport:
-    """One row for each parameter: of the step, and of the worker, where it is farthest off."""
+    """Make one row for each parameter, for the step and the worker with the largest difference."""
     ours, truth = trials[0].steps, trials[0].truth
     assert ours is not None, "rank 0 always sends its own"
     assert truth is not None
@@ -93,7 +93,7 @@ def _keep_worse(rows: dict[str, ParityRow], row: ParityRow) -> None:
 
 
 def _note_weights(rows: dict[str, ParityRow], row: ParityRow, explanation: str) -> None:
-    """Weights matter where they are wrong and the gradients have not said why."""
+    """Note wrong weights, unless a difference of the gradients explains them."""
     before = rows.get(row.parameter)
     if row.ok or (before is not None and before.explanation == NOT_SYNCHRONISED):
         return

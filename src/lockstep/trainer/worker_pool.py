@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workers of a trainer, from its construction to its `shutdown`: one call at a time."""
+"""`WorkerPool`: calls the workers of a trainer, one call at a time, until its `shutdown`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ R = TypeVar("R")
 
 
 class WorkerPool:
-    """Calls the workers' remote methods while there are workers, and says why if there are none.
+    """Calls the workers' remote methods; raises the reason if the workers have ended.
 
     Attributes:
-        spec: what the workers were told; `num_shards` follows a state that is loaded.
+        spec: the spec of the workers; `num_shards` is that of a loaded state.
         is_open: `shutdown` has not begun to end the workers.
     """
 
@@ -42,7 +42,7 @@ class WorkerPool:
         self._calling = threading.Lock()
 
     def open_engine(self) -> Engine:
-        """The engine, ready for a call; an interrupted one has been undone.
+        """Undo an interrupted call, and return the engine, ready for a call.
 
         Raises:
             TrainerClosedError: there are no workers any more.
@@ -76,7 +76,7 @@ class WorkerPool:
 
     @contextlib.contextmanager
     def _one_call_at_a_time(self, name: str) -> Iterator[None]:
-        """Two calls at once would take turns with the batches, the model and the metrics."""
+        """Refuse a second call inside: both would use the same batches, model and metrics."""
         if not self._calling.acquire(blocking=False):
             raise concurrent_call_error(name)
         try:
@@ -86,7 +86,7 @@ class WorkerPool:
 
     @property
     def started(self) -> Sequence[StartReport]:
-        """What each worker's `start` returned, by rank."""
+        """The result of each worker's `start`, by rank."""
         return self.open_engine().started
 
     def has_loader(self, purpose: str) -> bool:
@@ -129,22 +129,22 @@ class WorkerPool:
         return operator
 
     def set_num_shards(self, num_shards: int) -> None:
-        """The workers have loaded a state that cuts global batches into as many shards."""
+        """Note that a loaded state cuts global batches into `num_shards` shards."""
         self.spec = replace(self.spec, num_shards=num_shards)
         self.open_engine().set_num_shards(num_shards)
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the workers, or interrupted their latest call."""
+        """The error that ended the workers, or interrupted their latest call; None without one."""
         return self._engine.ended or self._engine.interrupted_by
 
     @property
     def has_ended(self) -> bool:
-        """There are no workers any more."""
+        """Whether the workers have ended."""
         return self._engine.ended is not None
 
     def refuse_calls(self) -> None:
-        """From now on: the workers are about to end."""
+        """Refuse all later calls, because the workers are about to end."""
         self.is_open = False
 
     def close(self, *, force: bool) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker's life: process group, shards, the commit of a step."""
+"""One rank of a run: remote methods, process group, position in the data, undo of a step."""
 
 from lockstep.worker.call_outcome import Outcome, add_rank, error_text, failed_outcome, is_peer_lost
 from lockstep.worker.data_position import items_ahead, position, samples_of

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Global batches on their way from a loader to an operator, and the commit of a step.
+"""`BatchIterator`: gives an operator its global batches, and commits each step.
 
-A step is committed when the operator asks for the next batch or leaves its loop: everything
-that it does with a batch lies between. Only then do the position in the data and the step
-count move, so that a step that failed half-way is a step that did not happen.
+A step is committed when the operator asks for the next batch or leaves its loop: everything that
+the operator does with a batch lies before. Only then do the position in the data and the step count
+move, so that a step which failed half-way has not happened.
+
+A rank without samples in a step computes on another rank's batch with weight 0 (a borrowed batch),
+so that it takes part in the collectives.
 """
 
 from __future__ import annotations
@@ -28,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class BatchIterator:
-    """The iterator that `train_epoch` and `validate` receive; ends with the epoch.
+    """The iterator that `train_epoch` and `validate` receive; it ends with the epoch.
 
     Args:
-        reduction: over which ranks the batches' losses become one.
+        reduction: the ranks over which the batches' losses become one.
         limit: global batches to deliver at most; None for the rest of the epoch.
         purpose: "train" or "validation", part of every seed.
         rollback: remembers what a step changes until it is committed; None for validation.
@@ -91,18 +94,18 @@ class BatchIterator:
                 raise StopIteration
             self._num_open_samples = sum(part.num_samples for part in read.parts)
             self.num_delivered += 1
-            # Without parts no sample of the batch is this worker's, and no peer waits for it (see
-            # `borrow`): a loop that takes plain batches does not hear of it.
+            # Without parts the batch has no sample for this worker, nor a borrowed one, and no peer
+            # waits for this worker: a loop that takes plain batches skips the batch.
             if read.parts or not self._cursor.source.joint:
                 return self._deliver(read)
 
     @property
     def step_in_epoch(self) -> int:
-        """Global batches of this epoch that are committed, by earlier calls as well."""
+        """Committed global batches of this epoch, those of earlier calls included."""
         return self._cursor.step
 
     def commit(self) -> None:
-        """Count the step in hand as happened; without one, only follow optimizers that stepped.
+        """Commit the open step; without one, only update averages after optimizers that stepped.
 
         Raises:
             PeerLostError: the group was given up meanwhile; whether the step has happened on all
@@ -147,18 +150,18 @@ class BatchIterator:
             self._cursor.window_start = self._cursor.step
 
     def _check_epoch_end(self) -> None:
-        # A source of known length tells without reading on; the others tell by running out.
+        # A source of known length is compared with the position; other sources end by running out.
         if self._cursor.step == self._cursor.source.steps_per_epoch:
             self.is_epoch_over = True
 
     def _deliver(self, read: Step) -> Any:
-        """Make the context of a batch that was read, tell the synchronisation, and hand it out.
+        """Make the `StepContext` of a batch, and tell the gradient sync that its step begins.
 
         Returns:
             The context, for the default loops; the plain batch, for a loop of the user's own.
         """
         state, sync, training = self._state, self._state.sync, self._purpose == "train"
-        run_seed, epoch = state.context.placement.seed, self._cursor.epoch
+        run_seed, epoch = state.context.shard_assignment.seed, self._cursor.epoch
         shards = tuple(
             ShardBatch.of(part, run_seed, self._purpose, epoch, read.index) for part in read.parts
         )
@@ -188,7 +191,7 @@ class BatchIterator:
     def _place_in_window(self, read: Step) -> tuple[bool, bool]:
         """Whether a batch opens and closes a window: the global batches of one optimizer step.
 
-        Windows begin with the epoch; its last one is short if the epoch does not come out even.
+        Windows begin with the epoch; the last window of an epoch may be shorter.
         """
         every = self._state.context.options.accumulate
         if every == 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources of global batches, made from the loaders that a user registered."""
+"""Opens the sources of global batches for the loaders that a user registered."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ if TYPE_CHECKING:
 def open_source(operator: TrainingOperator, loader: Any, purpose: str) -> StepSource:
     """Cut `loader` the way `operator`'s loop for `purpose` ("train", "validation") wants it."""
     context = operator._lockstep.context
-    placement = context.placement
+    assignment = context.shard_assignment
     if not context.options.add_dist_sampler:
-        return UserShardedLoader(loader, placement)
-    # A borrowed batch keeps a worker in step with its peers' collectives. A user's own
-    # validation loop would count it, and has collectives only with a joint loss.
+        return UserShardedLoader(loader, assignment)
+    # A borrowed batch: a rank without samples in a step computes on another rank's batch with
+    # weight 0, so that it takes part in the collectives. A user's own validation loop would count
+    # such a batch, and has collectives only with a joint loss.
     borrows = purpose == "train" or operator.joint_loss or not operator._overrides("validate")
     parts = BatchParts.JOINT_OR_BORROWED if borrows else BatchParts.JOINT
     if not wants_joint(operator, purpose):
         parts = BatchParts.BY_SHARD
-    # Every shard is seeded before its computation, so the generators' states after loading are
-    # not needed.
-    return ShardedLoader(loader, placement, parts=parts, keeps_generators=False)
+    # Each shard is seeded before its computation, so the generators' states after loading are not
+    # needed.
+    return ShardedLoader(loader, assignment, parts=parts, keeps_generators=False)
 
 
 def wants_joint(operator: TrainingOperator, purpose: str) -> bool:

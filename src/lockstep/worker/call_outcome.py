@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Outcome`: the value or error of a call on a worker, in a form that can be sent.
 
-Errors are values: an exception that leaves an actor is wrapped by Ray in a type of its own,
-loses its traceback, and keeps alive, through its frames, the process group that it failed in.
+Errors are values: Ray wraps an exception that leaves an actor in a type of its own, which loses the
+traceback, and whose frames keep the broken process group alive.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Outcome:
     Attributes:
         value: the result, if `error` is None.
         error: the pickled exception.
-        notes: its notes; the last one says its rank and its traceback there. They travel
-            beside it, because a `__reduce__` of the user's own leaves them out.
-        peer_lost: the error only says that some other rank went away.
+        notes: the exception's notes; the last one holds the rank and the traceback there. They are
+            sent apart, because a `__reduce__` of the user's own leaves them out.
+        peer_lost: the error only reports that another rank went away.
     """
 
     value: Any = None
@@ -47,7 +47,7 @@ class Outcome:
 
 
 def failed_outcome(rank: int, error: BaseException) -> Outcome:
-    """`error` as an outcome; it is left without traceback, so that its frames can go."""
+    """An outcome with `error`, whose traceback is removed so that its frames can be freed."""
     trace = _users_trace(error)
     peer_lost = is_peer_lost(error)
     for link in _chain(error):
@@ -60,9 +60,9 @@ def failed_outcome(rank: int, error: BaseException) -> Outcome:
 
 
 def _users_trace(error: BaseException) -> str | None:
-    """The traceback from the first frame that is not lockstep's; None if the error is.
+    """The traceback from the first frame outside of lockstep on; None for an error of lockstep.
 
-    Our frames above the user's say nothing to him, and our own messages say it all.
+    Users need no frames of lockstep above their own, and no traceback for lockstep's messages.
     """
     if isinstance(error, LockstepError):
         return None
@@ -74,8 +74,8 @@ def _users_trace(error: BaseException) -> str | None:
 
 
 def add_rank(error: BaseException, rank: int) -> None:
-    """Say on the exception itself which rank raised it."""
-    # A user's class may refuse the attribute; the exception itself is worth more than a note.
+    """Add a note to `error` with the rank that raised it."""
+    # A user's class may refuse the attribute: then the exception goes without the note.
     with suppress(Exception):
         BaseException.add_note(error, _rank_note(rank, None))
 
@@ -92,7 +92,7 @@ def is_peer_lost(error: BaseException) -> bool:
 def _chain(error: BaseException) -> list[BaseException]:
     chain: list[BaseException] = []
     link: BaseException | None = error
-    # By identity: a user's exceptions may define an equality that raises.
+    # Compared by identity: a user's exceptions may define an equality that raises.
     while link is not None and all(link is not seen for seen in chain):
         chain.append(link)
         link = link.__cause__ or link.__context__

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class StepSource(Protocol):
-    """A loader cut into global steps; see `lockstep.data.ShardedLoader`.
+    """A loader cut into global batches, one for each step; see `lockstep.data.ShardedLoader`.
 
     Attributes:
         joint: a worker's shards of a step come as one batch, not one after the other.
@@ -33,32 +33,32 @@ class StepSource(Protocol):
     def batches(self, epoch: int, start_step: int = 0) -> Generator[Step, None, None]: ...
 
     def agree(self, group: Group, epoch: int) -> None:
-        """Before an epoch's first step: every rank is about to read by the same plan.
+        """Before an epoch's first step, check that all ranks read by the same plan.
 
         Collective:
             Every rank of `group`; one small exchange.
         """
 
     def samples_of(self, shards: Sequence[int], first_step: int, steps: int) -> int | None:
-        """Samples of `shards` in `steps` steps from `first_step` on, into further epochs.
+        """The number of samples of `shards` in `steps` steps from `first_step` on.
 
-        None where the source cannot tell.
+        Steps may reach into further epochs. None where the source does not know.
         """
 
     def items_of(self, epoch: int, step: int, shards: Sequence[int]) -> list[Any]:
-        """The items that `shards` hold in a step; empty where the source cannot tell."""
+        """The items that `shards` hold in a step; empty where the source does not know."""
 
     def close(self) -> None: ...
 
 
 class Cursor:
-    """A position in a source that survives from one call to the next.
+    """A worker's position in a source, kept from one call to the next.
 
     Attributes:
         epoch: passes over the data completed, from 0.
         step: global batches committed in the current pass.
-        window_start: the step with which the accumulation window that is open begins; `step`
-            if none is.
+        window_start: the first step of the open accumulation window; equal to `step` if no
+            window is open.
     """
 
     def __init__(self, source: StepSource) -> None:
@@ -72,8 +72,8 @@ class Cursor:
     def move_to(self, epoch: int, step: int) -> None:
         self._abandon()
         self.epoch, self.step = epoch, step
-        # Gradients of the batches before `step` are gone, also if `step` lies in what was the
-        # middle of a window, with another `accumulate`.
+        # The gradients of earlier batches are gone, so that a window begins here, also where `step`
+        # was in the middle of a window of another `accumulate`.
         self.window_start = step
 
     def use(self, source: StepSource) -> None:
@@ -90,12 +90,13 @@ class Cursor:
     def _abandon(self) -> None:
         steps, self._steps, self._ahead = self._steps, None, None
         if steps is not None:
-            # Closing the generator ends the loader's processes now, not at a garbage collection.
+            # Closing the generator ends the loader's processes now, and not at a garbage
+            # collection.
             steps.close()
 
     @in_phase(Phase.READING)
     def take(self) -> Step | None:
-        """The step at the position; None at the end of the epoch."""
+        """Read the global batch at the position; None at the end of the epoch."""
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None
             return ahead
@@ -104,9 +105,9 @@ class Cursor:
         return next(self._steps, None)
 
     def ends_before(self, index: int) -> bool:
-        """Whether the epoch has no step `index`, which is the next one to be taken.
+        """Whether the epoch ends before step `index`, the next one to be read.
 
-        Data without a length is read one step ahead.
+        Reads one step ahead if the data has no length.
         """
         total = self.source.steps_per_epoch
         if total is not None:
@@ -120,7 +121,7 @@ class Cursor:
 
     @property
     def has_open_window(self) -> bool:
-        """Of the accumulation window at the position some batches are committed, and not all."""
+        """Whether some, but not all, batches of the present accumulation window are committed."""
         return self.window_start != self.step
 
     @property
@@ -136,7 +137,7 @@ class Cursor:
 
     @property
     def epochs_finished(self) -> int:
-        """Passes completed; one at its last step counts, also before `finish_epoch`."""
+        """Passes completed; a pass whose last step is committed counts before `finish_epoch`."""
         total = self.source.steps_per_epoch
         return self.epoch + (total is not None and 0 < total <= self.step)
 
@@ -149,7 +150,7 @@ class Tally:
         steps: negative while the first batches of a window are computed again, which an earlier
             call has counted.
         on_commit: called after every step.
-        at_boundary: called before every batch; an error that it raises ends the call between two
+        before_batch: called before every batch; an error that it raises ends the call between two
             steps.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the driver asks of a worker's position in its data; nothing here changes it."""
+"""Remote methods that read a worker's position in its data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def position(worker: Worker) -> tuple[int, int, int]:
 
 @remote_method(Communication.NONE, OnFailure.REPEAT)
 def items_ahead(worker: Worker, purpose: str, shards: Sequence[int]) -> list[Any]:
-    """What the next step reads for `shards`: indices into the dataset, where there are any."""
+    """The items that the next step reads for `shards`: indices into the dataset, if it has any."""
     cursor = worker.cursors[purpose]
     return cursor.source.items_of(cursor.epoch, cursor.step, list(shards))
 
@@ -33,7 +33,7 @@ def items_ahead(worker: Worker, purpose: str, shards: Sequence[int]) -> list[Any
 def samples_of(
     worker: Worker, purpose: str, segments: Sequence[tuple[range, int, int]]
 ) -> int | None:
-    """Samples that shards held in steps of an epoch; None where the loader cannot tell.
+    """The number of samples that shards held in steps; None where the loader does not know.
 
     Args:
         segments: (shards, first step, number of steps); steps go on into the next epoch.

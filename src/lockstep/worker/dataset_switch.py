@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training on a Ray dataset in the place of the operator's own loader, and back."""
+"""`DatasetSwitch`: trains on a Ray dataset instead of the operator's own loader, and back."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class DatasetSwitch:
-    """The operator's own loader, kept while a dataset feeds the training.
+    """Keeps the operator's own loader while training reads from a dataset.
 
     Attributes:
-        loader: the position in the operator's own loader; None if it has none.
-        position: where a loaded state says that training stands, if nothing here did.
+        loader: the cursor of the operator's own loader; None if it has none.
+        position: the position of a loaded state, for an operator without a training loader.
     """
 
     loader: Cursor | None = None
@@ -35,15 +35,15 @@ class DatasetSwitch:
         rows: Any,
         batches: RayBatches,
     ) -> None:
-        """Let `cursors["train"]` read `rows` from now on; epochs are counted on.
+        """Let `cursors["train"]` read `rows` from now on; the count of epochs continues.
 
         Raises:
-            ConfigurationError: no row of a global batch would be this worker's.
+            ConfigurationError: this worker would get no row of a global batch.
         """
         before, context = cursors.get("train"), operator._lockstep.context
         joint = wants_joint(operator, "train")
         cursor = Cursor(
-            RayDatasetShard(rows, batches, context.placement, context.group, joint=joint)
+            RayDatasetShard(rows, batches, context.shard_assignment, context.group, joint=joint)
         )
         if self.is_open and before is not None:
             cursor.move_to(before.epochs_entered, 0)
@@ -57,7 +57,7 @@ class DatasetSwitch:
         _expect_weight(operator, batches.batch_size)
 
     def end(self, operator: TrainingOperator, cursors: dict[str, Cursor]) -> None:
-        """Let `cursors["train"]` read the operator's own loader again, where it was left."""
+        """Let `cursors["train"]` read the operator's own loader again, from its last position."""
         if not self.is_open:
             return
         cursors.pop("train").close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deterministic arithmetic: the same kernels and number of threads wherever a shard is computed."""
+"""Deterministic arithmetic: the same kernels and number of threads on every worker."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _ERROR: Final = 2
 
 @contextmanager
 def deterministic_mode(threads: int | None) -> Iterator[None]:
-    """Deterministic algorithms, and `threads` threads for an operation, inside the block.
+    """Inside, torch uses deterministic algorithms, and `threads` threads for an operation.
 
-    How a sum is split over threads is part of its bits, so a worker in the driver's process
-    must not use more of them than an actor with one CPU does. Everything is put back.
+    The number of threads that share a sum decides its bits, so a worker in the driver's process
+    must not use more threads than an actor with one CPU does. All settings are restored at the end.
     """
     mode = torch.get_deterministic_debug_mode()
     benchmark, count = torch.backends.cudnn.benchmark, torch.get_num_threads()
@@ -49,7 +49,8 @@ def deterministic_mode(threads: int | None) -> Iterator[None]:
 
 
 def _set_mode(mode: int) -> None:
-    """As `use_deterministic_algorithms`, which imports the compiler to tell it: seconds."""
+    """`use_deterministic_algorithms` without its import of torch's compiler, which takes
+    seconds."""
     if COMPILERS_SETTINGS in sys.modules:
         torch.use_deterministic_algorithms(mode > 0, warn_only=mode == _WARN)
     else:

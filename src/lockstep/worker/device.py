@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device that a worker computes on."""
+"""Picks the device that a worker computes on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def pick_device(use_gpu: bool, local_rank: int) -> torch.device:
     """
     if not use_gpu:
         return torch.device("cpu")
-    # Ray shows a worker only its own GPUs; without that, ranks of one node share the list.
+    # Ray shows a worker only its own GPUs; without Ray, the ranks of a node share one list of GPUs.
     count = torch.cuda.device_count()
     if count == 0:
         raise NotAvailableError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sockets over which gloo connects this rank to others: found, and shut down from a thread.
+"""`GlooSockets`: finds gloo's sockets to other ranks, and shuts them down from another thread.
 
 A host that loses its power, or its network, sends no packet and no reset: ranks elsewhere that
 wait for its ranks in a collective of gloo's wait until the group's timeout. Measured on torch
@@ -29,13 +29,13 @@ _Socket = tuple[int, int]
 
 
 class GlooSockets:
-    """The sockets that gloo opened in this process, which torch does not tell.
+    """The sockets that gloo opened in this process; torch has no interface for them.
 
-    A socket is gloo's if it was opened while a group was formed and another rank opened its other
-    end at that time: threads of Ray's or of the user's may open sockets of their own meanwhile.
+    A socket is gloo's if it was opened while a group formed and another rank opened its other end
+    at that time: threads of Ray or of the user may open sockets of their own meanwhile.
 
     Args:
-        generation: the formation of the group that they belong to; None before the first one.
+        generation: the generation of the group that uses the sockets; None before the first one.
     """
 
     def __init__(self, generation: int | None = None) -> None:
@@ -46,13 +46,13 @@ class GlooSockets:
 
     @contextmanager
     def record_new_sockets(self) -> Iterator[None]:
-        """Inside, a group is formed."""
+        """Inside, a group forms: record the sockets that are opened meanwhile."""
         before = _connected_sockets()
         yield
         self._new_sockets = {key: v for key, v in _connected_sockets().items() if key not in before}
 
     def find_peer_sockets(self, group: Group) -> None:
-        """Find out which of the sockets that were opened lead to other ranks of `group`.
+        """Find out which of the recorded sockets lead to other ranks of `group`.
 
         Gradient:
             None: metadata only.
@@ -70,13 +70,13 @@ class GlooSockets:
         self._peer_sockets |= {key for key, (_, remote) in opened.items() if remote in others}
 
     def forget(self) -> None:
-        """The groups are left: gloo closes their sockets."""
+        """Forget the sockets of groups that this rank leaves: gloo closes them."""
         self._peer_sockets = set()
 
     def shut_down(self) -> None:
-        """End all waits for other ranks; from any thread. The groups are of no use afterwards.
+        """End all waits for other ranks; from any thread. The groups cannot be used afterwards.
 
-        These are the run's group, and the groups of copies beside the run (`Worker.make_copy`).
+        The groups are the run's, and those of copies beside the run (`Worker.make_copy`).
         """
         for group in self._groups:
             group.give_up()
@@ -87,7 +87,7 @@ class GlooSockets:
 
 
 def _connected_sockets() -> dict[_Socket, tuple[int, int]]:
-    """TCP connections of this process with their local and remote ports."""
+    """The connected TCP sockets of this process with their local and remote ports."""
     found: dict[_Socket, tuple[int, int]] = {}
     if not os.path.isdir(_OPEN_FILES):
         return found

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lockstep.worker.worker import Worker
 
 Point = tuple[int, int]
-"""Steps of the run that have happened, and the epoch; further on is larger."""
+"""The committed steps of the run, and the epoch; a worker that is further has a larger point."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class SurvivorState:
     """How far a worker has come, after it has left its group.
 
     Attributes:
-        point: how far its state has come; None if it has no state of the run (it is a spare, or
-            an optimizer stepped in the middle of a batch that cannot be computed again).
-        progress: of the call that was interrupted; None without one.
-        is_cut_short: a loop of the user's own failed behind the last step's optimizers, and what it
-            does there was not done.
+        point: the point of its state; None if it has no state of the run (it is a spare, or an
+            optimizer stepped in the middle of a batch that cannot be computed again).
+        progress: the progress of the interrupted call; None without one.
+        is_cut_short: a loop of the user's own failed after the last step's optimizers, so that its
+            code after them did not run.
     """
 
     point: Point | None
@@ -59,8 +59,8 @@ class Formation:
 
     Attributes:
         source: the rank whose state counts.
-        stale: ranks that take it over.
-        local_ranks: each rank's place among the ranks of its host; empty if they stay.
+        stale: ranks that load the state of `source`.
+        local_ranks: each rank's index among the ranks of its host; empty if they stay.
     """
 
     rendezvous: Rendezvous
@@ -79,7 +79,7 @@ def stand_down(
     Args:
         interrupted: the purpose of the loop that not all workers have completed; None if another
             call was interrupted.
-        is_given_up: the call will not go on: it has ended with the last committed step.
+        is_given_up: the call does not go on: it has ended with the last committed step.
     """
     survivor = _stand_down(worker, interrupted)
     if is_given_up and survivor.point is not None:
@@ -98,7 +98,7 @@ def go_back_alone(worker: Worker, interrupted: str | None) -> SurvivorState:
         interrupted: as for `stand_down`.
 
     Returns:
-        Where it stands; `point` is None if what an optimizer has changed cannot be undone.
+        How far the worker has come; `point` is None if an optimizer's change cannot be undone.
     """
     survivor = stand_down(worker, interrupted, is_given_up=True)
     if survivor.point is None:
@@ -183,18 +183,18 @@ def _join_group(worker: Worker, rank: int, formation: Formation) -> None:
     if worker.before_first_collective is not None:
         worker.before_first_collective()
     group = worker.join_group(formation.rendezvous, before.device)
-    placement = worker.placement_for(before.placement)
+    assignment = worker.shard_assignment_of(before.shard_assignment)
     operator._lockstep.context = replace(
         before,
         world_rank=rank,
         world_size=formation.size,
         local_rank=formation.local_ranks[rank] if formation.local_ranks else before.local_rank,
         group=group,
-        placement=placement,
+        shard_assignment=assignment,
         is_spare=False,
         server_address=formation.rendezvous.server_address,
     )
-    if placement != before.placement:
+    if assignment != before.shard_assignment:
         _reopen_loaders(worker, operator)
 
 
@@ -215,7 +215,8 @@ def _transfer_state(worker: Worker, group: Group, rank: int, formation: Formatio
 
 
 def _full_state(worker: Worker) -> dict[str, Any]:
-    """What a rank needs to go on as this one: the state of a checkpoint, and what it leaves out."""
+    """The state that another rank needs to replace this one: a checkpoint's, and what that
+    omits."""
     run, window_gradients = worker.run, worker.window_gradients
     return {
         "state": worker.state_to_write(),
@@ -243,6 +244,6 @@ def _load_full_state(worker: Worker, full_state: dict[str, Any]) -> None:
 
 
 def _buffers(run: TrainingParts) -> list[torch.Tensor]:
-    """All buffers: a state leaves out those that are not persistent."""
+    """All buffers, those included that are not persistent, which a checkpoint omits."""
     modules = [*run.modules(), *run.averages]
     return [buffer for module in modules for buffer in module.buffers()]

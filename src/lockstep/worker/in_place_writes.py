@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that a forward writes to, before an optimizer steps.
+"""`InPlaceWriteTracker`: copies of the weights that a forward writes to before an optimizer steps.
 
 A momentum encoder follows the weights in the forward; prototypes are normalised there. The tracker
 learns which weights these are in the first steps, in which it copies all weights; from then on it
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _STEPS: Final = 3
-"""Not one: a momentum encoder that begins as a copy does not move in the first."""
+"""More than one: a momentum encoder that begins as a copy does not move in the first step."""
 
 
 class InPlaceWriteTracker:
@@ -47,7 +47,7 @@ class InPlaceWriteTracker:
         self._is_ahead_of_step = False
         self._has_missed = False
         self._steps_left = _STEPS
-        # Not traced: of a compiled step every counter would be a guard.
+        # Not traced: a compiled step would guard on every version counter.
         hook = disable_dynamo(lambda *_: self._find_writes())
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(hook) for optimizer in optimizers
@@ -74,15 +74,15 @@ class InPlaceWriteTracker:
         return parameter in self._found
 
     def expect(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Copy these from the next batch on."""
+        """Copy `parameters` from the next batch on."""
         self._found.update(dict.fromkeys(parameters))
 
     def has_missed(self) -> bool:
-        """Before an optimizer stepped, the batch wrote to a weight of which there is no copy."""
+        """Whether the batch wrote, before an optimizer stepped, to a weight without a copy."""
         return self._has_no_copy(self._find_moved()) if self._is_ahead_of_step else self._has_missed
 
     def restore(self) -> None:
-        """Undo what the batches since `take` wrote; the steps of optimizers are not undone here."""
+        """Undo the writes of the batches since `take`; does not undo the steps of optimizers."""
         for held, value in zip(self._held, self._copies.values, strict=True):
             if self._is_ahead_of_step or held in self._found:
                 overwrite([held], [value])

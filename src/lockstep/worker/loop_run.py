@@ -47,8 +47,8 @@ class LoopRequest:
         purpose: "train" or "validation".
         num_steps: global batches; None for the rest of the epoch.
         profile: time the phases.
-        info: the user's.
-        interrupted_at: where all workers stand with this call, if a failure interrupted it.
+        info: the user's `info` argument.
+        interrupted_at: the progress of all workers in this call, if a failure interrupted it.
     """
 
     purpose: str
@@ -60,14 +60,14 @@ class LoopRequest:
 
 @dataclass(frozen=True)
 class LoopProgress:
-    """How far all workers have come with a call that a failure has interrupted.
+    """How far all workers have come in a call that a failure has interrupted.
 
     Attributes:
-        epoch: the one in which the call began.
-        step: the step in that epoch with which it began.
-        steps: global batches that it has committed.
-        pass_began: how many it had committed when the pass over the data began that it is in.
-        is_over: nothing is left to do.
+        epoch: the epoch in which the call began.
+        step: the step of that epoch with which the call began.
+        steps: global batches that the call has committed.
+        pass_began: global batches that it had committed when its present pass over the data began.
+        is_over: the call has done all that was requested.
     """
 
     epoch: int
@@ -81,19 +81,19 @@ class LoopRun:
     """One worker's side of a call.
 
     Args:
-        operator: its loops run.
-        cursor: the position in the data, which moves on.
-        request: what was asked for.
-        arithmetic: entered around the passes.
+        operator: the operator whose loops run.
+        cursor: the position in the data, which the call advances.
+        request: the arguments of the call.
+        arithmetic: a context manager entered around the passes.
         on_commit: called after every step.
-        rollback: remembers what a step changes before it is committed; None for validation.
-        owed: batches before the call's own that are computed again, for a window that is open.
+        rollback: copies what a step may change until it is committed; None for validation.
+        owed: batches of earlier calls that are computed again first, for an open window.
 
     Attributes:
         cursor: the position in the data.
-        tally: what was delivered and committed so far.
-        is_over: all that was asked for has happened.
-        counted: samples and sums of at most a moment ago, for other threads.
+        tally: the steps and samples committed so far.
+        is_over: the call has done all that was requested.
+        counted: a recent copy of the samples and sums, for other threads.
     """
 
     def __init__(
@@ -122,12 +122,12 @@ class LoopRun:
         self.tally = Tally(steps=-owed, on_commit=on_commit)
         self.first_epoch, self.first_step = cursor.epoch, cursor.step + owed
         self.is_over = False
-        self._shards = self._state.context.placement.shards
+        self._shards = self._state.context.shard_assignment.shards
         self._pass_began = 0
         self._batches: BatchIterator | None = None
         self._counted_at = time.monotonic()
         self.counted: LoopCounts | None = None
-        # A worker that joins in the middle has not computed the steps before.
+        # A worker that joins in the middle has not computed the earlier steps.
         progress = request.interrupted_at
         self._steps_of_others = 0 if progress is None else progress.steps
         if progress is not None:
@@ -155,14 +155,15 @@ class LoopRun:
 
     @property
     def own_steps(self) -> int:
-        """The steps of the call that this process has computed itself."""
+        """The number of steps of the call that this process has computed itself."""
         return self.tally.steps - self._steps_of_others
 
     def catch_up(self, progress: LoopProgress) -> None:
-        """Count a step that the other workers have committed, and this one has taken part in."""
+        """Count a step that this worker has taken part in, and that only the others have
+        committed."""
         counted = max(self.tally.steps, 0)
         first, missed = self.first_step + counted, max(progress.steps - counted, 0)
-        # Of the shards at that time: since then fewer workers may have been dealt the shards anew.
+        # The shards of that step: since then the shards may have been assigned to fewer workers.
         samples = self.cursor.source.samples_of(self._shards, first, missed) or 0
         self.tally.samples += samples
         self._state.meters.n += samples
@@ -174,14 +175,15 @@ class LoopRun:
         self._pass_began = progress.pass_began
 
     def finish_step(self) -> None:
-        """Commit the step in hand, whose loop has failed behind the steps of its optimizers."""
+        """Commit the open step, whose loop has failed after its optimizers had stepped."""
         assert self._batches is not None
         if not self._state.step.has_scheduled:
             step_batch_schedulers(self._state, self._info)
         self._batches.commit()
 
     def note_counts(self) -> None:
-        """Copy the counts now and then: another thread reads the copy, and must not read meters."""
+        """Copy the counts every `_COUNT_EVERY_S`, for another thread, which must not read
+        meters."""
         now = time.monotonic()
         if now - self._counted_at < _COUNT_EVERY_S or self._operator.device.type != "cpu":
             return  # reading a number would make the host wait for the device
@@ -194,12 +196,12 @@ class LoopRun:
         self.cursor.move_to(self.first_epoch, self.first_step)
 
     def run(self) -> Report:
-        """One pass per epoch touched, until `num_steps` or the epoch's end.
+        """Make one pass for each epoch that the call touches, until `num_steps` or the epoch's end.
 
         Collective:
             The operator's loop, and one exchange at the start of an epoch.
         """
-        self._shards = self._state.context.placement.shards
+        self._shards = self._state.context.shard_assignment.shards
         averages = self._operator.loss_reduction == "mean"
         reduction = ReductionContext(self._state.context.group, averages=averages)
         with preserve_rng_state(), self._arithmetic(), activate(reduction):
@@ -208,7 +210,7 @@ class LoopRun:
         return self.report()
 
     def _run_pass(self, reduction: ReductionContext) -> bool:
-        """One pass over (the rest of) an epoch; whether it was the last one."""
+        """Make one pass over (the rest of) an epoch; return whether it was the call's last pass."""
         operator, cursor, tally = self._operator, self.cursor, self.tally
         purpose, num_steps = self.request.purpose, self.request.num_steps
         if not cursor.at_epoch_start and cursor.ends_before(cursor.step):
@@ -252,9 +254,9 @@ class LoopRun:
         return require_metrics(operator, "train_epoch", result)
 
     def _end_epoch(self) -> None:
-        """Step the schedulers of an epoch, and move to the next one.
+        """Step the schedulers that step once an epoch, and move the cursor to the next epoch.
 
-        An epoch of unknown length may turn out to have ended with the call before.
+        Called late for an epoch of unknown length that turns out to have ended with the last call.
         """
         operator = self._operator
         training = self.request.purpose == "train"
@@ -279,5 +281,5 @@ class LoopRun:
             timers=operator.timers.stats() if self.request.profile else None,
             weighed_by=self._state.weighed_by.get(self.request.purpose),
             measured=self._state.registered_metrics.copy_to_cpu(self.request.purpose),
-            rows=log.newer_than(0) if training and log is not None else [],
+            rows=log.rows_after(0) if training and log is not None else [],
         )

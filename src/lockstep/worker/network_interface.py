@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which network interface of a machine leads to another machine."""
+"""Finds the network interface of this machine that leads to another machine."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _SIOCGIFADDR: Final = 0x8915
 
 
 def interface_towards(host: str, port: int) -> str | None:
-    """The network interface of this machine that leads to `host`; None if that cannot be told.
+    """The network interface of this machine that leads to `host`; None if that is unknown.
 
-    The driver's address is one that every worker has reached, so their own addresses on the way
-    there are such that they reach each other.
+    `host` is the driver, which every worker can reach; so the workers can reach each other at the
+    addresses that they have on the way to the driver.
     """
-    import fcntl  # not there on Windows, which has no such call either
+    import fcntl  # missing on Windows, which has no such call either
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
         try:
-            way.connect((host, port))  # sends nothing: it only chooses the way
+            way.connect((host, port))  # sends nothing: a UDP connect only chooses the route
         except OSError:
             return None
         own = socket.inet_aton(way.getsockname()[0])
@@ -29,7 +29,7 @@ def interface_towards(host: str, port: int) -> str | None:
             try:
                 found = fcntl.ioctl(way, _SIOCGIFADDR, struct.pack("256s", name.encode()))
             except OSError:
-                continue  # it has no address
+                continue  # the interface has no address
             if found[20:24] == own:
                 return name
     return None

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records, step by step, the gradients that an operator's optimizers use and the weights after."""
+"""`OptimizerRecorder`: records the gradients that optimizers use in a step, and the weights
+after."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.data.batch_structure import content_digest
+from lockstep.data.batch_rows import content_digest
 from lockstep.operator.non_finite_check import is_given_closure
 from lockstep.randomness import RandomState, preserve_rng_state
 from lockstep.sync import is_local
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepRecord:
-    """One step of a trial.
+    """The gradients and weights of one step of a parity trial.
 
     Attributes:
         gradients: for each time that an optimizer stepped, the gradient of every parameter
             that it holds, by name, as the optimizer found it; on the CPU.
         weights: the parameters after the step.
-        linear: names of the parameters whose optimizer does not magnify what rounding leaves of a
-            gradient of zero (SGD does not, Adam does).
-        drew: random numbers were drawn between the delivery of the batch and the step.
+        linear: names of the parameters whose optimizer does not magnify the rounding error of a
+            zero gradient (SGD does not, Adam does).
+        has_drawn: random numbers were drawn between the delivery of the batch and the step.
     """
 
     gradients: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
@@ -41,7 +42,7 @@ class StepRecord:
     has_drawn: bool = False
 
     def digest(self) -> str:
-        """Equal for two ranks if everything in it is the same, bit for bit."""
+        """A hash, equal for two ranks whose gradients and weights are equal bit for bit."""
         sha = hashlib.sha256()
         tables: list[Mapping[str, torch.Tensor | None]] = [*self.gradients, self.weights]
         for table in tables:
@@ -53,7 +54,7 @@ class StepRecord:
 
 
 class OptimizerRecorder:
-    """Hooks on the optimizers of `operator`, which record; `take` gives the record of a step."""
+    """Puts recording hooks on the optimizers of `operator`; `take` returns the record of a step."""
 
     def __init__(self, operator: TrainingOperator, run: TrainingParts) -> None:
         self._operator = operator
@@ -120,7 +121,7 @@ def parameter_names(run: TrainingParts) -> dict[int, tuple[torch.Tensor, str]]:
 
 
 def _has_drawn_since(seed: int) -> bool:
-    """Whether a global generator stands elsewhere than where `seed` put it."""
+    """Whether a global generator has another state than the one that `seed` gives it."""
     now = content_digest(RandomState.capture())
     with preserve_rng_state(seed):
         return content_digest(RandomState.capture()) != now

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker's part of `verify()`: a few steps on a copy of the run, by all ranks and by one process.
 
-The copy is a whole worker beside the run's own: an operator whose `setup` runs again, loaders
-and a process group of its own. Nothing of the run is touched, whatever goes wrong; a rank that
-fails closes the copy's group, which frees the others.
+The copy is a second worker beside the run's own: an operator whose `setup` runs again, loaders and
+a process group of its own. The trial never changes the run, also when it fails; a rank that fails
+closes the copy's group, which frees the others.
 
 The one process takes the same global batches whole, through the operator's own loop and plain
-autograd (`sync.alone`): nothing of shards, weights, buckets or collectives is in it. It starts
-every step from the workers' state, so that a difference is one of this step.
+autograd, without shards, weights, buckets or collectives. It starts every step from the workers'
+state, so that a difference is one of this step.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Trial:
     """The steps of a trial on one rank.
 
     Attributes:
-        steps: what its optimizers consumed; None where it is rank 0's, bit for bit.
-        truth: the same from one process; from rank 0 only.
-        is_comparable: False if one process cannot compute what the workers do.
+        steps: the records of its optimizers' steps; None if equal to rank 0's bit for bit.
+        truth: the records of the one process; on rank 0 only.
+        is_comparable: False if one process cannot compute what the workers compute.
         inconclusive: why the one process did not take the global batch whole; empty if it did.
-        notes: what was turned off.
+        notes: the layers and functions that were turned off.
     """
 
     steps: list[StepRecord] | None
@@ -79,7 +79,7 @@ def verify(worker: Worker, num_steps: int) -> Trial:
         workers = _TrialCopy(worker.make_copy(worker.spec, alone=False))
         ends.callback(workers.copy.stop)
         workers.copy.load_state(worker.state_dict())
-        # The state of a user's own class may differ between ranks; the one process has rank 0's.
+        # The state of a user's own class may differ between ranks; the one process gets rank 0's.
         process = _OneProcessReference(worker) if worker.rank == 0 else None
         if process is not None:
             ends.callback(process.end)
@@ -135,7 +135,7 @@ class _TrialCopy:
 
     @property
     def depends_on_split(self) -> bool:
-        """A layer normalises by its batch, and has no running statistics instead."""
+        """Whether a layer normalises by its batch and has no running statistics to use instead."""
         return any(
             is_local_batch_norm(layer) and layer.running_mean is None
             for module in self.copy.run.modules()
@@ -144,12 +144,12 @@ class _TrialCopy:
 
     @property
     def computes_shards_apart(self) -> bool:
-        """The loop computes the same if it takes the global batch shard by shard."""
+        """Whether the loop computes the same if it takes the global batch shard by shard."""
         operator = self.copy.operator
         return not operator._overrides_loop() and not operator.joint_loss
 
     def step(self) -> StepRecord:
-        """Train on one window of global batches: one optimizer step of the default loop."""
+        """Train on one accumulation window: one optimizer step of the default loop."""
         with self.copy.as_default_group(), self._dropout:
             while True:
                 self.copy.train(LoopRequest("train", 1, False, {}))
@@ -158,7 +158,7 @@ class _TrialCopy:
 
 
 class _OneProcessReference:
-    """The reference: one process takes the global batch at once, or if it must, by shards."""
+    """The reference: one process that takes the global batch whole, or if necessary by shards."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker

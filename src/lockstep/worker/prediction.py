@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker's share of `trainer.predict`: its shards of a loader that the driver sent along.
+"""One worker's share of `trainer.predict`: its shards of a loader that the driver sends.
 
-The run stays as it is: the position in the data, the random numbers and the modules' modes are
-those of before. No rank waits for another.
+The run does not change: the position in the data, the random numbers and the modules' modes are
+restored. No rank waits for another.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.worker.remote_method import Communication, OnFailure, remote_metho
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lockstep.data import LoadedPart, ShardPlacement, Step
+    from lockstep.data import LoadedPart, ShardAssignment, Step
     from lockstep.operator import TrainingOperator
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.worker.worker import Worker
@@ -34,11 +34,11 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Prediction:
-    """What came out for one shard of one global batch.
+    """The output of `predict_batch` for one shard of one global batch.
 
     Attributes:
-        step: the batch's number in the loader; with `shard` its place in the loader's order.
-        indices: the samples' places in the dataset, where the loader tells.
+        step: the batch's number in the loader; (step, shard) is the order of the loader.
+        indices: the samples' indices in the dataset, where the loader knows them.
         output: what `predict_batch` returned, its tensors on the CPU.
     """
 
@@ -57,14 +57,14 @@ def predict(worker: Worker, loader: Any) -> list[Prediction]:
         None.
     """
     operator, run = worker.operator, worker.run
-    options, placement = worker.spec.options, operator._lockstep.context.placement
+    options, assignment = worker.spec.options, operator._lockstep.context.shard_assignment
     in_one_batch = options.sync == "data_parallel"
     parts = BatchParts.JOINT if in_one_batch else BatchParts.BY_SHARD
-    source = ShardedLoader(loader, placement, parts=parts, keeps_last=True, keeps_generators=False)
+    source = ShardedLoader(loader, assignment, parts=parts, keeps_last=True, keeps_generators=False)
     try:
         with preserve_rng_state(), worker.arithmetic(), torch.no_grad(), _eval_mode(run):
             return [
-                _predict_part(operator, step.index, part, placement)
+                _predict_part(operator, step.index, part, assignment)
                 for step in _read(source.batches(epoch=0))
                 for part in step.parts
             ]
@@ -73,7 +73,7 @@ def predict(worker: Worker, loader: Any) -> list[Prediction]:
 
 
 def _read(steps: Iterator[Step]) -> Iterator[Step]:
-    """`steps`, each of them read in the phase of its name."""
+    """Yield `steps`; reading each one is in phase READING."""
     while True:
         with in_phase(Phase.READING):
             step = next(steps, None)
@@ -83,12 +83,12 @@ def _read(steps: Iterator[Step]) -> Iterator[Step]:
 
 
 def _predict_part(
-    operator: TrainingOperator, step: int, part: LoadedPart, placement: ShardPlacement
+    operator: TrainingOperator, step: int, part: LoadedPart, assignment: ShardAssignment
 ) -> Prediction:
-    shard = ShardBatch.of(part, placement.seed, "predict", epoch=0, step=step)
+    shard = ShardBatch.of(part, assignment.seed, "predict", epoch=0, step=step)
     state = operator._lockstep
     context = StepContext(ReductionContext(state.context.group), "predict", (shard,))
-    per_shard = placement.num_shards > 1
+    per_shard = assignment.num_shards > 1
     with state.precision.autocast(), context.activate_shard(shard, per_shard=per_shard):
         batch = operator.to_device(shard.batch)
         output = operator.predict_batch(batch, {"batch_idx": step})
@@ -100,14 +100,14 @@ def _to_sendable(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     moved = leaf.detach().to(_CPU)
-    # A view takes the whole of its storage along, to another process and into the user's list.
+    # A view keeps the whole of its storage, also in another process and in the user's list.
     is_part = moved.layout == torch.strided and moved.untyped_storage().nbytes() > moved.nbytes
     return moved.clone() if is_part else moved
 
 
 @contextmanager
 def _eval_mode(run: TrainingParts) -> Iterator[None]:
-    """Modules in evaluation mode; afterwards each in the mode that it was in."""
+    """Inside, modules are in evaluation mode; afterwards each is in its former mode."""
     modes = [(each, each.training) for module in run.modules() for each in module.modules()]
     run.set_training(False)
     try:

@@ -31,17 +31,17 @@ _GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of one generation meet.
+    """How the ranks of one generation find each other.
 
     Attributes:
         host: address of the driver's TCP store.
-        generation: counts formations of the group; its keys are prefixed with it, so that
-            a late message of an earlier formation is never read.
+        generation: the number of the generation. Keys in the store are prefixed with it, so that a
+            late message of an earlier generation is never read.
         one_node: every rank runs on the driver's node, so traffic stays on loopback.
-        timeout_s: bound of every collective, in seconds.
-        as_default: the group becomes torch's default group. The same on every rank: a group
-            of its own meets under other keys than a default group, and would wait for ever.
-        server_address: where the parameter server listens, if there is one.
+        timeout_s: timeout of every collective, in seconds.
+        as_default: the group becomes torch's default group. The same on every rank: torch uses
+            other keys for a default group, and ranks with different values would wait for ever.
+        server_address: the address of the parameter server, if there is one.
     """
 
     host: str
@@ -56,16 +56,16 @@ class Rendezvous:
 
 @in_phase(Phase.FORMING_GROUP)
 def form_group(rendezvous: Rendezvous, rank: int, world_size: int, device: torch.device) -> Any:
-    """Meet the other ranks; also torch's default group, unless the driver has one already.
+    """Form the group of all ranks, as torch's default group if `rendezvous.as_default`.
 
-    Users' own code in a worker (`SyncBatchNorm`, `dist.get_rank()`) expects a default group.
-    A driver that hosts rank 0 may have a default group of its own, which is left alone.
+    Users' own code in a worker (`SyncBatchNorm`, `dist.get_rank()`) expects a default group. A
+    driver that hosts rank 0 may have a default group of its own, which stays.
 
     Collective:
-        Blocks until all `world_size` ranks have come, at most `timeout_s`.
+        Blocks until all `world_size` ranks have arrived, at most `timeout_s`.
 
     Raises:
-        PeerLostError: a rank did not come.
+        PeerLostError: a rank did not arrive.
         WrongUseError: this process has a default group that the driver does not know of.
     """
     if rendezvous.as_default and dist.is_initialized():
@@ -133,14 +133,14 @@ def form_second_group(
 
     Args:
         name: the same on every rank, and another one for each group.
-        alone: None where the run's group is not torch's default group: nothing then asks for
-            one that stands in for it.
+        alone: form a group of this rank only. The result is None where the run's group is not
+            torch's default group, for then no code needs a substitute for the default group.
 
     Collective:
-        Unless `alone`, blocks until all ranks of the run's group have come.
+        Unless `alone`, blocks until all ranks of the run's group have arrived.
 
     Raises:
-        PeerLostError: a rank did not come.
+        PeerLostError: a rank did not arrive.
     """
     timeout = timedelta(seconds=rendezvous.timeout_s)
     backend = rendezvous.backend
@@ -170,10 +170,10 @@ class HasGroup(Protocol):
 
 @contextmanager
 def use_as_default_group(member: HasGroup) -> Iterator[None]:
-    """Inside, torch's default group is `member`'s, if it is one that torch keeps a list of.
+    """Inside, torch's default group is `member`'s group, if that is a `dist.ProcessGroup`.
 
-    What users' code asks of the default group (`SyncBatchNorm`, `dist.all_reduce`) then goes
-    to the ranks that compute with it.
+    Users' code that uses the default group (`SyncBatchNorm`, `dist.all_reduce`) then communicates
+    with the ranks of that group.
     """
     is_kept = isinstance(member.process_group, dist.ProcessGroup)
     # In a list that is emptied again: a traceback keeps this frame, and its variables, alive.
@@ -194,7 +194,8 @@ def arrival_key(rank: int) -> str:
 
 @contextmanager
 def _preserve_excepthook() -> Iterator[None]:
-    """torch writes the rank before every later traceback, also in a driver that hosts rank 0."""
+    """Restore `sys.excepthook`: torch's hook writes a rank before every traceback of the
+    process."""
     before = sys.excepthook
     try:
         yield
@@ -206,9 +207,10 @@ def _preserve_excepthook() -> Iterator[None]:
 def _choose_gloo_interface(rendezvous: Rendezvous) -> Iterator[None]:
     """Let gloo listen where the other ranks reach it, and on one machine nowhere else.
 
-    By itself gloo would look up the machine's own name and listen on whatever address it finds:
-    one that strangers reach, or on many systems one (127.0.1.1) that no other machine reaches.
-    The variable is put back: rank 0 may live in the user's own process.
+    By default gloo looks up the machine's own name and listens on the address that it finds: one
+    that strangers reach, or on many systems one (127.0.1.1) that no other machine reaches. The
+    variable is
+    restored: rank 0 may live in the user's own process.
     """
     before = os.environ.get(_GLOO_INTERFACE)
     name = None
@@ -227,15 +229,15 @@ def _choose_gloo_interface(rendezvous: Rendezvous) -> Iterator[None]:
 def leave_group(held: list[Any]) -> threading.Thread:
     """Close the sockets, so that ranks blocked in a collective with this one get an error.
 
-    Measured on gloo: `abort` and `shutdown` unblock no rank; only a closed socket does, and
-    the sockets close when the last reference to the group is gone. That waits for gloo's thread,
-    which wakes every 10 ms. So a thread of its own waits for that, and the caller does not.
+    Measured on gloo: `abort` and `shutdown` unblock no rank; only a closed socket does, and the
+    sockets close when the last reference to the group is dropped. The drop waits for gloo's thread,
+    which wakes every 10 ms; so it happens in a thread of its own.
 
     Args:
-        held: the group, and the only reference to it; emptied.
+        held: a list with the only reference to the group; emptied.
 
     Returns:
-        The thread, after which they are closed.
+        The thread at whose end the sockets are closed.
     """
     _drop_torch_references(held[0])
     closing = threading.Thread(target=held.clear, name="lockstep-closes-group")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a call of `train` or `validate` has come, read from another thread while it runs."""
+"""Reads the progress of a call of `train` or `validate` from another thread while it runs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProgressReport:
-    """What the driver is told while a call runs.
+    """The progress of a running call, for the driver.
 
     Attributes:
-        steps: global batches of this call that are committed.
+        steps: committed global batches of this call.
         samples: their samples, over all workers.
-        loss: of rank 0's latest batch; None before there is one.
-        total_steps: global batches that the call will commit; None where it is not known.
-        rows: of every worker its steps of the run, and its rows of metrics since a step that the
-            driver named; None without metrics of single steps.
-        workers: how many train; None where workers live in the driver's process alone.
-        recoveries: how many there were in this run; None as for `workers`.
+        loss: the loss of rank 0's latest batch; None before the first batch.
+        total_steps: global batches that the call will commit; None if that is unknown.
+        rows: for every worker the committed steps of the run, and its rows of metrics after the
+            step that the driver named; None without metrics of single steps.
+        workers: the number of workers; None for one worker in the driver's process.
+        recoveries: the number of recoveries of this run; None as for `workers`.
     """
 
     steps: int = 0
@@ -45,10 +45,10 @@ def progress_of(worker: Worker) -> ProgressReport:
     if call is None or not worker.is_built:
         return ProgressReport()
     state = worker.operator._lockstep
-    placement = state.context.placement
-    samples = call.tally.samples * placement.num_shards / len(placement.shards)
+    assignment = state.context.shard_assignment
+    samples = call.tally.samples * assignment.num_shards / len(assignment.shards)
     loss = as_number(state.latest.get("train_loss", state.latest.get("val_loss")))
-    # A number: a driver without CUDA could not even receive a tensor that lives there.
+    # A number: a driver without CUDA cannot unpickle a CUDA tensor.
     return ProgressReport(
         call.tally.steps, samples, None if loss is None else float(loss), call.total_steps
     )
@@ -59,5 +59,5 @@ def rows_after(worker: Worker, step: int) -> tuple[int, Sequence[StepRow]]:
     state = worker.operator._lockstep if worker.is_built else None
     if state is None or state.step_log is None:
         return 0, []
-    committed = state.committed  # first: rows of steps up to it are there
-    return committed, state.step_log.newer_than(step)
+    committed = state.committed  # read first: the log has all rows up to this step
+    return committed, state.step_log.rows_after(step)

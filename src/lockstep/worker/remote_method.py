@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the driver may ask of a worker: functions whose first argument is the worker.
+"""`remote_method`: marks the functions of a worker that the driver may call.
 
-A remote method is a method of `Worker`, or a function of a module above it, decorated with
-`remote_method`. The decorator says, once and where the function stands, how ranks wait for each
-other in it and what a failure means. The driver names the function itself::
+A remote method is a method of `Worker`, or a function whose first argument is the worker, decorated
+with `remote_method`. The decorator says, at the function, how ranks wait for each other in it and
+what follows a failure. The driver names the function itself::
 
     engine.call(Worker.train.with_args(request))  # a list with a Report of each rank
     engine.call_rank(0, position.with_args())
@@ -81,15 +81,15 @@ class OnFailure(Enum):
 
 @dataclass(frozen=True)
 class CallContract:
-    """What the driver knows of a remote method.
+    """How ranks wait for each other in a remote method, and what follows a failure.
 
     Attributes:
-        name: for messages.
+        name: the name of the method in messages.
         communication: how ranks wait for each other in it.
         on_failure: what follows a failure in it.
-        is_timed: in it a rank makes steps, or what takes moments: a rank for which others wait in
-            vain is at fault after `hang_timeout_s`. How long a function of the user's own may run,
-            or a copy of a large model, nobody can say.
+        is_timed: a rank for which others wait is at fault after `hang_timeout_s` without a step.
+            False for a function of the user's own or a copy of a large model, which may take any
+            time.
     """
 
     name: str
@@ -99,12 +99,12 @@ class CallContract:
 
     @property
     def may_be_repeated(self) -> bool:
-        """After a death the call goes on, or is made again."""
+        """Whether the call goes on, or is made again, after a death."""
         return self.on_failure is not OnFailure.RAISE
 
     @property
     def may_be_interrupted(self) -> bool:
-        """Workers may be left in the middle of it and go back to the last committed step."""
+        """Whether workers that leave in the middle of it can go back to the last committed step."""
         return self.on_failure in (OnFailure.RESUME, OnFailure.REPEAT)
 
 
@@ -131,7 +131,7 @@ class RemoteCall(Generic[W, R]):
 
     @property
     def is_training(self) -> bool:
-        """The call is one of `train`."""
+        """Whether the call is one of `train`."""
         return self.loop is not None and self.loop.purpose == "train"
 
     def resume_at(self, progress: LoopProgress) -> Self:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one worker brings back from `train` or `validate`, and what is known of a lost one."""
+"""`Report`: the result of one worker's `train` or `validate`, or the known part of a lost one's."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StartReport:
-    """What one worker brings back from `start` or `stand_by`.
+    """The result of one worker's `start` or `stand_by`.
 
     Attributes:
-        pid: of its process.
-        device: where it computes.
-        steps_per_epoch: of each loader that the operator registered, by purpose; None for data
-            without a length.
+        pid: the id of its process.
+        device: the device that it computes on.
+        steps_per_epoch: global batches of each loader that the operator registered, by purpose;
+            None for data without a length.
     """
 
     pid: int
@@ -34,22 +34,22 @@ class StartReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What one worker brings back from `train` or `validate`.
+    """The result of one worker's `train` or `validate`.
 
     Attributes:
-        metrics: what the operator's loop returned, one entry a pass over (part of) an epoch.
-        summaries: what lockstep's own loop had returned inside it; None where it did not run.
+        metrics: the results of the operator's loop, one for each pass over (part of) an epoch.
+        summaries: the result of lockstep's own loop inside it; None where that did not run.
         sums: the sums behind the summaries, over the whole call (see `lockstep.metrics.merge`).
         samples_by_pass: this worker's samples in each pass.
         samples: samples of this worker, each counted once.
         steps: global batches.
         epoch: passes over the training data begun, this call's included; None for `validate`.
         timers: seconds by phase; None unless asked for (`profile`).
-        weighed_by: what the losses of lockstep's own loops counted for; None if there were none.
+        weighed_by: the kind of weight of the losses in lockstep's own loops; None without losses.
         measured: the registered torchmetrics objects, by the key of their result.
-        seen: what the audit saw (see `lockstep.worker.run_audit`); None without an audit.
-        rows: metrics of single steps that the driver has not got yet.
-        is_of_a_lost_worker: the driver made it, of what it knew of a worker that is lost.
+        seen: the records of the audit (see `lockstep.worker.run_audit`); None without an audit.
+        rows: metrics of single steps.
+        is_of_a_lost_worker: the driver made this report in the name of a lost worker.
     """
 
     metrics: list[dict[str, Any]]
@@ -69,11 +69,11 @@ class Report:
 
 @dataclass(frozen=True)
 class LoopCounts:
-    """What a worker had counted when it was last asked.
+    """The samples and sums that a worker had counted at its last status.
 
     Attributes:
-        samples: delivered and committed in the call.
-        sums: as `Report.sums`.
+        samples: samples committed in the call.
+        sums: see `Report.sums`.
     """
 
     samples: int
@@ -81,10 +81,10 @@ class LoopCounts:
 
 
 def report_of_lost_worker(samples: int, counted: LoopCounts | None) -> Report:
-    """The report of a worker that is lost: its samples, and the metrics that the driver has got.
+    """The report of a lost worker: its samples, and the metrics that the driver has received.
 
-    The steps that it had committed are in the weights of all ranks; only its metrics of the
-    latest ones are missing from the means.
+    The steps that the worker had committed are in the weights of all ranks; only its metrics of the
+    latest steps are missing from the means.
     """
     sums = AverageMeterCollection().state() if counted is None else counted.sums
     return Report(

@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The undo of a step that is not committed: back to where its first batch began.
+"""`Rollback`: undoes a step that is not committed, back to the beginning of its first batch.
 
-A step is open from its first batch until all ranks have committed it. A peer's death, an error or
-Ctrl-C in an open step leads back to its beginning, and the step is computed again. So `keep`
-copies, before the first batch, what the step may change; `settle` lets go of the copies when the
-step is committed; `undo` writes them back.
+Design note. A step is open from its first batch until this rank has committed it. After a peer's
+death, an error or Ctrl-C in an open step, the step is undone and computed again. So `keep` copies,
+before the first batch, what the step may change; `settle` drops the copies when the step is
+committed; `undo` writes them back.
 
 What has to be copied depends on when a rank can still be interrupted:
 
 1. Buffers (running statistics) change in every forward. They are copied in every step.
-2. In the default loop an optimizer steps when everything of the step has been communicated. A peer
-   that dies before has left weights and optimizer as they were: nothing more is copied. An error
-   that comes behind the optimizer's step leaves weights that cannot be had back; then the step
-   counts, if it is complete (`is_complete`), or the run ends.
+2. In the default loop an optimizer steps after all communication of the step. If a peer dies
+before,
+   weights and optimizer are unchanged: nothing more is copied. After an error behind the
+   optimizer's step the weights cannot be restored; then the step counts, if it is complete
+   (`is_complete`), or the run ends.
 3. A loop of the user's own may communicate after an optimizer has stepped (two models with two
    optimizers). Then weights, averages, optimizers and schedulers are copied before the first of
-   the step's optimizers steps. Whether the loop does so is learned from its first steps
-   (`_steps_early`), in which everything is copied in any case: until each optimizer has stepped,
-   for one may do so in few batches only.
+   the step's optimizers steps. The first steps show whether the loop does so (`_steps_early`); in
+   them everything is copied in any case, until each optimizer has stepped once, for an optimizer
+   may step in few batches only.
 4. Optimizers that step elsewhere, at a parameter server, keep an undo log there. The server is told
    to which step it may have to go back (`_tell_server`). A step of theirs communicates, so that the
    weights are copied here before each.
@@ -26,9 +27,9 @@ What has to be copied depends on when a rank can still be interrupted:
    They are copied where the loop adds to them (`_reuses_gradients`, learned like
    `_steps_early`); see `saved_gradients`.
 
-Copies lie in memory that the next step uses again, and are written over the tensors where they are:
-a step must not pay for allocations, and users hold on to the tensors. That is why the undo does not
-take the way of a checkpoint, through ``state_dict`` (see `state`).
+Copies lie in memory that the next step reuses, and the undo writes them into the existing tensors:
+a step must not pay for allocations, and users hold references to the tensors. Rejected for these
+reasons: an undo through ``state_dict``, as for a checkpoint (see `state_dict`).
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _STEPS_TO_LEARN: Final = 3
 
 @dataclass(frozen=True)
 class StepStart:
-    """Where a step began: position in the data, steps of the run, counts of the call."""
+    """The position in the data, steps of the run and counts of the call at a step's beginning."""
 
     epoch: int
     step: int
@@ -76,16 +77,17 @@ class OpenStep:
     """A step from its first batch on, until it is committed.
 
     Attributes:
-        start: where the step began.
-        buffers: the modules' buffers, by their places; `Rollback` holds copies of their values.
-        rounds: reductions that had happened when the step began.
-        schedules: what schedulers change; None in the default loop, where nothing but buffers
-            changes before everything is communicated.
-        stepped_at: reductions that had happened when the first optimizer of this step stepped;
-            None: no optimizer has stepped.
+        start: the counts and positions at the beginning.
+        buffers: the modules' buffers, in the order of `Rollback._buffer_places`; `Rollback` holds
+            copies of their values.
+        rounds: the number of reductions before the step.
+        schedules: copies of what schedulers change; None in the default loop, where only buffers
+            change before all communication is done.
+        stepped_at: the number of reductions when the first optimizer of this step stepped; None: no
+            optimizer has stepped.
         num_stepped: steps of optimizers that have begun in this step.
-        everything: copies from before the first optimizer's step; None where none were needed.
-        gradients: those that earlier steps left, where the loop adds to them.
+        copies: copies from before the first optimizer's step; None where none were needed.
+        gradients: the gradients of earlier steps, where the loop adds to them.
     """
 
     start: StepStart
@@ -103,7 +105,7 @@ class Rollback:
 
     Args:
         operator: after its `setup`.
-        run: what it registered.
+        run: the models, optimizers and schedulers that it registered.
     """
 
     def __init__(self, operator: TrainingOperator, run: TrainingParts) -> None:
@@ -117,7 +119,7 @@ class Rollback:
         self._steps_early: bool | None = None
         self._stepped_once: set[int] = set()
         self._usual_steps = 0
-        # Where a call of a `train_epoch` of the user's own began; None for another loop's call.
+        # The step with which a call of a user's `train_epoch` began; None for another loop.
         self._call_began: int | None = None
         # Gradients that an open window held when this pass over the data, or this call, began.
         self._window_gradients: SavedGradients | None = None
@@ -128,7 +130,7 @@ class Rollback:
         self._steps_to_learn = _STEPS_TO_LEARN if operator._overrides_loop() else 0
         self._in_place_writes = InPlaceWriteTracker(run.optimizers)
         self._has_own_loop = (
-            # What a user does after a step may communicate, and may fail, as a loop of one's own.
+            # A user's `after_step` may communicate, and may fail, like a loop of the user's own.
             operator._overrides_loop() or operator._overrides("after_step")
         )
         operator._lockstep.put_buffers_back = self.put_buffers_back
@@ -155,7 +157,7 @@ class Rollback:
             began = start.committed
             steps = began - state.committed
             self._open.start = replace(start, tally_steps=steps, tally_samples=0, meters=fresh)
-        # Of a `train_epoch` of the user's own the whole call is undone.
+        # With a `train_epoch` of the user's own, an undo goes back to the beginning of the call.
         self._call_began = began if self._operator._overrides("train_epoch") else None
         self._at_call = None if cursor.has_open_window else self.window_gradients()
         self._parameters = list(self._run.parameters())
@@ -168,13 +170,13 @@ class Rollback:
         ]
 
     def end_call(self) -> None:
-        """The call returns: it is not undone as a whole any more."""
+        """Note that the call returns: no undo goes back to its beginning any more."""
         self._call_began = None
         if self._open is None:
             self._tell_server(None)
 
     def forget(self) -> None:
-        """Another state of the run is about to be loaded: nothing leads back any more."""
+        """Drop the open step and all copies, because another state of the run is loaded."""
         self._open = self._call_began = self._window_gradients = None
         self._tell_server(None)
 
@@ -194,30 +196,30 @@ class Rollback:
             sync.set_undo_point(undo_point if began is None else began)
 
     def holds_unreduced_gradients(self, cursor: Cursor) -> bool:
-        """This rank holds gradients that have not been reduced, and that no other rank knows."""
+        """Whether this rank holds gradients that are not reduced, which no other rank has."""
         waits = self._open is not None and self._sync is not None and self._sync.has_open_window
         return cursor.has_open_window or waits
 
     def restart_call(self) -> bool:
-        """The call begins anew, from the state at its start; False if gradients of it are lost."""
+        """Restore the gradients of the call's beginning; False if parts of them are lost."""
         return self.restore_window_gradients(self._at_call)
 
     def begin_pass(self, cursor: Cursor) -> None:
-        """A pass over the data begins: gradients of a window that is open are kept as they are."""
+        """Copy the gradients that an open window of the loop's own holds as a pass begins."""
         if cursor.has_open_window:
             return
         self._window_gradients = self.window_gradients()
         self._open = None
 
     def window_gradients(self) -> SavedGradients | None:
-        """Gradients that a window of the loop's own holds between two passes; None without one."""
+        """Copies of the gradients that the loop's own open window holds; None without a window."""
         sync = self._sync
         if self._open is None or sync is None:
             return self._earlier_gradients() or self._window_gradients
         return SavedGradients.take(self._run.parameters(), is_unreduced=sync.has_open_window)
 
     def _earlier_gradients(self) -> SavedGradients | None:
-        """Gradients of earlier steps, where the loop adds to them; None where it clears them."""
+        """Copies of earlier steps' gradients, where the loop adds to them; None where it clears."""
         sync, may_add = self._sync, self._reuses_gradients or self._steps_to_learn > 0
         if sync is None or sync.has_open_window or not may_add:
             return None
@@ -226,7 +228,7 @@ class Rollback:
         return SavedGradients.take(self._run.parameters(), is_unreduced=False)
 
     def restore_window_gradients(self, window_gradients: SavedGradients | None) -> bool:
-        """Go on with these gradients; False if parts of them are lost with another rank."""
+        """Restore these gradients; False if parts of them are lost with another rank."""
         self._window_gradients = window_gradients
         if window_gradients is not None and not window_gradients.is_unreduced:
             window_gradients.restore(self._run.parameters())
@@ -238,7 +240,7 @@ class Rollback:
             self._tell_server(self._open.start.committed)
             return
         state, has_own_loop = self._operator._lockstep, self._has_own_loop
-        # Several batches a step: those of an interrupted one are counted again.
+        # With several batches a step, the batches of an interrupted step are counted again.
         counts = has_own_loop or state.context.options.accumulate > 1
         start = StepStart(
             cursor.epoch,
@@ -263,11 +265,11 @@ class Rollback:
             self._sync.watch_gradients()
         self._buffers.take(opened.buffers)
         self._in_place_writes.take(self._parameters)
-        # Last: Ctrl-C may come in between, and what is open has all its copies.
+        # Last: Ctrl-C may come in between, and an open step must have all its copies.
         self._open = opened
 
     def settle(self, cursor: Cursor) -> None:
-        """A batch is committed, and its step with it, unless gradients wait for further batches."""
+        """Close the step after a committed batch, unless gradients wait for further batches."""
         opened = self._open
         if cursor.has_open_window or (opened is not None and self._holds_unused_gradients(opened)):
             return
@@ -287,7 +289,7 @@ class Rollback:
         self._steps_to_learn = max(0, self._steps_to_learn - 1)
 
     def _has_reused_gradients(self, opened: OpenStep) -> bool:
-        """An optimizer has used gradients of earlier steps in this one."""
+        """Whether an optimizer has used gradients of earlier steps in this step."""
         sync = self._sync
         if not self._has_own_loop or sync is None:
             return False
@@ -296,7 +298,7 @@ class Rollback:
         return sync.has_added or stepped_on_old
 
     def _holds_unused_gradients(self, opened: OpenStep) -> bool:
-        """Gradients have been reduced that no optimizer has used."""
+        """Whether reduced gradients wait for an optimizer's step in a loop of the user's own."""
         if not self._operator._overrides_loop() or self._sync is None:
             return False  # the default loop's windows are the cursor's
         waits = opened.stepped_at is None and self._num_rounds > opened.rounds
@@ -330,12 +332,12 @@ class Rollback:
 
     @property
     def has_irreversible_step(self) -> bool:
-        """An optimizer has begun to step, and nothing was copied before."""
+        """Whether an optimizer has begun to step without a copy of the weights from before."""
         opened = self._open
         return opened is not None and self._has_uncopied_step(opened)
 
     def _has_uncopied_step(self, opened: OpenStep) -> bool:
-        # Whether weights have changed cannot be asked: fused kernels raise no version counter.
+        # A step counts as a change: fused kernels change weights without their version counters.
         return self._num_steps(opened) > 0 and opened.copies is None
 
     def _num_steps(self, opened: OpenStep) -> int:
@@ -343,10 +345,10 @@ class Rollback:
 
     @property
     def is_complete(self) -> bool:
-        """There is no way back, and as many optimizers have stepped as in any step before.
+        """Whether a step that cannot be undone has made as many optimizer steps as earlier steps.
 
-        Then the step counts. What a loop of the user's own does after its optimizers is not known,
-        but communicates nothing.
+        Then the step counts. The loop's code after its optimizers did not run; that code does not
+        communicate.
         """
         opened = self._open
         if (
@@ -360,20 +362,20 @@ class Rollback:
 
     @property
     def is_settled(self) -> bool:
-        """No step is open: nothing will be taken back."""
+        """Whether no step is open, so that nothing will be undone."""
         return self._open is None
 
     def undo(self, cursor: Cursor, tally: Tally) -> bool:
-        """Go back; False if the weights have moved and there is no copy of them.
+        """Undo the open step; False if weights have changed without a copy from before.
 
-        Between two steps there is nothing to undo, but batches that were read ahead are dropped.
+        Between two steps this only drops batches that were read ahead.
         """
         opened = self._open
         if opened is None:
             cursor.move_to(cursor.epoch, cursor.step)
             return True
         is_undone = self._undo(opened, cursor, tally)
-        # Last: after Ctrl-C in the undo, the step is still open and the undo is done again.
+        # Last: after Ctrl-C in the undo, the step is still open and can be undone again.
         self._open = None
         return is_undone
 
@@ -402,7 +404,7 @@ class Rollback:
         return not is_lost
 
     def put_buffers_back(self) -> None:
-        """Give buffers the values that they had when the open step began."""
+        """Restore the buffers' values from the beginning of the open step."""
         if self._open is None:
             return
         for (owner, key), buffer in zip(self._buffer_places, self._open.buffers, strict=True):
@@ -411,11 +413,11 @@ class Rollback:
 
     @property
     def written_parameters(self) -> list[int]:
-        """Numbers of the parameters that a batch writes to before an optimizer steps."""
+        """Indices of the parameters that a batch writes to before an optimizer steps."""
         return [n for n, each in enumerate(self._run.parameters()) if each in self._in_place_writes]
 
     def expect_written_parameters(self, places: list[int]) -> None:
-        """Other ranks have learned which parameters a batch writes to."""
+        """Take over from another rank which parameters a batch writes to, by their indices."""
         parameters = list(self._run.parameters())
         self._in_place_writes.expect(parameters[place] for place in places)
 
@@ -424,7 +426,7 @@ class Rollback:
         state = self._operator._lockstep
         state.committed = self._operator.global_step = start.committed
         if state.step_log is not None:
-            state.step_log.back_to(start.committed)
+            state.step_log.rewind_to(start.committed)
         tally.steps, tally.samples = start.tally_steps, start.tally_samples
         if start.meters is not None:
             state.meters = start.meters
@@ -432,12 +434,12 @@ class Rollback:
 
 
 def _counts_to_keep(meters: AverageMeterCollection, tally: Tally) -> AverageMeterCollection:
-    # Before the call's own first step nothing counts.
+    # Batches before the call's own first step do not count.
     return AverageMeterCollection() if tally.steps < 0 else meters.copy()
 
 
 class _ScheduleCopies:
-    """What schedulers change: their own state, and the optimizers' learning rates."""
+    """Copies of what schedulers change: their own states, and the optimizers' learning rates."""
 
     def __init__(self, run: TrainingParts) -> None:
         self._run = run
@@ -460,8 +462,8 @@ class _ScheduleCopies:
 def _copy_weights_and_optimizers(
     run: TrainingParts, optimizers: list[torch.optim.Optimizer]
 ) -> StateCopy:
-    """Weights, their averages, and the states of these optimizers; not those of schedulers, of
-    which `_ScheduleCopies` has older copies."""
+    """Copy weights, their averages, and the states of `optimizers`; `_ScheduleCopies` has
+    schedulers."""
     averages = [
         each for average in run.averages for each in (*average.parameters(), *average.buffers())
     ]

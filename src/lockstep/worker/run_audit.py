@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The audit of a run: what this worker's optimizers use and leave, for the driver to compare.
+"""`RunAudit`: records the gradients and weights of optimizer steps, for the driver to compare.
 
-The audit only reads, and communicates nothing. Its hooks are in torch only while the operator's
-`setup` and training loop run, so that nothing else of the user's process is watched. The records go
+The audit only reads, and does not communicate. Its hooks are in torch only while the operator's
+`setup` and training loop run, so that it watches nothing else of the user's process. The records go
 to the driver with the worker's report (see `lockstep.audit.ledger`).
 """
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 WATCHED_EVERY: Final = 64
-"""Every so many steps replicas are compared: those that have drifted apart stay apart. The first
-steps are compared more often."""
+"""Steps between two comparisons of the replicas; the first steps are compared more often. Replicas
+that have drifted apart stay apart, so a later comparison still finds them."""
 
 
 class RunAudit:
-    """The audit of one worker, from one formation of the group to the next.
+    """The audit of one worker in one generation of the group.
 
-    Without `attach` (a copy that `verify` makes, ``audit="off"``) it does nothing.
+    Without `attach` (in a copy that `verify` makes, or with ``audit="off"``) it does nothing.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -43,10 +43,10 @@ class RunAudit:
         self._before: dict[str, int] = {}
 
     def attach(self, rank: int, world_size: int, steps_before: int) -> None:
-        """The group has formed: compare with these peers from here on.
+        """Start the records of a generation of the group.
 
         Args:
-            steps_before: optimizer steps that the run has behind it; the same on every rank.
+            steps_before: optimizer steps of the run so far; the same on every rank.
         """
         self.detach()
         if self._mode != "off":
@@ -61,14 +61,14 @@ class RunAudit:
             self._probe = Probe(mode=self._mode, run=run)
 
     def detach(self) -> None:
-        """The group is left, or lost: drop the records of it. Idempotent."""
+        """Drop the records of a generation whose group is left or lost. Idempotent."""
         probe, self._probe = self._probe, None
         if probe is not None:
             probe.stop()
 
     @contextmanager
     def during_setup(self) -> Iterator[None]:
-        """While `setup` makes wrappers and optimizers; lockstep's own need not be watched."""
+        """Watch `setup` where the user makes a wrapper; lockstep's own wrappers need no audit."""
         if self._synchronised:
             yield
         else:
@@ -77,7 +77,7 @@ class RunAudit:
 
     @contextmanager
     def during_training(self, run: TrainingParts) -> Iterator[None]:
-        """While the operator trains what it registered."""
+        """Watch the training loop of an operator."""
         if self._probe is not None and self._probe.run is not None:
             self._probe.run.modules = run.plain_modules()
             self._probe.run.optimizers = run.optimizers

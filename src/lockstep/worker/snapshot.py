@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Snapshots for checkpoints: copies of a run's state, taken between two steps of a call.
+"""`SnapshotTaker`: copies a run's state between two steps of a call, for checkpoints.
 
-All ranks hold the same state, so rank 0 copies it, and the others merely wait for rank 0 in their
-next step. Two parts of a state only all ranks together know: optimizers' states in shards, and the
-states that operators with a `state_dict` of their own return. Then all ranks take part. So the
-moment at which a snapshot is due must follow from a number that all ranks count alike: the steps of
-the run.
+All ranks hold the same state, so rank 0 copies it, and the other ranks wait for rank 0 in their
+next step. Two parts of a state differ between ranks: optimizers' states in shards, and the states
+that operators with a `state_dict` of their own return. For them all ranks take part in a snapshot.
+So the step at which a snapshot is due follows from a number that is equal on all ranks: the steps
+of the run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Snapshot:
     Attributes:
         step: global batches that the run has committed.
         state: as `TorchTrainer.state_dict` returns it.
-        pool: takes the memory of the copy when the snapshot has been written.
+        pool: receives the memory of the copy when the snapshot has been written.
     """
 
     step: int
@@ -40,7 +40,7 @@ class Snapshot:
     pool: TensorPool | None = None
 
     def give_back(self) -> None:
-        """The snapshot has been written, or left out: the next one may use its memory."""
+        """Let the next snapshot use the memory of this one, which has been written or left out."""
         if self.pool is not None:
             self.pool.put_back(self.state)
 
@@ -73,7 +73,8 @@ class SnapshotTaker:
         self._is_requested = True
 
     def take(self) -> Snapshot | None:
-        """The latest snapshot, once. A driver that asks again is done with the one before."""
+        """Return the latest snapshot once. A second call means that the driver has written the
+        first."""
         if self._in_transit is not None:
             self._in_transit.give_back()
         with self._lock:
@@ -81,12 +82,13 @@ class SnapshotTaker:
         return self._in_transit
 
     def finish(self) -> None:
-        """See `SnapshotFetcher`: in the driver's own process no snapshot is on its way."""
+        """Do nothing (see `SnapshotFetcher`): in the driver's own process no snapshot is in
+        transit."""
 
     # --------------------------------------------------------------------------- training
 
-    def add_non_finite_checks(self) -> None:
-        """Learn from optimizers' steps where the windows of a loop of the user's own end."""
+    def watch_optimizers(self) -> None:
+        """Hook the optimizers' steps, which end the windows of a loop of the user's own."""
         if self._has_own_loop:
             self._handles = [
                 optimizer.register_step_post_hook(self._note_step)
@@ -102,17 +104,17 @@ class SnapshotTaker:
         self._has_stepped = True
 
     def begin(self) -> None:
-        """A call begins, or the group was formed anew: all ranks count from here."""
+        """Count steps from here, at the beginning of a call or of a generation of the group."""
         if self._counted_to is None or self._counted_to > self._committed:
             self._counted_to = self._committed
 
     def forget(self) -> None:
-        """The group forms anew: ranks may have counted different snapshots, and begin again."""
+        """Restart the count, because ranks may have taken different snapshots before a recovery."""
         self._counted_to, self._has_stepped = None, False
         self.begin()
 
     def before_batch(self) -> None:
-        """Between two batches.
+        """Between two batches, take a snapshot if one is due or requested.
 
         Collective:
             Where `_needs_all_ranks`, when a copy is due: every rank.
@@ -123,13 +125,13 @@ class SnapshotTaker:
             self._take_requested(is_settled)
         if not self._is_due or not is_settled or (self._has_own_loop and self._needs_all_ranks):
             return
-        # Only a `train_epoch` of the user's own knows what it holds between two batches: then the
+        # Only a `train_epoch` of the user's own knows its state between two batches: then the
         # snapshot is taken after the call.
         if not self._worker.operator._overrides("train_epoch"):
             self._copy()
 
     def after_call(self) -> None:
-        """A call of `train` has ended: take the snapshot that was not possible within the call."""
+        """After a call of `train`, take the snapshot that was not possible within the call."""
         if self._is_due and (self._has_own_loop or self._is_settled):
             self._copy()
 
@@ -156,13 +158,13 @@ class SnapshotTaker:
 
     @property
     def _is_settled(self) -> bool:
-        """No gradients wait for the next batch."""
+        """Whether no gradients wait for the next batch."""
         if self._has_own_loop:
             return self._has_stepped
         return not self._worker.cursors["train"].has_open_window
 
     def _take_requested(self, is_settled: bool) -> None:
-        """Take the snapshot that the driver has requested, and that cannot wait for the call."""
+        """Take the snapshot that the driver has requested before the end of the call."""
         if self._worker.rank != 0:
             self._is_requested = False
         elif self._worker.before_call is not None:

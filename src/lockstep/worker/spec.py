@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a driver tells every worker, once, before it starts."""
+"""`WorkerSpec`: the arguments of a trainer that every worker gets before it starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class WorkerSpec:
     """The trainer's arguments as far as a worker needs them; the same for every rank.
 
     Attributes:
-        log_every: steps to a row of metrics; 0 without a logger.
+        log_every: steps for each row of metrics; 0 without rows.
     """
 
     operator_cls: type[TrainingOperator]
@@ -45,8 +45,8 @@ class WorkerSpec:
     def is_recoverable(self) -> bool:
         """Whether the run can go on without one of its workers."""
         options = self.options
-        # A user's own wrapper keeps the broken group; a user's own split of the data knows only
-        # the worker that is gone; a shard of the weights is gone with its worker.
+        # A user's own wrapper keeps the broken group; a user's own split of the data is known to
+        # the lost worker alone; a shard of the state is lost with its worker.
         return (
             self.num_workers > 1
             and options.wrap_ddp
@@ -70,12 +70,12 @@ class WorkerSpec:
 
     @property
     def can_go_back(self) -> bool:
-        """Whether all workers can go back to the last committed step, where all of them live."""
+        """Whether all workers can go back to the last committed step while all of them live."""
         return self.num_workers == 1 or self.is_recoverable
 
 
 def config_for(config: Mapping[str, Any], num_shards: int, shard: int) -> Any:
-    """The config that `setup` sees: the global batch size replaced by the shard's share."""
+    """The config for `setup`, with the shard's share as its batch size."""
     if config.get(BATCH_SIZE) is None:
         return config
     own = dict(config)

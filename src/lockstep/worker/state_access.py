@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's state of the run: what the operator registered, and the place in the data."""
+"""`StateAccess`: collects and loads a worker's state, with the position in the data."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data import ShardPlacement, shards_of
+from lockstep.data import ShardAssignment, shards_of
 from lockstep.errors import CheckpointError
 from lockstep.operator.default_forward import registered_parts
 from lockstep.worker import state_dict as state_dicts
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class StateAccess:
-    """The part of a worker that gives its state away, and takes one over."""
+    """The part of `Worker` that collects its state of the run, and loads another state."""
 
     cursors: dict[str, Cursor]
     spec: WorkerSpec
@@ -48,8 +48,8 @@ class StateAccess:
     def run(self) -> TrainingParts:
         return registered_parts(self.operator)
 
-    def _placement(self, num_shards: int, seed: int, rank: int) -> ShardPlacement:
-        return ShardPlacement(num_shards, shards_of(rank, self.spec.num_workers, num_shards), seed)
+    def _make_shard_assignment(self, num_shards: int, seed: int, rank: int) -> ShardAssignment:
+        return ShardAssignment(num_shards, shards_of(rank, self.spec.num_workers, num_shards), seed)
 
     def _open_loaders(self, operator: TrainingOperator) -> None:
         self._close_loaders()
@@ -60,7 +60,7 @@ class StateAccess:
         self.expect_usual_weight()
 
     def expect_usual_weight(self) -> None:
-        """Tell the synchronisation what a usual step weighs."""
+        """Tell the gradient sync the weight of a usual step: the global batch size."""
         sync = self.operator._lockstep.sync
         if sync is not None and "train" in self.cursors:
             sync.expect_weight(self.cursors["train"].source.global_batch_size)
@@ -72,12 +72,13 @@ class StateAccess:
 
     @remote_method(Communication.NONE, OnFailure.REPEAT)
     def state_to_write(self) -> dict[str, Any]:
-        """`state_dict` for a caller that is done with it before training goes on: copies less."""
+        """`state_dict` without copies of CPU tensors, for a caller that uses it before training
+        goes on."""
         return self.state_dict(state_dicts.move_to_cpu)
 
     @remote_method(Communication.NONE, OnFailure.REPEAT)
     def state_dict(self, take: Callable[[Any], Any] = state_dicts.copy_to_cpu) -> dict[str, Any]:
-        """Everything that this rank knows of the run; the same on every rank but "operator".
+        """The state of the run; equal on all ranks except for "operator".
 
         Args:
             take: see `states.collect`.
@@ -89,12 +90,12 @@ class StateAccess:
             for purpose, cursor in self.cursors.items()
         }
         self._rewind_to_window(state)
-        placement = self.operator._lockstep.context.placement
-        state["seed"], state["num_shards"] = placement.seed, placement.num_shards
+        assignment = self.operator._lockstep.context.shard_assignment
+        state["seed"], state["num_shards"] = assignment.seed, assignment.num_shards
         return state
 
     def _rewind_to_window(self, state: dict[str, Any]) -> None:
-        """Gradients are not saved: a window that is open is computed again from its start."""
+        """Set the position to the start of an open window, whose gradients are not saved."""
         if "train" in self.cursors:
             cursor = self.cursors["train"]
             state["position"]["train"]["step"] = cursor.window_start
@@ -128,13 +129,13 @@ class StateAccess:
 
     @remote_method(Communication.SHARDED_OPTIMIZERS, OnFailure.REPEAT_WRITE)
     def apply_state(self, state: Mapping[str, Any]) -> None:
-        """Take the state over; on an error, and until `settle_state`, it can be taken back."""
+        """Load `state`; until `settle_state` the state from before can be restored."""
         before = self.state_dict()
-        # That state begins with the window that is open, whose batches have been counted.
+        # That state begins with the open window, whose batches have been counted.
         owed = self.owed + self.operator._lockstep.committed - before["global_step"]
         self._before_load = before, owed
         if self.operator._lockstep.step_log is not None:
-            self.operator._lockstep.step_log.back_to(0)
+            self.operator._lockstep.step_log.rewind_to(0)
         self.load_state(state)
 
     @remote_method(Communication.NONE, OnFailure.RAISE)
@@ -146,7 +147,7 @@ class StateAccess:
             self.owed = owed
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take over, for good, what a worker of the same run returned from `state_dict`."""
+        """Load the `state_dict` of a worker of the same run, without a way back."""
         operator = self.operator
         self.owed = 0
         operator._lockstep.forget_step()
@@ -154,15 +155,17 @@ class StateAccess:
             self._rollback.forget()
         state_dicts.apply(operator, self.run, self._own_part(state))
         if operator._lockstep.step_log is not None:
-            operator._lockstep.step_log.back_to(operator._lockstep.committed)
+            operator._lockstep.step_log.rewind_to(operator._lockstep.committed)
         for parameter in self.run.parameters():
             parameter.grad = None  # of another state; a new process has none either
-        before = operator._lockstep.context.placement
-        placement = self._placement(
+        before = operator._lockstep.context.shard_assignment
+        assignment = self._make_shard_assignment(
             state.get("num_shards", before.num_shards), state.get("seed", before.seed), self.rank
         )
-        if placement != before:
-            operator._lockstep.context = replace(operator._lockstep.context, placement=placement)
+        if assignment != before:
+            operator._lockstep.context = replace(
+                operator._lockstep.context, shard_assignment=assignment
+            )
             self._open_loaders(operator)
         places = state.get("position", {})
         if not places and "epoch" in state:

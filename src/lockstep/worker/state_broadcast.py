@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's state, broadcast to ranks that are behind it or have joined.
+"""Broadcasts one rank's state to ranks that are behind it or have joined.
 
-The structure of the state is one message, all its small tensors another one, and each large tensor
-one of its own: a second copy of the whole state would not fit beside a large model.
+The structure of the state is one message, all small tensors are a second one, and each large tensor
+is a message of its own: a second copy of the whole state would not fit beside a large model.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 _LARGE: Final = 1 << 16
-"""Bytes from which a tensor is a message of its own: for smaller ones a message takes longer than
-the copy into a common one."""
+"""Bytes from which a tensor is a message of its own. For smaller tensors a message takes longer
+than the copy into the common one."""
 
 
 def send(group: Group, state: Any) -> None:
-    """Give `state` to every other rank of `group`.
+    """Send `state` to every other rank of `group`.
 
     Collective:
         Every rank: the others call `receive` or `decline` with this one as the source.
@@ -66,7 +66,7 @@ def receive(group: Group, source: int) -> Any:
 
 
 def decline(group: Group, source: int) -> None:
-    """Take part in the broadcasts of rank `source`, and keep nothing.
+    """Take part in the broadcasts of rank `source`, and drop what arrives.
 
     Collective:
         See `send`.

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's state as plain tensors and Python, and back.
+"""Converts a run's state to a dict of plain tensors and Python (`collect`), and loads it (`apply`).
 
-What a state consists of stands in `_parts`: models, averages, optimizers and schedulers each give a
-``state_dict`` and load one. A checkpoint, the state that a joining worker receives, the copy that
-`verify` makes and the return to an older state all go through `collect` and `apply`. The undo of a
-single step does not: it writes over tensors where they are (see `rollback`).
+`_parts` lists what a state consists of: models, averages, optimizers and schedulers each have a
+``state_dict``. A checkpoint, the state that a joining worker receives, the copy that `verify` makes
+and the return to an older state all go through `collect` and `apply`. The undo of a single step
+does not: it writes into the existing tensors (see `rollback`).
 
-Taking a state over is all or nothing: `check` compares everything that can be compared before
-`apply` changes anything, and the caller undoes what fails later from a copy.
+Loading a state is all or nothing: `check` compares everything that can be compared before `apply`
+changes anything, and after a later error the caller restores a copy.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from lockstep.operator.training_parts import TrainingParts
 
 _AVERAGES: Final = "ema"
-"""The key of the one part that a state may lack: averages begin at its weights."""
+"""The key of the averages, which a state may lack: averages then begin at the state's weights."""
 
 
 def _parts(run: TrainingParts) -> dict[str, tuple[str, Sequence[Any]]]:
-    """Everything registered that has a ``state_dict``, by its key in a state, under which stands a
-    list: the noun for one of them in messages, and all of them."""
+    """For each key of a state that holds a list of ``state_dict``s: the noun for one member in
+    messages, and the registered members."""
     return {
         "models": ("model", run.plain_models()),
         _AVERAGES: ("average (ema)", run.averages),
@@ -71,7 +71,7 @@ def collect(
 
 
 def _operators_own_state(operator: TrainingOperator, take: Callable[[Any], Any]) -> Any:
-    """What the user's `state_dict` returns."""
+    """Convert the result of the user's `state_dict`."""
     try:
         return take(operator.state_dict())
     except TypeError as error:
@@ -83,7 +83,7 @@ def _operators_own_state(operator: TrainingOperator, take: Callable[[Any], Any])
 
 
 def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor of which this may be a shard; then every rank has to call it."""
+    """The whole tensor, gathered if `tensor` is a shard; then every rank has to call this."""
     if type(tensor).__name__ != "DTensor":
         return tensor
     from lockstep.sync.parameter_shards import gather_whole
@@ -96,7 +96,7 @@ def _clone_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_to_cpu(value: Any, clone: Callable[[torch.Tensor], torch.Tensor] = _clone_to_cpu) -> Any:
-    """The same structure with tensors cloned to the CPU; later training must not move them.
+    """The same structure with tensors copied to the CPU, which later training does not change.
 
     Args:
         clone: copies one tensor to the CPU, into memory of its choice.
@@ -105,7 +105,7 @@ def copy_to_cpu(value: Any, clone: Callable[[torch.Tensor], torch.Tensor] = _clo
 
 
 def move_to_cpu(value: Any) -> Any:
-    """The same structure on the CPU; tensors that are there already are not copied."""
+    """The same structure with tensors moved to the CPU; does not copy CPU tensors."""
     return _convert(value, lambda tensor: tensor.to("cpu"), lambda leaf: leaf)
 
 
@@ -119,7 +119,7 @@ def _convert(
 
 
 def _as_plain_dict(like: Any, values: list[Any]) -> Any:
-    """Mappings of any class become dicts: a checkpoint holds no other."""
+    """Rebuild a structure, with dicts for mappings of any class: a checkpoint holds no other."""
     if not isinstance(like, Mapping):
         return rebuild_container(like, values)
     # A module's `state_dict()` carries the versions of its layouts.
@@ -146,7 +146,7 @@ def _problems(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:
 
 
 def _kind_problems(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:
-    """Parts of `state` that are too many or too few, or nothing that `state_dict` returns."""
+    """Problems with the kinds and numbers of the parts of `state`."""
     found: list[str] = []
     for key, (_, members) in _parts(run).items():
         saved, plural = state.get(key) or [], "averages (ema)" if key == _AVERAGES else key
@@ -192,7 +192,7 @@ def _shape(shape: Any) -> str:
 
 
 def check(run: TrainingParts, state: Mapping[str, Any]) -> None:
-    """Raise a `CheckpointError` that lists what does not fit; change nothing."""
+    """Raise a `CheckpointError` that lists the parts of `state` that do not fit; change nothing."""
     if "models" not in state and any(isinstance(each, torch.Tensor) for each in state.values()):
         raise CheckpointError(
             "the state is a model's own state_dict",
@@ -221,7 +221,7 @@ def apply(operator: TrainingOperator, run: TrainingParts, state: Mapping[str, An
             if isinstance(member, nn.Module):
                 _load_module(member, saved)
             else:
-                # Optimizers keep what they are given; another rank's copy must not be shared.
+                # Optimizers keep the tensors that they load, which another object may hold.
                 load_state(member, copy_to_cpu(saved))
     if isinstance(run.criterion, nn.Module) and state.get("criterion") is not None:
         _load_module(run.plain_criterion(), state["criterion"])
@@ -232,7 +232,7 @@ def apply(operator: TrainingOperator, run: TrainingParts, state: Mapping[str, An
 
 
 def _begin_averages(run: TrainingParts) -> None:
-    """An average that has averaged nothing takes the weights as they are."""
+    """Set averages to the present weights, as before the first average."""
     for model, average in zip(run.plain_models(), run.averages, strict=False):
         average.n_averaged.zero_()
         average.update_parameters(model)
@@ -240,7 +240,7 @@ def _begin_averages(run: TrainingParts) -> None:
 
 
 def _load_module(module: nn.Module, saved: Mapping[str, Any]) -> None:
-    """``load_state_dict``, also of buffers into which torch refuses to write."""
+    """``load_state_dict``, also for buffers into which torch cannot write."""
     places: dict[int, torch.Tensor] = {}
     for path, part in module.named_modules():
         for key, buffer in buffers_of(part).items():
@@ -248,7 +248,7 @@ def _load_module(module: nn.Module, saved: Mapping[str, Any]) -> None:
             if buffer is None or not isinstance(value, torch.Tensor):
                 continue
             if not _can_write_into(buffer, value):
-                # Those that share one go on sharing it.
+                # Modules that share a buffer go on sharing it.
                 fresh = value.to(buffer.device, buffer.dtype, copy=True)
                 buffers_of(part)[key] = places.setdefault(id(buffer), fresh)
     module.load_state_dict(saved)
@@ -260,7 +260,7 @@ def _can_write_into(buffer: torch.Tensor, value: torch.Tensor) -> bool:
         return True
     if is_block(buffer) and is_block(value):
         return not is_expanded(buffer)
-    # A compressed one has room for as many numbers as it holds.
+    # A compressed layout has memory for the numbers that it holds only.
     return buffer.layout == value.layout and buffer.layout in (torch.strided, torch.sparse_coo)
 
 

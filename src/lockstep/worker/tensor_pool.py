@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of snapshots that have been written, for the next ones.
+"""`TensorPool`: reuses the memory of snapshots that have been written for the next ones.
 
-Memory fresh from the operating system is mapped page by page as it is written to. Measured for
-400 MB: a copy into it takes ten times as long as one into memory that was written to before.
+The operating system maps fresh memory page by page at the first write. Measured for 400 MB: a copy
+into fresh memory takes ten times as long as a copy into memory that was written before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TensorPool:
-    """Tensors on the CPU that may be written over.
+    """Free tensors on the CPU, by dtype, shape and strides.
 
     `put_back` may be called from another thread than `copy_of`.
     """
@@ -29,7 +29,7 @@ class TensorPool:
         self._free: defaultdict[Hashable, deque[torch.Tensor]] = defaultdict(deque)
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of `tensor` on the CPU."""
+        """Copy `tensor` to the CPU, into a free tensor if one fits."""
         if not is_block(tensor):
             return tensor.to("cpu", copy=True)
         try:
@@ -39,15 +39,15 @@ class TensorPool:
         return place.copy_(tensor)
 
     def put_back(self, state: Any) -> None:
-        """Take the tensors of a state that is not needed any more."""
-        # By identity: what stands in two places of a state must not become two copies' memory.
+        """Make the tensors of an unneeded state free."""
+        # By identity: a tensor that occurs twice in a state must not become free twice.
         tensors = {id(tensor): tensor for tensor in tensors_in(state)}
         for tensor in tensors.values():
             if is_block(tensor):
                 self._free[_kind(tensor)].append(tensor)
 
     def clear(self) -> None:
-        """Free the tensors that the latest snapshot did not need; the model may have changed."""
+        """Drop all free tensors: the latest snapshot did not need them."""
         self._free.clear()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's profiler in a worker's process, from one call to a later one."""
+"""Starts and stops torch's profiler in a worker's process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def start_tracing() -> None:
 
 
 def stop_tracing() -> bytes | None:
-    """The trace since `start_tracing`, as gzipped JSON; None if this process has not started."""
+    """The trace since `start_tracing`, as gzipped JSON; None if tracing was not started here."""
     global _running
     ended, _running = _running, None
     if ended is None:

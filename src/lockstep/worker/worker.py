@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker's life: its place in the group, its operator, its position in the data."""
+"""`Worker`: one rank of a run, with its process group, its operator and its position in the
+data."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.utils.hooks import RemovableHandle
 
-    from lockstep.data import RayBatches, ShardPlacement
+    from lockstep.data import RayBatches, ShardAssignment
     from lockstep.operator import TrainingOperator
     from lockstep.worker.report import Report
     from lockstep.worker.saved_gradients import SavedGradients
@@ -58,26 +59,26 @@ if TYPE_CHECKING:
 _CLOSING_S: Final = 1.0
 
 Undone = Literal["all", "step", "cut short", "nothing"]
-"""What of a call was undone: the whole call, or the step that was not committed. Or nothing was,
-and that step counts, cut short behind its optimizers; or there is no way back."""
+"""What `Worker.undo` has undone: the whole call; the open step; nothing, because the step counts,
+though it was cut short after its optimizers; or nothing, because no undo is possible."""
 
 
 class Worker(StateAccess):
-    """Rank `rank` of a run. Its methods are called by an engine, one at a time.
+    """Rank `rank` of a run. An engine calls its methods, one at a time.
 
-    The driver calls those that `remote_method` decorates, and functions of modules above this one
-    that it decorates too (`join`, `verify`, ...). Only `request_leave` and `break_group`, and what
+    The driver calls the methods that `remote_method` decorates, and decorated functions of other
+    modules (`join`, `verify`, ...). Only `request_leave` and `break_group`, and what
     `lockstep.worker.progress` and `lockstep.worker.worker_status` read, may be called from another
     thread meanwhile.
 
     Attributes:
         cursors: the position in the data, by purpose.
-        owed: batches that earlier calls have counted, and that the next one computes again first.
-        is_warm: its process has committed a step, so that none of its own firsts is ahead.
-        has_state: the state of the run is here; a spare gets it when it joins.
+        owed: batches that earlier calls have counted, and that the next call computes again first.
+        is_warm: its process has committed a step, so that its slow first step is over.
+        has_state: it has the state of the run; a spare gets the state when it joins.
         loop_run: the latest `train` or `validate`.
-        snapshots: copies of its state for checkpoints.
-        before_call: the state in which a call of a `train_epoch` of the user's own began.
+        snapshots: takes copies of its state for checkpoints.
+        before_call: the state before a call of a user's `train_epoch`.
     """
 
     def __init__(self, spec: WorkerSpec, rank: int, local_rank: int) -> None:
@@ -113,7 +114,7 @@ class Worker(StateAccess):
 
     @remote_method(Communication.RUN_GROUP, OnFailure.RAISE)
     def start(self, rendezvous: Rendezvous | None) -> StartReport:
-        """Meet the peers, build the operator, run its `setup`."""
+        """Form the group with the peers, build the operator, run its `setup`."""
         device = self._begin_process()
         if rendezvous is not None:
             if self.before_first_collective is not None:
@@ -127,14 +128,14 @@ class Worker(StateAccess):
 
     @remote_method(Communication.NONE, OnFailure.RAISE)
     def stand_by(self) -> StartReport:
-        """Build the operator of a spare: `setup` runs, and no group is there to attach to yet."""
+        """Build the operator of a spare: `setup` runs, without a process group."""
         device = self._begin_process()
         self._build_operator(device, is_spare=True)
         return self._start_report(device)
 
     @property
     def is_built(self) -> bool:
-        """There is an operator: `start` or `stand_by` has made it, and `stop` has not come."""
+        """Whether there is an operator: after `start` or `stand_by`, and before `stop`."""
         return self._operator is not None
 
     def _begin_process(self) -> torch.device:
@@ -163,8 +164,10 @@ class Worker(StateAccess):
             local_rank=self.local_rank,
             device=device,
             group=self._group_handle,
-            # A spare does not know yet whose shards it will carry; `join` tells it.
-            placement=self._placement(spec.num_shards, spec.seed, 0 if is_spare else self.rank),
+            # A spare gets its shards in `join`.
+            shard_assignment=self._make_shard_assignment(
+                spec.num_shards, spec.seed, 0 if is_spare else self.rank
+            ),
             options=spec.options,
             is_trial=is_trial,
             is_spare=is_spare,
@@ -172,9 +175,9 @@ class Worker(StateAccess):
             if self._rendezvous is not None
             else None,
         )
-        config = config_for(spec.config, spec.num_shards, context.placement.shards[0])
+        config = config_for(spec.config, spec.num_shards, context.shard_assignment.shards[0])
         operator = spec.operator_cls(config, context)
-        # Known before `setup` may fail, so that what it registered is let go of.
+        # Set before `setup`, so that `stop` frees what a failing `setup` registered.
         self._operator = operator
         operator._lockstep.step_log = StepLog(spec.log_every) if spec.log_every else None
         with preserve_rng_state(derive_seed(spec.seed, "setup")):
@@ -182,19 +185,19 @@ class Worker(StateAccess):
         run = registered_parts(operator)
         conclude_setup(operator, run, returned)
         if run.sync is not None and spec.num_workers > 1 and not is_spare:
-            # What `setup` did after `register` it may have done on some ranks only.
+            # `setup` may have changed weights after `register` on some ranks only.
             run.sync.agree_on_values()
             compare_optimizers(context.group, run)
         self._open_loaders(operator)
-        # First: a step that it refuses is none to the others.
+        # First: the hooks that follow must not see a step that this one refuses.
         self._handles = [] if is_trial else add_non_finite_checks(operator, run)
         if spec.can_go_back and not is_trial:
             self._rollback = Rollback(operator, run)
-        self.snapshots.add_non_finite_checks()
+        self.snapshots.watch_optimizers()
         self._handles += add_step_hooks(operator, run)
 
     def join_group(self, rendezvous: Rendezvous, device: torch.device) -> Group:
-        """Form the group of all ranks, and belong to it until `leave`.
+        """Form the group of all ranks, and stay in it until `leave`.
 
         Collective:
             Every rank.
@@ -208,8 +211,8 @@ class Worker(StateAccess):
         return self._group_handle
 
     def break_group(self, generation: int) -> None:
-        """End all waits in the group of `generation`, where a peer will never come."""
-        connections = self._sockets  # of one generation, whatever is formed meanwhile
+        """End all waits in the group of `generation`, because a peer will never answer."""
+        connections = self._sockets  # of one generation, even if another one forms meanwhile
         if connections.generation == generation:
             connections.shut_down()
 
@@ -228,14 +231,14 @@ class Worker(StateAccess):
 
     @remote_method(Communication.UNKNOWN, OnFailure.RAISE)
     def stop(self) -> None:
-        """End: also the loaders' worker processes and iterators."""
+        """Close the loaders, the group and the operator; the loaders' worker processes end."""
         self._close_loaders()
         self.leave()
         if self._closing is not None:
-            self._closing.join(_CLOSING_S)  # nothing stays open behind a trainer that is over
+            self._closing.join(_CLOSING_S)  # no socket stays open after the trainer's end
         if self._operator is not None and self._operator._lockstep.sync is not None:
             self._operator._lockstep.sync.detach()
-        # With a local rank the optimizer is the user's own, and outlives the trainer.
+        # In the driver's process the optimizer may be the user's own, and outlives the trainer.
         self.snapshots.close()
         for handle in self._handles:
             handle.remove()
@@ -250,15 +253,15 @@ class Worker(StateAccess):
 
     @property
     def has_begun_to_step(self) -> bool:
-        """An optimizer has, and until the step is committed there is no way back."""
+        """Whether an optimizer has begun a step that cannot be undone before it is committed."""
         return self._rollback is not None and self._rollback.has_irreversible_step
 
     def request_leave(self) -> None:
-        """Leave the call that runs before its next batch, so that the group can be formed anew."""
+        """Make the running call end before its next batch, so that the group can form anew."""
         self._is_asked_to_leave = True
 
     def _before_batch(self) -> None:
-        """Between two batches."""
+        """Between two batches: copy counts, take a snapshot if one is due, leave if asked to."""
         if self.on_boundary is not None:
             self.on_boundary()
         if self.loop_run is not None:
@@ -273,7 +276,7 @@ class Worker(StateAccess):
             )
 
     def undo(self, call: LoopRun) -> Undone:
-        """Take back what `call` has not committed."""
+        """Undo what `call` has not committed."""
         if call.request.purpose == "validation":
             call.rewind()
             return "all"
@@ -286,7 +289,7 @@ class Worker(StateAccess):
             if isinstance(held, torch.amp.GradScaler):
                 forget_unscaled(held)
         if self.before_call is not None:
-            # A loop of the user's own: only it knows what lies between two batches.
+            # A `train_epoch` of the user's own: only it knows its state between two batches.
             self.load_state(self.before_call)
             begins = self._rollback is None or self._rollback.restart_call()
             return "all" if begins else "nothing"
@@ -295,14 +298,14 @@ class Worker(StateAccess):
 
     @property
     def holds_unreduced_gradients(self) -> bool:
-        """There are gradients that this rank alone knows of, and a step that waits for them."""
+        """Whether a step waits for gradients that are not reduced, which no other rank has."""
         if self._rollback is None or "train" not in self.cursors:
             return False
         return self._rollback.holds_unreduced_gradients(self.cursors["train"])
 
     @property
     def window_gradients(self) -> SavedGradients | None:
-        """Gradients that a window of the loop's own holds, between two passes over the data."""
+        """Gradients that the loop's own open window holds between two passes over the data."""
         return None if self._rollback is None else self._rollback.window_gradients()
 
     @window_gradients.setter
@@ -312,16 +315,16 @@ class Worker(StateAccess):
 
     @property
     def written_parameters(self) -> list[int]:
-        """Which parameters a batch writes before an optimizer steps, by their numbers."""
+        """Indices of the parameters that a batch writes to before an optimizer steps."""
         return [] if self._rollback is None else self._rollback.written_parameters
 
     def expect_written_parameters(self, places: list[int]) -> None:
-        """Others have learned which ones they are."""
+        """Take over from another rank which parameters a batch writes to."""
         if self._rollback is not None:
             self._rollback.expect_written_parameters(places)
 
     def return_to_window(self) -> bool:
-        """Between calls, go back to where the open window began; False if only a loop knows how."""
+        """Between calls, undo the open window; False if the window is the loop's own."""
         cursor = self.cursors["train"]
         if self._rollback is None or not cursor.has_open_window:
             return False
@@ -331,11 +334,11 @@ class Worker(StateAccess):
         return done
 
     def attach_audit(self, step: int) -> None:
-        """Compare with the peers of this generation, from `step` of the run on."""
+        """Start the audit of this generation, from `step` of the run on."""
         self._audit.attach(self.rank, self.spec.num_workers, step)
 
     def take_rank(self, rank: int, size: int) -> None:
-        """Be rank `rank` of `size` from now on."""
+        """Become rank `rank` of `size`."""
         self.rank = rank
         self.spec = replace(self.spec, num_workers=size)
         self._num_copies = 0
@@ -345,18 +348,18 @@ class Worker(StateAccess):
     def process_group(self) -> dist.ProcessGroup | None:
         return self._group
 
-    def placement_for(self, before: ShardPlacement) -> ShardPlacement:
-        """The shards that this rank carries now."""
-        return self._placement(before.num_shards, before.seed, self.rank)
+    def shard_assignment_of(self, before: ShardAssignment) -> ShardAssignment:
+        """The shards of this rank in its present group."""
+        return self._make_shard_assignment(before.num_shards, before.seed, self.rank)
 
     # --------------------------------------------------------------------- copies beside it
 
     def make_copy(self, spec: WorkerSpec, *, alone: bool) -> Worker:
-        """A second worker in this process, with a group of its own and no operator yet.
+        """Make a second worker in this process, with a group of its own and without an operator.
 
         Args:
-            spec: what it is a worker of.
-            alone: it has no peers, whatever this worker has.
+            spec: the spec of the second worker.
+            alone: the second worker has no peers, even if this worker has.
 
         Collective:
             Unless `alone`, every rank: forms the group.
@@ -376,18 +379,19 @@ class Worker(StateAccess):
         return copy
 
     def build_as_trial(self) -> None:
-        """Run `setup` again, for an operator that is thrown away after a few steps."""
+        """Run `setup` again, for an operator that is dropped after a few steps."""
         self._build_operator(pick_device(self.spec.use_gpu, self.local_rank), is_trial=True)
 
     def as_default_group(self) -> AbstractContextManager[None]:
-        """Inside, torch's default group is this worker's, for what the user's code asks of it."""
+        """Inside, torch's default group is this worker's group, for the user's code."""
         return use_as_default_group(self)
 
     # ------------------------------------------------------------------- training, validation
 
     @remote_method(Communication.UNKNOWN, OnFailure.RAISE)
     def feed(self, streams: Sequence[Any] | None, batches: RayBatches | None) -> None:
-        """Train on this rank's of `streams`; without any, on the operator's own loader."""
+        """Train on this rank's stream of `streams`; without streams, on the operator's own
+        loader."""
         if streams is None or batches is None:
             self._dataset_switch.end(self.operator, self.cursors)
         else:
@@ -404,7 +408,7 @@ class Worker(StateAccess):
 
     @remote_method(Communication.RUN_GROUP, OnFailure.RESUME, is_timed=True)
     def validate(self, request: LoopRequest) -> Report:
-        """Validate; after an interruption from where the call began, so that all is counted."""
+        """Validate; after an interruption again from the beginning, so that all samples count."""
         return self._run(request)
 
     def _run(self, request: LoopRequest) -> Report:
@@ -467,10 +471,10 @@ class Worker(StateAccess):
 
     @remote_method(Communication.UNKNOWN, OnFailure.RAISE)
     def call(self, function: Callable[[], Any]) -> Any:
-        """`function` in this process."""
+        """Call `function` in this process."""
         return function()
 
     @remote_method(Communication.UNKNOWN, OnFailure.RAISE)
     def call_with_operator(self, function: Callable[[TrainingOperator], Any]) -> Any:
-        """`function` with this worker's operator."""
+        """Call `function` with this worker's operator."""
         return function(self.operator)

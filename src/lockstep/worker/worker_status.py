@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker is doing, seen from another thread of its process.
+"""Reads the status of a worker from another thread of its process: phase, line and stack.
 
-The phase is the one that the training thread has entered (`lockstep.phases`). The stack of that
-thread is read only when the driver asks, so that training pays nothing for it.
+The training thread enters phases (`lockstep.phases`). Its stack is read only when the driver asks,
+so that training pays nothing for it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _LIBRARIES: Final = (f"{os.sep}torch{os.sep}", f"{os.sep}ray{os.sep}", f"{os.sep
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """What a rank is doing.
+    """The status of a rank during a call.
 
     Attributes:
-        steps: global batches that it has committed in this call; grows while all is well.
-        is_warm: its process has committed one before, so that none of its own firsts is ahead.
-        phase: what its training thread is doing.
+        steps: global batches that it has committed in this call.
+        is_warm: its process has committed a step, so that its slow first step is over.
+        phase: the phase of its training thread.
         line: the innermost line of the user's code, or "".
         stack: the whole stack, as Python prints it.
-        counted: what it has counted so far, or a moment ago; None where that is not known.
+        counted: a recent copy of its counts; None if there is none.
     """
 
     steps: int
@@ -49,12 +49,12 @@ class WorkerStatus:
 
     @property
     def waits(self) -> bool:
-        """The rank waits for other ranks, in a collective."""
+        """Whether the rank waits for other ranks in a collective."""
         return self.phase is Phase.WAITING
 
 
 def status_of(worker: Worker, thread_id: int) -> WorkerStatus:
-    """What the thread `thread_id`, in which `worker` trains, is doing."""
+    """The status of `worker`, which trains in the thread `thread_id`."""
     call = worker.loop_run
     if call is None:
         return status_of_thread(thread_id, 0, None, is_warm=False)
@@ -65,7 +65,7 @@ def status_of(worker: Worker, thread_id: int) -> WorkerStatus:
 def status_of_thread(
     thread_id: int, steps: int, counted: LoopCounts | None, *, is_warm: bool
 ) -> WorkerStatus:
-    """Where the thread `thread_id` of this process is."""
+    """The status of the thread `thread_id` of this process, with the given counts."""
     frame = sys._current_frames().get(thread_id)
     if frame is None:
         return WorkerStatus(steps, is_warm, Phase.NO_THREAD, "", "", counted)
@@ -81,7 +81,8 @@ def _iter_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _is_in_torch_distributed(frame: FrameType) -> bool:
-    """The user's code has called a collective of torch's: it does not enter a phase of ours."""
+    """Whether the user's code waits in torch's own collective, which enters no phase of
+    lockstep."""
     for each in _iter_frames(frame):
         package, _, rest = each.f_globals.get("__name__", "").partition(".")
         if package == "lockstep":
@@ -96,7 +97,7 @@ def _users_line(frame: FrameType) -> str:
         file = each.f_code.co_filename
         if file.startswith(_LOCKSTEP_FOLDER) or any(part in file for part in _LIBRARIES):
             continue
-        # None while a thread is between two lines, whatever the annotation says.
+        # `f_lineno` is None between two lines, despite its annotation.
         number = each.f_lineno or each.f_code.co_firstlineno
         text = linecache.getline(file, number).strip()
         return f"{file}:{number} in {each.f_code.co_name}: {text}"

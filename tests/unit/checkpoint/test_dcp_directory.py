@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint as a directory: whole or not there, verified, read without running code."""
+"""A checkpoint directory exists whole or not at all, is verified, and is read without code."""
 
 import hashlib
 import os

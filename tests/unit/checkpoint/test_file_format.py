@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file that is not exactly what was written is an error that says so, and never runs code."""
+"""Any change to a checkpoint file raises an error that names it, and no file runs code."""
 
 from __future__ import annotations
 

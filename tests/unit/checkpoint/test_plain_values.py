@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes into a checkpoint comes back as it was, or is refused by name before it is written."""
+"""A value comes back from a checkpoint as it was, or is refused by its place before the write."""
 
 from __future__ import annotations
 

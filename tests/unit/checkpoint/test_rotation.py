@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of the checkpoints in a directory the newest good one is found, and only old ones go."""
+"""A rotation finds the newest good checkpoint of a directory, and removes only old ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STATE = {"weight": torch.arange(6.0), "names": ["a", "b"]}
 
 def rotation(folder: Path, keep: int = 3, write: Callable[..., str] = FILE) -> Rotation:
     kept = Rotation(str(folder), keep, write, checkpoint.read)
-    kept.claim()
+    kept.prepare_folder()
     return kept
 
 
@@ -34,7 +34,7 @@ def fill(kept: Rotation, *steps: int) -> None:
 
 
 def found(kept: Rotation) -> int:
-    newest = kept.newest()
+    newest = kept.read_newest()
     assert newest is not None
     path, state = newest
     assert path == kept.path_of(state["step"])
@@ -46,7 +46,7 @@ def found(kept: Rotation) -> int:
 @pytest.mark.parametrize("write", [FILE, DIRECTORY])
 def test_the_last_ones_stay_and_their_names_sort_by_step(tmp_path: Path, write: Any) -> None:
     kept = rotation(tmp_path / "new" / "run", 2, write)
-    assert kept.newest() is None
+    assert kept.read_newest() is None
     fill(kept, 5, 10, 100)
     names = sorted(os.listdir(kept.folder))
     assert names == [Path(kept.path_of(step)).name for step in (10, 100)]
@@ -118,7 +118,7 @@ def test_if_none_can_be_read_nobody_starts_afresh_without_knowing(tmp_path: Path
     for step in (1, 2):
         Path(kept.path_of(step)).write_bytes(b"")
     with pytest.raises(CheckpointError, match="no checkpoint here can be read") as caught:
-        kept.newest()
+        kept.read_newest()
     assert "2 of them" in str(caught.value)
 
 

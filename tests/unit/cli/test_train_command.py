@@ -15,9 +15,9 @@ import pytest
 
 from lockstep import TorchTrainer
 from lockstep.cli import main
-from lockstep.cli.error_text import shown
-from lockstep.cli.operator_config import config_of, value_of
-from lockstep.cli.train_options import TRAINER, add_arguments
+from lockstep.cli.fix_hints import with_cli_options
+from lockstep.cli.operator_config import load_config, parse_value
+from lockstep.cli.train_options import TRAINER_OPTIONS, add_arguments
 from lockstep.errors import ConfigurationError
 from lockstep.keys import BATCH_SIZE
 
@@ -182,7 +182,7 @@ def test_what_cannot_be_written_is_known_before_training(here, capsys, option, c
 def test_the_config_of_file_and_settings(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("lr: 1e-3\nsteps: 10\nname: 1e\nmodel: {width: 8}\n")
-    config = config_of(str(path), ["lr=2e-2", "model.depth=3", "new.a.b=[1, 2]"], batch_size=64)
+    config = load_config(str(path), ["lr=2e-2", "model.depth=3", "new.a.b=[1, 2]"], batch_size=64)
     assert config == {
         "lr": 0.02,
         "steps": 10,
@@ -191,17 +191,17 @@ def test_the_config_of_file_and_settings(tmp_path):
         "new": {"a": {"b": [1, 2]}},
         BATCH_SIZE: 64,
     }
-    assert config_of(str(path), [])["lr"] == 0.001
+    assert load_config(str(path), [])["lr"] == 0.001
     toml = tmp_path / "c.toml"
     toml.write_text("lr = 0.5\n[model]\nwidth = 2\n")
-    assert config_of(str(toml), []) == {"lr": 0.5, "model": {"width": 2}}
+    assert load_config(str(toml), []) == {"lr": 0.5, "model": {"width": 2}}
     for text, value in {"true": True, "True": True, "None": None, "adam": "adam", "": ""}.items():
-        assert value_of(text) == value
+        assert parse_value(text) == value
     for entry in ("lr", "=1", "a..b=1"):
         with pytest.raises(ConfigurationError, match=r"--set lr=0\.1"):
-            config_of(None, [entry])
+            load_config(None, [entry])
     with pytest.raises(ConfigurationError, match="lr is no mapping"):
-        config_of(str(path), ["lr.x=1"])
+        load_config(str(path), ["lr.x=1"])
 
 
 def test_completion_scripts(tmp_path):
@@ -259,10 +259,10 @@ def test_two_workers_import_the_operator_from_its_file(here, tmp_path):
     ],
 )
 def test_what_an_error_tells_to_type_is_an_option(error, typed):
-    said = shown(error)
+    said = with_cli_options(error)
     assert typed is None or typed in said
     assert "TorchTrainer" not in said
-    for name in TRAINER:
+    for name in TRAINER_OPTIONS:
         assert f"{name}=" not in said
     # What is told to be typed can be parsed.
     parser = argparse.ArgumentParser()
@@ -276,8 +276,8 @@ def test_every_argument_of_the_trainer_has_its_option():
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     destinations = {action.dest for action in parser._actions}
-    assert set(TRAINER) <= destinations
-    assert set(TRAINER) <= set(inspect.signature(TorchTrainer).parameters)
+    assert set(TRAINER_OPTIONS) <= destinations
+    assert set(TRAINER_OPTIONS) <= set(inspect.signature(TorchTrainer).parameters)
     read = parser.parse_args(["m:O", "--no-check-finite", "--spare-workers=1", "--audit=off"])
     assert (read.check_finite, read.spare_workers, read.audit) == (False, 1, "off")
     assert not hasattr(parser.parse_args(["m:O"]), "check_finite")

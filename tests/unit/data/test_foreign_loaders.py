@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face datasets and torchdata's loader: shared out exactly, and entered anywhere.
+"""Hugging Face datasets and torchdata's loader: shared out exactly, and read from any position.
 
 The loaders of other packages in `lockstep.data.sharded_loader` and `lockstep.data.rank_loader`.
 """
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lockstep import TorchTrainer, TrainingOperator
-from lockstep.data import BatchParts, ShardedLoader, ShardPlacement
+from lockstep.data import BatchParts, ShardAssignment, ShardedLoader
 from lockstep.errors import NotShardableError
 from sharing import by_shard, share_out
 
@@ -125,15 +125,15 @@ def test_a_loader_that_was_asked_for_its_state_reads_all():
 
 
 def test_what_is_shared_out_or_entered_already_is_refused():
-    placement = ShardPlacement(2, range(2), 0)
+    assignment = ShardAssignment(2, range(2), 0)
     half = DataLoader(split_dataset_by_node(stream(), rank=0, world_size=2), batch_size=4)
     with pytest.raises(NotShardableError, match="split_dataset_by_node"):
-        ShardedLoader(half, placement, parts=BatchParts.BY_SHARD)
+        ShardedLoader(half, assignment, parts=BatchParts.BY_SHARD)
     loader = StatefulDataLoader(table(), batch_size=4)
     next(iter(loader))
     loader.load_state_dict(loader.state_dict())
     with pytest.raises(NotShardableError, match="load_state_dict"):
-        ShardedLoader(loader, placement, parts=BatchParts.BY_SHARD)
+        ShardedLoader(loader, assignment, parts=BatchParts.BY_SHARD)
 
 
 class Regression(TrainingOperator):

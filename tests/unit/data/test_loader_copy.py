@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Iterators left early, kept alive, or followed by others: no process stays behind."""
+"""Iterators that end early, stay alive or follow one another leave no worker process behind."""
 
 import gc
 import multiprocessing
@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep.data import BatchParts, ShardedLoader, ShardPlacement
+from lockstep.data import BatchParts, ShardAssignment, ShardedLoader
 from lockstep.errors import ConfigurationError
 from sharing import plain
 
-PLACEMENT = ShardPlacement(2, range(2), 0)
+PLACEMENT = ShardAssignment(2, range(2), 0)
 
 
 _BEFORE: set[Any] = set()
@@ -124,7 +124,7 @@ def test_a_loader_that_is_forgotten_takes_its_workers_along() -> None:
 
 def test_a_worker_that_never_has_samples_starts_no_processes() -> None:
     loader = DataLoader(range(4), batch_sampler=[[0, 1, 2, 3]], num_workers=1)
-    sharded = ShardedLoader(loader, ShardPlacement(2, range(1, 2), 0), parts=BatchParts.BY_SHARD)
+    sharded = ShardedLoader(loader, ShardAssignment(2, range(1, 2), 0), parts=BatchParts.BY_SHARD)
     (step,) = sharded.batches(0)
     assert step.parts == []
     assert not _started()

@@ -21,12 +21,12 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lockstep.data import BatchParts, ShardedLoader, ShardPlacement
-from lockstep.data.isolated_randomness import IsolatedRandomness, held_generators
+from lockstep.data import BatchParts, ShardAssignment, ShardedLoader
+from lockstep.data.isolated_randomness import IsolatedRandomness, find_generators
 from lockstep.errors import NotShardableError
 from sharing import by_shard, plain, samples, share_out
 
-ALONE = ShardPlacement(1, range(1), 0)
+ALONE = ShardAssignment(1, range(1), 0)
 REPLACED = {"dataset", "batch_sampler", "collate_fn", "_dataset_kind", "_iterator"}
 
 
@@ -153,9 +153,9 @@ def test_a_lazy_sampler_draws_the_same_everywhere_and_disturbs_nobody() -> None:
     drawn = (torch.rand(1).item(), np.random.rand(), random.random())
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
     # Draws of the training step, in between, do not shift the sampler's.
-    placement = ShardPlacement(4, range(4), 0)
+    assignment = ShardAssignment(4, range(4), 0)
     disturbed = {}
-    for step in ShardedLoader(make(), placement, parts=BatchParts.BY_SHARD).batches(0, 3):
+    for step in ShardedLoader(make(), assignment, parts=BatchParts.BY_SHARD).batches(0, 3):
         torch.rand(3), np.random.rand(3), random.random(), sampler.numpy.random()
         disturbed[step.index] = [plain(part.batch) for part in step.parts]
     assert disturbed[3] == [alone[3, shard] for shard in range(4)]
@@ -193,7 +193,7 @@ def test_the_users_generator_counts_and_is_left_as_it_was() -> None:
 
 
 def test_an_error_in_a_sampler_leaves_the_generators_as_they_were() -> None:
-    isolation = IsolatedRandomness(1, held_generators(random.Random(1)))
+    isolation = IsolatedRandomness(1, find_generators(random.Random(1)))
     state = torch.get_rng_state()
 
     def broken() -> object:

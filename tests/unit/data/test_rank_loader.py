@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""shard_loader: a rank's exact part, under torchrun, resumable at any number of ranks."""
+"""shard_loader under torchrun: each rank reads its exact part, and any number of ranks resumes."""
 
 import json
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Augmentations are functions of (seed, epoch, step, shard), whoever reads."""
+"""Augmentations are functions of (seed, epoch, step, shard), whichever process reads."""
 
 import pickle
 import random
@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
-from lockstep.data import BatchParts, ShardedLoader, ShardPlacement
+from lockstep.data import BatchParts, ShardAssignment, ShardedLoader
 from lockstep.data.global_batches import ItemKind
 from lockstep.data.seeded_dataset import (
     Request,
     SeededDataset,
     Segment,
-    WorkerStart,
+    WorkerInitFn,
     may_draw,
 )
 from lockstep.randomness import RandomState
@@ -99,7 +99,7 @@ def _rows() -> DataLoader:
 
 @pytest.mark.parametrize("loader", [make(0), make(1), _rows()], ids=["here", "worker", "rows"])
 def test_the_training_loops_generators_are_left_alone(loader: DataLoader) -> None:
-    sharded = ShardedLoader(loader, ShardPlacement(2, range(2), 0), parts=BatchParts.BY_SHARD)
+    sharded = ShardedLoader(loader, ShardAssignment(2, range(2), 0), parts=BatchParts.BY_SHARD)
     before = RandomState.capture()
     for _ in sharded.batches(0):
         after = RandomState.capture()
@@ -120,7 +120,7 @@ def test_only_datasets_that_cannot_draw_are_read_without_seeding() -> None:
 
 def test_what_a_spawned_loader_worker_is_sent_can_travel() -> None:
     dataset = SeededDataset(Noisy(), ItemKind.SAMPLE_INDEX, noisy_collate, 3)
-    twin, start = pickle.loads(pickle.dumps((dataset, WorkerStart(_open_in_worker))))
+    twin, start = pickle.loads(pickle.dumps((dataset, WorkerInitFn(_open_in_worker))))
     request = Request(0, 1, (Segment(0, [4, 5]), Segment(1, [6])))
     assert plain(twin.__getitems__(request)) == plain(dataset.__getitems__(request))
     assert len(twin) == len(dataset) == 26

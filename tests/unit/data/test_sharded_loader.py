@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every sample once, whatever is divided by whatever; the same shards on any workers."""
+"""Every sample is read once at any numbers of samples, shards and workers, in the same shards."""
 
 import itertools
 
@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.data import BatchParts, ShardedLoader, ShardPlacement, split_batch_size
+from lockstep.data import BatchParts, ShardAssignment, ShardedLoader, split_batch_size
 from lockstep.errors import ConfigurationError
-from sharing import by_shard, placements, plain, samples, share_out
+from sharing import by_shard, plain, samples, shard_assignments, share_out
 
 SIZES = [1, 2, 5, 10, 37]
 SHARDS = [1, 2, 3, 4, 7]
@@ -63,7 +63,7 @@ def test_a_resize_keeps_the_global_batch() -> None:
     for num_shards in (8, 3, 7, 2):
         share = split_batch_size(100, num_shards, num_shards - 1)
         loader = DataLoader(range(300), batch_size=share)
-        sharded = ShardedLoader(loader, placements(num_shards, 1)[0], parts=BatchParts.JOINT)
+        sharded = ShardedLoader(loader, shard_assignments(num_shards, 1)[0], parts=BatchParts.JOINT)
         assert sharded.global_batch_size == 100
         assert [step.num_samples for step in sharded.batches(0)] == [100, 100, 100]
 
@@ -98,7 +98,7 @@ def test_reshuffled_every_epoch_by_seed_and_epoch() -> None:
     def make() -> DataLoader:
         return DataLoader(range(40), batch_size=4, shuffle=True)
 
-    sharded = ShardedLoader(make(), ShardPlacement(2, range(2), 5), parts=BatchParts.JOINT)
+    sharded = ShardedLoader(make(), ShardAssignment(2, range(2), 5), parts=BatchParts.JOINT)
 
     def order(epoch: int) -> list[int]:
         return [v for step in sharded.batches(epoch) for v in plain(step.parts[0].batch)]
@@ -125,7 +125,7 @@ def test_a_later_start_yields_what_the_whole_run_yields(start_step: int) -> None
     for shuffle in (False, True):
         sharded = ShardedLoader(
             DataLoader(Data(), batch_size=3, shuffle=shuffle),
-            ShardPlacement(3, range(1, 3), 0),
+            ShardAssignment(3, range(1, 3), 0),
             parts=BatchParts.JOINT_OR_BORROWED,
         )
         whole = [(s.index, plain(s.parts[0].batch)) for s in sharded.batches(1)]
@@ -175,11 +175,11 @@ def test_drop_last_drops_an_incomplete_global_batch() -> None:
 def test_steps_per_epoch() -> None:
     for size, drop_last in itertools.product((1, 8, 9, 16), (False, True)):
         loader = DataLoader(range(size), batch_size=4, drop_last=drop_last)
-        sharded = ShardedLoader(loader, ShardPlacement(2, range(2), 0), parts=BatchParts.BY_SHARD)
+        sharded = ShardedLoader(loader, ShardAssignment(2, range(2), 0), parts=BatchParts.BY_SHARD)
         assert sharded.steps_per_epoch == len(list(sharded.batches(0)))
 
 
 @pytest.mark.parametrize("shards", [range(3), range(-1, 1), range(0, 2, 2)])
 def test_shards_that_do_not_exist_are_refused(shards: range) -> None:
     with pytest.raises(ConfigurationError, match="contiguous range"):
-        ShardPlacement(2, shards, 0)
+        ShardAssignment(2, shards, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shuffled order: a true permutation, well mixed, entered anywhere."""
+"""The shuffled order is a permutation, is well mixed, and can be read from any position."""
 
 import itertools
 import time

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Iterable data: each keeps its part of one stream, or it is refused with the reason.
+"""Iterable data: every rank reads its part of one stream, or the loader is refused with the reason.
 
 `lockstep.data.global_batches` reads or refuses the stream, `lockstep.data.data_order_check`
 compares the ranks.
@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from lockstep.data import BatchParts, ShardedLoader, ShardPlacement, check_agreement, shard_loader
+from lockstep.data import BatchParts, ShardAssignment, ShardedLoader, check_same_plan, shard_loader
 from lockstep.errors import DataOrderError, NotShardableError, WrongTypeError
-from sharing import by_shard, placements, plain, samples, share_out
+from sharing import by_shard, plain, samples, shard_assignments, share_out
 
-ALONE = ShardPlacement(1, range(1), 0)
+ALONE = ShardAssignment(1, range(1), 0)
 
 
 class Stream(IterableDataset):
@@ -69,7 +69,7 @@ def test_only_a_workers_own_part_is_collated() -> None:
         return torch.stack(rows)
 
     loader = DataLoader(Stream(), batch_size=2, collate_fn=collate, drop_last=True)
-    sharded = ShardedLoader(loader, placements(3, 3)[1], parts=BatchParts.JOINT_OR_BORROWED)
+    sharded = ShardedLoader(loader, shard_assignments(3, 3)[1], parts=BatchParts.JOINT_OR_BORROWED)
     steps = list(sharded.batches(0))
     assert len(steps) == 3  # 23 samples, 6 a step: the incomplete one is dropped
     assert collated == [row[0] for step in steps for row in plain(step.parts[0].batch)]
@@ -83,7 +83,9 @@ def test_steps_of_a_stream_are_known_if_it_has_a_length() -> None:
 
     for dataset, steps in ((Stream(), None), (Sized(), 4)):
         loader = DataLoader(dataset, batch_size=2)
-        sharded = ShardedLoader(loader, placements(3, 1)[0], parts=BatchParts.JOINT_OR_BORROWED)
+        sharded = ShardedLoader(
+            loader, shard_assignments(3, 1)[0], parts=BatchParts.JOINT_OR_BORROWED
+        )
         assert sharded.steps_per_epoch == steps
 
 
@@ -96,7 +98,7 @@ def test_an_endless_stream_gives_as_many_steps_as_are_asked_for() -> None:
                 number += 1
 
     loader = DataLoader(Endless(), batch_size=2)
-    steps = ShardedLoader(loader, placements(2, 2)[1], parts=BatchParts.BY_SHARD).batches(0)
+    steps = ShardedLoader(loader, shard_assignments(2, 2)[1], parts=BatchParts.BY_SHARD).batches(0)
     assert [plain(next(steps).parts[0].batch) for _ in range(3)] == [[2, 3], [6, 7], [10, 11]]
     steps.close()
 
@@ -124,7 +126,7 @@ def test_a_list_of_batches_is_dealt() -> None:
         assert plain(joined[0].parts[0].batch[0]) == [30, 31, 32, 20, 21]
         borrowed = share_out(make, 2, 2, joint=True, borrow=True)[1][2].parts[0]
         assert (borrowed.num_samples, plain(borrowed.batch[0])) == (0, [20, 21])
-    sharded = ShardedLoader(batches, placements(2, 1)[0], parts=BatchParts.JOINT_OR_BORROWED)
+    sharded = ShardedLoader(batches, shard_assignments(2, 1)[0], parts=BatchParts.JOINT_OR_BORROWED)
     assert (sharded.steps_per_epoch, sharded.global_batch_size) == (3, None)
 
 
@@ -189,8 +191,10 @@ def test_a_distributed_sampler_over_one_replica_is_an_ordinary_one() -> None:
 
 def _fingerprints(*makers: object) -> list[dict]:
     return [
-        ShardedLoader(make(), placement, parts=BatchParts.JOINT_OR_BORROWED).fingerprint(0)
-        for make, placement in zip(makers, placements(len(makers), len(makers)), strict=True)
+        ShardedLoader(make(), assignment, parts=BatchParts.JOINT_OR_BORROWED).fingerprint(0)
+        for make, assignment in zip(
+            makers, shard_assignments(len(makers), len(makers)), strict=True
+        )
     ]
 
 
@@ -204,7 +208,7 @@ def test_workers_that_read_alike_agree() -> None:
         lambda: [torch.ones(2), torch.zeros(1)],
     ):
         prints = _fingerprints(make, make)
-        check_agreement(prints)
+        check_same_plan(prints)
         assert prints[0]["first_batch"] is not None
 
 
@@ -228,14 +232,14 @@ def test_workers_that_read_otherwise_are_named(other: object, words: str) -> Non
         return DataLoader(range(9), batch_size=2, shuffle=True)
 
     with pytest.raises(DataOrderError, match=words) as caught:
-        check_agreement(_fingerprints(usual, usual, other))
+        check_same_plan(_fingerprints(usual, usual, other))
     assert "rank(s) 2 against rank 0" in str(caught.value)
 
 
 def test_a_stream_that_reads_only_this_ranks_part_is_noticed() -> None:
     """Such a stream would be cut twice, and most of it read by nobody."""
     with pytest.raises(DataOrderError, match="first global batches"):
-        check_agreement(
+        check_same_plan(
             _fingerprints(
                 lambda: DataLoader(Stream(10), batch_size=2),
                 lambda: DataLoader(Stream(10, first=10), batch_size=2),

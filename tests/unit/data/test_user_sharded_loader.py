@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""add_dist_sampler=False: each worker's own loader, evened out by borrowed batches."""
+"""add_dist_sampler=False: each worker reads its own loader, and may repeat its last batch."""
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lockstep.data import ShardPlacement, UserShardedLoader
+from lockstep.data import ShardAssignment, UserShardedLoader
 from lockstep.errors import NotShardableError, WrongTypeError
 from sharing import plain
 
-SECOND = ShardPlacement(2, range(1, 2), 0)
+SECOND = ShardAssignment(2, range(1, 2), 0)
 
 
 def _steps(loader: object, *args: int, **kwargs: int) -> list[tuple[int, list, int]]:
@@ -64,7 +64,7 @@ def test_the_order_is_a_function_of_epoch_and_worker_and_disturbs_nobody() -> No
         assert _steps(loader, 2) != whole
     shuffled = DataLoader(range(30), batch_size=3, shuffle=True)
     first = [plain(s.parts[0].batch) for s in UserShardedLoader(shuffled, SECOND).batches(0)]
-    other = UserShardedLoader(shuffled, ShardPlacement(2, range(1), 0)).batches(0)
+    other = UserShardedLoader(shuffled, ShardAssignment(2, range(1), 0)).batches(0)
     assert [plain(s.parts[0].batch) for s in other] != first
 
 

@@ -8,7 +8,8 @@ import pytest
 from lockstep.engine import placement_group, rank_assignment
 from lockstep.engine.worker_handle import WorkerHandle
 from lockstep.errors import WorkerDiedError
-from lockstep.recovery.lost_workers import LostWorker, RankTable
+from lockstep.recovery.lost_worker import LostWorker
+from lockstep.recovery.rank_table import RankTable
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What asks for a package that is not installed says what to type."""
+"""The error for a package that is not installed names the command that installs it."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weighted means on uneven shards, against the mean that one process computes."""
+"""Weighted means over uneven shards equal the means that one process computes."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torchmetrics.wrappers import ClasswiseWrapper
 
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import ConfigurationError, WrongTypeError
-from lockstep.metrics.torchmetrics_merge import computed
+from lockstep.metrics.torchmetrics_merge import compute_merged
 from lockstep.operator.registered_metrics import RegisteredMetrics
 
 CLASSES, SAMPLES = 3, 37
@@ -129,13 +129,13 @@ def test_ranks_without_samples_do_not_count():
     ranks[2].update(FEATURES[20:, 0], FEATURES[20:, 1])
     whole = torch.corrcoef(FEATURES[:, :2].T)[0, 1].item()
     before = ranks[0].mean_x.clone()
-    assert computed([{"r": rank} for rank in ranks])["r"] == pytest.approx(whole, rel=1e-5)
+    assert compute_merged([{"r": rank} for rank in ranks])["r"] == pytest.approx(whole, rel=1e-5)
     assert torch.equal(ranks[0].mean_x, before)
-    assert computed([{"r": PearsonCorrCoef()}]) == {}
+    assert compute_merged([{"r": PearsonCorrCoef()}]) == {}
     weighted = [MeanMetric(), MeanMetric()]
     weighted[0].update(1.0, weight=3)
     weighted[1].update(5.0, weight=1)
-    assert computed([{"m": each} for each in weighted]) == {"m": 2.0}
+    assert compute_merged([{"m": each} for each in weighted]) == {"m": 2.0}
 
 
 def test_a_step_can_be_taken_back():
@@ -154,5 +154,5 @@ def test_a_step_can_be_taken_back():
         twice.observe("validation", output[20:], target[20:])
         twice.restore(mark)
     twice.observe("validation", output[20:], target[20:])
-    values = [computed([each.copy_to_cpu("validation")]) for each in (once, twice)]
+    values = [compute_merged([each.copy_to_cpu("validation")]) for each in (once, twice)]
     assert values[1] == pytest.approx(values[0], rel=1e-6)

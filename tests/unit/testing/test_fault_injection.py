@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `lockstep.testing.struck` leaves behind: nothing."""
+"""`lockstep.testing.struck` leaves no directory behind."""
 
 import os
 import subprocess

@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from lockstep import TorchTrainer, TrainingOperator
-from lockstep.data.prediction_rows import split_predictions
+from lockstep.data.uncollate import uncollate
 from lockstep.errors import ConfigurationError, NotShardableError
 
 SAMPLES = 23
@@ -182,5 +182,5 @@ def test_rows_of_named_tuples():
     from collections import namedtuple
 
     Pair = namedtuple("Pair", "left right")
-    assert split_predictions(Pair([1, 2], ["a", "b"]), 2) == [Pair(1, "a"), Pair(2, "b")]
-    assert split_predictions(("x", 1), 2) == [("x", 1)] * 2
+    assert uncollate(Pair([1, 2], ["a", "b"]), 2) == [Pair(1, "a"), Pair(2, "b")]
+    assert uncollate(("x", 1), 2) == [("x", 1)] * 2

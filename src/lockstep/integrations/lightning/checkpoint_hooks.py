@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`on_save_checkpoint` and `on_load_checkpoint` of a module and of its datamodule.
+"""Calls `on_save_checkpoint` and `on_load_checkpoint` of a module and of its datamodule.
 
-Lightning calls both hooks with a whole checkpoint, which they may add to. Here a hook is shown a
-checkpoint as Lightning would write it; what the hook adds is saved with the operator's state, and
-shown to the other hook when that state is loaded.
+Lightning calls both hooks with a whole checkpoint, to which they may add entries. lockstep calls
+`on_save_checkpoint` with a checkpoint as Lightning would write it, saves the entries that the hook
+adds with the operator's state, and gives them to `on_load_checkpoint` when that state is loaded.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from lockstep.integrations.lightning.trainer_view import TrainerView
 
 
-def added_by_hook(trainer: TrainerView, owners: Sequence[Any]) -> dict[str, Any]:
-    """What `on_save_checkpoint` of `owners` put into the checkpoint.
+def run_on_save_hooks(trainer: TrainerView, hook_targets: Sequence[Any]) -> dict[str, Any]:
+    """Call `on_save_checkpoint` of `hook_targets`, and return the entries that the hooks add.
 
     Args:
-        owners: the datamodule, if there is one, and the module.
+        hook_targets: the datamodule, if there is one, and the module.
 
     Raises:
-        NotAvailableError: the hook left out or renamed weights; lockstep saves all of them.
+        NotAvailableError: a hook left out or renamed weights; lockstep saves all of them.
     """
-    offered = _checkpoint(trainer)
+    offered = _lightning_checkpoint(trainer)
     names = list(offered["state_dict"])
     checkpoint = {**offered}
-    _call_on_owners(owners, "on_save_checkpoint", checkpoint)
+    _call_hook(hook_targets, "on_save_checkpoint", checkpoint)
     state = checkpoint.get("state_dict")
     if state is not offered["state_dict"] or list(state) != names:
         raise NotAvailableError(
@@ -42,12 +42,14 @@ def added_by_hook(trainer: TrainerView, owners: Sequence[Any]) -> dict[str, Any]
     return {key: value for key, value in checkpoint.items() if key not in offered}
 
 
-def give_back(trainer: TrainerView, owners: Sequence[Any], added: dict[str, Any]) -> None:
-    """Call `on_load_checkpoint` of `owners` with `added`, beside what every checkpoint holds."""
-    _call_on_owners(owners, "on_load_checkpoint", {**_checkpoint(trainer), **added})
+def run_on_load_hooks(
+    trainer: TrainerView, hook_targets: Sequence[Any], added: dict[str, Any]
+) -> None:
+    """Call `on_load_checkpoint` of `hook_targets` with a checkpoint that holds `added`."""
+    _call_hook(hook_targets, "on_load_checkpoint", {**_lightning_checkpoint(trainer), **added})
 
 
-def _checkpoint(trainer: TrainerView) -> dict[str, Any]:
+def _lightning_checkpoint(trainer: TrainerView) -> dict[str, Any]:
     """A checkpoint as Lightning would write it now."""
     module = trainer.lightning_module
     return {
@@ -60,8 +62,8 @@ def _checkpoint(trainer: TrainerView) -> dict[str, Any]:
     }
 
 
-def _call_on_owners(owners: Sequence[Any], hook: str, checkpoint: dict[str, Any]) -> None:
-    # Lightning's own datamodule has neither hook, and calls a user's.
-    for owner in reversed(owners):
-        if hasattr(owner, hook):
-            getattr(owner, hook)(checkpoint)
+def _call_hook(hook_targets: Sequence[Any], hook: str, checkpoint: dict[str, Any]) -> None:
+    # Lightning's datamodule class has neither hook; a user's subclass may have them.
+    for target in reversed(hook_targets):
+        if hasattr(target, hook):
+            getattr(target, hook)(checkpoint)

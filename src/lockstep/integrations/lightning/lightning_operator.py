@@ -2,11 +2,11 @@
 """A `TrainingOperator` around a LightningModule.
 
 Where Lightning gives `training_step` the batch of one device, this operator gives it one shard of
-the global batch, with the shard's own random numbers: the result then does not depend on how many
-workers carry the shards.
+the global batch, with the shard's own random numbers: so the result does not depend on the number
+of workers.
 
-The operator overrides the methods of the default loop, calls each of the module's hooks at the
-moment at which Lightning calls it, and leaves what a step computes to the default loop.
+The operator overrides the methods of the default loop, and calls each of the module's hooks at the
+moment at which Lightning calls it. The default loop computes the steps.
 """
 
 from __future__ import annotations
@@ -21,12 +21,19 @@ from lockstep import reduction_context
 from lockstep.data.global_batches import global_batches_of
 from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.integrations.lightning import unsupported
-from lockstep.integrations.lightning.checkpoint_hooks import added_by_hook, give_back
+from lockstep.integrations.lightning.checkpoint_hooks import run_on_load_hooks, run_on_save_hooks
 from lockstep.integrations.lightning.logging_capture import LoggingCapture
 from lockstep.integrations.lightning.loop_hooks import LoopHooks, call_data_hook
-from lockstep.integrations.lightning.lr_schedulers import SchedulerSteps, configured
-from lockstep.integrations.lightning.module_factory import ModuleFactory, check_given, is_lightning
-from lockstep.integrations.lightning.step_outputs import detached, loss_and_metrics
+from lockstep.integrations.lightning.lr_schedulers import (
+    SchedulerStepper,
+    parse_configure_optimizers,
+)
+from lockstep.integrations.lightning.module_factory import (
+    ModuleFactory,
+    check_module_argument,
+    is_lightning,
+)
+from lockstep.integrations.lightning.step_outputs import detach, loss_and_metrics
 from lockstep.integrations.lightning.trainer_view import TrainerView, update_view
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator import TrainingOperator
@@ -69,12 +76,12 @@ def from_lightning(
         max_epochs: for schedulers that ask ``self.trainer.estimated_stepping_batches``.
 
     Raises:
-        WrongTypeError: `module_cls` is something else.
-        NotAvailableError: Lightning is not installed. In the workers: the module needs
-            something that lockstep does not do; it is named.
+        WrongTypeError: `module_cls` is none of these.
+        NotAvailableError: Lightning is not installed. In the workers: the module uses a feature
+            that lockstep does not support; the message names it.
     """
     unsupported.refuse_trainer_arguments(further)
-    check_given(module_cls)
+    check_module_argument(module_cls)
     factory = ModuleFactory(
         module_cls,
         datamodule,
@@ -86,7 +93,7 @@ def from_lightning(
     )
     members: dict[str, Any] = {"_factory": factory}
     if is_lightning(module_cls, "LightningModule") and not inspect.isclass(module_cls):
-        members["_load_into_instances"] = staticmethod(
+        members["_load_into_instance"] = staticmethod(
             lambda state: module_cls.load_state_dict(state["models"][0])
         )
     bases = (LightningOperator,) if base is TrainingOperator else (LightningOperator, base)
@@ -101,8 +108,8 @@ class LightningOperator(TrainingOperator):
 
     @classmethod
     def _overrides(cls, method: str) -> bool:
-        # The loops here are the default ones with hooks around them, and as those go shard by
-        # shard: only a subclass brings methods of its own.
+        # Methods of LightningOperator do not count as user overrides: like the default loop, they
+        # run shard by shard.
         return getattr(cls, method) is not getattr(LightningOperator, method)
 
     def get_model(self) -> Any:
@@ -127,15 +134,17 @@ class LightningOperator(TrainingOperator):
         if datamodule is not None:
             datamodule.trainer = self._view
         self._logging = LoggingCapture(module, context.group)
-        self._owners = [datamodule, module] if datamodule is not None else [module]
+        self._hook_targets = [datamodule, module] if datamodule is not None else [module]
         self._prepare_data()
-        for owner in self._owners:
-            owner.setup("fit")
+        for target in self._hook_targets:
+            target.setup("fit")
         module.configure_model()
         module.to(context.device)
         self._open_loaders()
-        optimizer, configs = configured(module.configure_optimizers(), type(module).__name__)
-        # A Lightning module says itself when its schedulers step: the default loop must not.
+        optimizer, configs = parse_configure_optimizers(
+            module.configure_optimizers(), type(module).__name__
+        )
+        # `SchedulerStepper` steps the schedulers, so the default loop must not.
         self._steps_schedulers = context.options.scheduler_step_freq is None
         manual = replace(context.options, scheduler_step_freq=SCHEDULER_STEP_MANUAL)
         self._lockstep.context = replace(context, options=manual)
@@ -145,19 +154,19 @@ class LightningOperator(TrainingOperator):
             optimizers=optimizer,
             schedulers=[each.scheduler for each in configs] or None,
         )
-        self._scheduler_steps = SchedulerSteps(configs, module.lr_scheduler_step)
+        self._scheduler_stepper = SchedulerStepper(configs, module.lr_scheduler_step)
         update_view(self._view, optimizers=[self.optimizer], lr_scheduler_configs=configs)
         self._has_fit_begun = self._epoch_is_over = False
-        self._open_epoch = -1
+        self._started_epoch = -1
         self._steps_taken = 0
         self._first_index = 0
-        self._computed: list[tuple[Any, Any, float]] = []
+        self._outputs: list[tuple[Any, Any, float]] = []
 
     def _prepare_data(self) -> None:
         """Call `prepare_data`, which downloads, on one worker of each node; the others wait."""
-        for owner in self._owners:
+        for target in self._hook_targets:
             if self.local_rank == 0:
-                owner.prepare_data()
+                target.prepare_data()
         self._lockstep.context.group.exchange(None)
 
     def _open_loaders(self) -> None:
@@ -169,9 +178,9 @@ class LightningOperator(TrainingOperator):
             validation = self._factory.val_dataloader
             if validation is None:
                 validation = self._loader_of("val_dataloader")
-        train, validation = _only(train, "train"), _only(validation, "validation")
+        train, validation = _single_loader(train, "train"), _single_loader(validation, "validation")
         self.register_data(train_loader=train, validation_loader=validation)
-        shards = self._lockstep.context.placement.num_shards
+        shards = self._lockstep.context.shard_assignment.num_shards
         lengths = [
             None if each is None else global_batches_of(each, shards).num_steps()
             for each in (train, validation)
@@ -186,42 +195,45 @@ class LightningOperator(TrainingOperator):
         )
 
     def _loader_of(self, hook: str) -> Any:
-        for owner in self._owners:
-            if unsupported.overrides(owner, hook):
-                return getattr(owner, hook)()
+        for target in self._hook_targets:
+            if unsupported.overrides(target, hook):
+                return getattr(target, hook)()
         return None
 
     def to_device(self, batch: Any) -> Any:
-        """Through the module's (or the datamodule's) own transfer hooks."""
-        batch = call_data_hook(self._owners, "on_before_batch_transfer", batch, 0)
-        batch = call_data_hook(self._owners, "transfer_batch_to_device", batch, self.device, 0)
-        return call_data_hook(self._owners, "on_after_batch_transfer", batch, 0)
+        """Move `batch` by the transfer hooks of the datamodule or the module."""
+        batch = call_data_hook(self._hook_targets, "on_before_batch_transfer", batch, 0)
+        batch = call_data_hook(
+            self._hook_targets, "transfer_batch_to_device", batch, self.device, 0
+        )
+        return call_data_hook(self._hook_targets, "on_after_batch_transfer", batch, 0)
 
     # ---------------------------------------------------------------------------- training
 
     def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         module, epoch = self.module, int(info["epoch_idx"])
-        # An iterator that goes on in the middle of an epoch counts from where the epoch was left.
+        # The loop's `batch_idx` starts at the iterator's `first_index`; this offset makes it the
+        # batch's number in the epoch.
         counted_on = getattr(iterator, "first_index", 0)
         self._first_index = getattr(iterator, "step_in_epoch", 0) - counted_on
         update_view(self._view, current_epoch=epoch, training=True, validating=False)
         self._step_hooks.set_training(registered_parts(self), True)
         with self._logging.capturing("train"):
             self._begin_fit()
-            if self._open_epoch != epoch:
+            if self._started_epoch != epoch:
                 if self._steps_schedulers:
-                    self._scheduler_steps.check_monitored(epoch)
+                    self._scheduler_stepper.check_monitored(epoch)
                 module.on_train_epoch_start()
-                self._open_epoch = epoch
+                self._started_epoch = epoch
             metrics = super().train_epoch(iterator, info)
-            over = getattr(iterator, "epoch_over", True)
-            if over:
+            epoch_over = getattr(iterator, "epoch_over", True)
+            if epoch_over:
                 if self._steps_schedulers:
-                    self._scheduler_steps.after_epoch(epoch)
+                    self._scheduler_stepper.after_epoch(epoch)
                 module.on_train_epoch_end()
-            logged, of_epoch = self._logging.conclude(epoch_over=over)
-        self._epoch_is_over = over
-        self._learn(of_epoch, over=over)
+            logged, of_epoch = self._logging.end_pass(epoch_over=epoch_over)
+        self._epoch_is_over = epoch_over
+        self._update_callback_metrics(of_epoch, epoch_over=epoch_over)
         return {**metrics, **logged}
 
     def _begin_fit(self) -> None:
@@ -230,16 +242,16 @@ class LightningOperator(TrainingOperator):
             self.module.on_train_start()
         self._has_fit_begun = True
 
-    def _learn(self, metrics: Mapping[str, float], *, over: bool) -> None:
-        """Take the metrics of an epoch, or of a validation, which are the same on every worker."""
+    def _update_callback_metrics(self, metrics: Mapping[str, float], *, epoch_over: bool) -> None:
+        """Store an epoch's or a validation's metrics, equal on all workers; step the plateaus."""
         known = {name: torch.tensor(value) for name, value in metrics.items()}
         update_view(self._view, callback_metrics={**self._view.callback_metrics, **known})
-        if over and self._steps_schedulers and self._has_fit_begun:
-            self._scheduler_steps.after_metrics(self._view.current_epoch, metrics)
+        if epoch_over and self._steps_schedulers and self._has_fit_begun:
+            self._scheduler_stepper.after_metrics(self._view.current_epoch, metrics)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        index = self._index(batch_info)
-        self._computed = []
+        index = self._batch_index(batch_info)
+        self._outputs = []
         self._logging.step = self.global_step
         self._step_hooks.begin(index, has_batches=bool(self._lockstep.step.shards_in(batch)))
         metrics = super().train_batch(batch, batch_info)
@@ -247,18 +259,22 @@ class LightningOperator(TrainingOperator):
             self._steps_taken += 1
             update_view(self._view, global_step=self._steps_taken)
             if self._steps_schedulers:
-                self._scheduler_steps.after_step(index)
-        for output, moved, num_samples in self._computed:
-            with self._logging.of_batch(num_samples, first_time=False):
+                self._scheduler_stepper.after_step(index)
+        for output, moved, num_samples in self._outputs:
+            with self._logging.counting_for(num_samples, first_time=False):
                 self.module.on_train_batch_end(output, moved, index)
-        self._computed = []
+        self._outputs = []
         return metrics
 
     def compute_loss(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
-        module, index, num_samples = self.module, self._index(batch_info), _samples_now()
+        module, index, num_samples = (
+            self.module,
+            self._batch_index(batch_info),
+            _current_num_samples(),
+        )
         with (
             self._logging.discarding_outside_passes(),
-            self._logging.of_batch(num_samples, first_time=True),
+            self._logging.counting_for(num_samples, first_time=True),
         ):
             if module.on_train_batch_start(batch, index) == -1:
                 raise NotAvailableError(
@@ -266,7 +282,7 @@ class LightningOperator(TrainingOperator):
                     where=type(module).__name__,
                     fix="trainer.train(num_steps=...) trains on a part of the data",
                 )
-            output = module.training_step(*_arguments(module.training_step, batch, index))
+            output = module.training_step(*_step_arguments(module.training_step, batch, index))
         loss, metrics = loss_and_metrics(module, "training_step", output)
         if loss is None:
             raise NotAvailableError(
@@ -275,11 +291,11 @@ class LightningOperator(TrainingOperator):
                 cause="the workers reduce their gradients together",
                 fix="return the loss times zero, as in (prediction * 0).sum()",
             )
-        self._computed.append((detached(output), batch, num_samples))
+        self._outputs.append((detach(output), batch, num_samples))
         self._step_hooks.clear_once()
         return loss, metrics
 
-    def _index(self, batch_info: Mapping[str, Any]) -> int:
+    def _batch_index(self, batch_info: Mapping[str, Any]) -> int:
         """The batch's number in its epoch, which an earlier call of `train` may have begun."""
         return self._first_index + int(batch_info["batch_idx"])
 
@@ -295,17 +311,17 @@ class LightningOperator(TrainingOperator):
                 module.on_validation_start()
                 module.on_validation_epoch_start()
             metrics = super().validate(val_iterator, info)
-            over = getattr(val_iterator, "epoch_over", True)
-            if over:
+            epoch_over = getattr(val_iterator, "epoch_over", True)
+            if epoch_over:
                 module.on_validation_epoch_end()
                 module.on_validation_end()
-            logged, of_epoch = self._logging.conclude(epoch_over=over)
+            logged, of_epoch = self._logging.end_pass(epoch_over=epoch_over)
         update_view(self._view, validating=False)
-        self._learn(of_epoch, over=over)
+        self._update_callback_metrics(of_epoch, epoch_over=epoch_over)
         return {**metrics, **logged}
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        state, index = self._lockstep, self._index(batch_info)
+        state, index = self._lockstep, self._batch_index(batch_info)
         self._logging.step = index
         per_shard = is_computed_per_shard(self, batch)
         results = ShardResults(self, "validation")
@@ -314,26 +330,28 @@ class LightningOperator(TrainingOperator):
                 self.timers.record("eval_fwd"),
                 state.precision.autocast(),
                 state.step.activate_shard(shard, per_shard=per_shard),
-                self._logging.of_batch(shard.num_samples, first_time=True),
+                self._logging.counting_for(shard.num_samples, first_time=True),
             ):
-                metrics = self._validated(self.to_device(shard.batch), index)
+                metrics = self._run_validation_step(self.to_device(shard.batch), index)
             results.add(shard, metrics, results.weight_of(shard, metrics))
         return results.metrics()
 
-    def _validated(self, batch: Any, index: int) -> dict[str, Any]:
+    def _run_validation_step(self, batch: Any, index: int) -> dict[str, Any]:
         module = self.module
         module.on_validation_batch_start(batch, index)
-        output = module.validation_step(*_arguments(module.validation_step, batch, index))
+        output = module.validation_step(*_step_arguments(module.validation_step, batch, index))
         module.on_validation_batch_end(output, batch, index)
         return {} if output is None else loss_and_metrics(module, "validation_step", output)[1]
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
-        """The module's `predict_step`; without one, its `forward` of the features."""
+        """Call the module's `predict_step`; without one, its `forward` with the features."""
         module = self.module
         unsupported.check_prediction(module)
         if not unsupported.overrides(module, "predict_step"):
             return super().predict_batch(batch, batch_info)
-        return module.predict_step(*_arguments(module.predict_step, batch, batch_info["batch_idx"]))
+        return module.predict_step(
+            *_step_arguments(module.predict_step, batch, batch_info["batch_idx"])
+        )
 
     # ------------------------------------------------------------------------------- state
 
@@ -341,33 +359,33 @@ class LightningOperator(TrainingOperator):
         return {
             "steps": self._steps_taken,
             "epoch": self._view.current_epoch,
-            "plateaus": self._scheduler_steps.state_dict(),
-            "checkpoint": added_by_hook(self._view, self._owners),
+            "plateaus": self._scheduler_stepper.state_dict(),
+            "checkpoint": run_on_save_hooks(self._view, self._hook_targets),
             "datamodule": None if self.datamodule is None else self.datamodule.state_dict(),
         }
 
     def load_state_dict(self, state: Any) -> None:
         self._steps_taken = state["steps"]
         update_view(self._view, current_epoch=state["epoch"], global_step=state["steps"])
-        self._scheduler_steps.load_state_dict(state["plateaus"])
-        self._open_epoch = -1
+        self._scheduler_stepper.load_state_dict(state["plateaus"])
+        self._started_epoch = -1
         if state.get("datamodule"):
             self.datamodule.load_state_dict(state["datamodule"])
-        give_back(self._view, self._owners, state["checkpoint"])
+        run_on_load_hooks(self._view, self._hook_targets, state["checkpoint"])
 
     def _end(self) -> None:
-        """Call what Lightning calls after the last epoch; the trainer shuts down."""
+        """Call the hooks that Lightning calls after the last epoch, when the trainer shuts down."""
         if self._has_fit_begun:
             update_view(self._view, current_epoch=self._view.current_epoch + self._epoch_is_over)
             self.module.on_train_end()
             self.module.on_fit_end()
-        for owner in self._owners:
-            owner.teardown("fit")
+        for target in self._hook_targets:
+            target.teardown("fit")
         self.module.trainer = None
 
 
-def _only(loader: Any, purpose: str) -> Any:
-    """The loader of a purpose, if it is one; Lightning allows several."""
+def _single_loader(loader: Any, purpose: str) -> Any:
+    """`loader`, or the only loader in it; Lightning allows several, which are refused."""
     several = isinstance(loader, list | tuple | dict) or type(loader).__name__ == "CombinedLoader"
     if not several:
         return loader
@@ -382,8 +400,8 @@ def _only(loader: Any, purpose: str) -> Any:
     )
 
 
-def _samples_now() -> float:
-    """Samples of the shard whose loss is being computed."""
+def _current_num_samples() -> float:
+    """The number of samples of the shard whose loss is being computed."""
     active = reduction_context.active()
     if active is None or active.weight is None:
         raise ConfigurationError(
@@ -393,8 +411,8 @@ def _samples_now() -> float:
     return active.weight
 
 
-def _arguments(step: Any, batch: Any, index: int) -> tuple[Any, ...]:
-    """The arguments for a step method of the module, which may leave `batch_idx` out."""
+def _step_arguments(step: Any, batch: Any, index: int) -> tuple[Any, ...]:
+    """The arguments for the step method `step`, whose signature may have no `batch_idx`."""
     takes = inspect.signature(step).parameters.values()
     positional = [each for each in takes if each.kind is not inspect.Parameter.KEYWORD_ONLY]
     several = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in positional)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values that a module gave to `self.log`, as sums over shards, steps and workers.
+"""Sums the values that a module passes to `self.log` over shards, steps and workers.
 
-A mean counts every sample once: each value is weighted by the samples of its batch.
+A mean counts every sample once: each value has its batch's number of samples as its weight.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep.errors import ConfigurationError, NotAvailableError
-from lockstep.metrics.metric_values import WeightedMean, is_scalar, merged_mean, read_means
+from lockstep.metrics.metric_values import is_scalar
+from lockstep.metrics.weighted_mean import WeightedMean, merge_means, read_means
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,12 +30,12 @@ _REDUCTIONS: Final = {
 }
 
 
-_OF_BATCHES: Final[dict[str, Callable[..., torch.Tensor]]] = {
+_COMBINE_BATCHES: Final[dict[str, Callable[..., torch.Tensor]]] = {
     "sum": torch.add,
     "min": torch.minimum,
     "max": torch.maximum,
 }
-_OF_RANKS: Final[dict[str, Callable[[Iterable[float]], float]]] = {
+_COMBINE_RANKS: Final[dict[str, Callable[[Iterable[float]], float]]] = {
     "sum": sum,
     "min": min,
     "max": max,
@@ -42,86 +43,86 @@ _OF_RANKS: Final[dict[str, Callable[[Iterable[float]], float]]] = {
 
 
 @dataclass
-class _Logged:
-    """One name. Values stay on their device until the pass ends: nothing waits for a GPU.
+class _LoggedValue:
+    """The values logged under one name. They stay on their device until the pass ends.
 
     Attributes:
         reduction: "mean", "sum", "min" or "max".
-        mean: over all batches, and over the latest step.
-        reduced: the sum, minimum or maximum, where it is one.
-        forks: logged for steps and for epochs.
+        mean: the weighted mean over all batches, and that over the latest step.
+        reduced: the sum, minimum or maximum over all batches; unused for "mean".
+        both_levels: whether the name was logged for steps and for epochs.
     """
 
     reduction: str
     mean: WeightedMean = field(default_factory=WeightedMean)
     reduced: Any = None
-    forks: bool = False
+    both_levels: bool = False
 
-    def add(self, value: Any, weight: float, step: int, forks: bool) -> None:
+    def add(self, value: Any, weight: float, step: int, both_levels: bool) -> None:
         self.mean.add(value, weight, step)
         if self.reduced is None:
             self.reduced = value
         elif self.reduction != "mean":
-            self.reduced = _OF_BATCHES[self.reduction](self.reduced, value)
-        self.forks |= forks
+            self.reduced = _COMBINE_BATCHES[self.reduction](self.reduced, value)
+        self.both_levels |= both_levels
 
 
 class LoggedMetrics:
     """The logged values of one pass, or of one epoch, on one worker."""
 
     def __init__(self) -> None:
-        self._logged: dict[str, _Logged] = {}
+        self._logged: dict[str, _LoggedValue] = {}
         self.metrics: dict[str, str] = {}
-        """Names under which metric objects were logged, and where the module has these."""
+        """For each name under which a metric object was logged, its submodule's name."""
 
     def add(
-        self, name: str, value: Any, reduction: str, weight: float, step: int, forks: bool
+        self, name: str, value: Any, reduction: str, weight: float, step: int, both_levels: bool
     ) -> None:
-        """`value` (a scalar tensor) of a batch that counts `weight`, in global batch `step`."""
-        logged = self._logged.setdefault(name, _Logged(reduction))
+        """Add `value` (a scalar tensor) with `weight`, logged in global batch `step`."""
+        logged = self._logged.setdefault(name, _LoggedValue(reduction))
         if logged.reduction != reduction:
             raise ConfigurationError(
                 f"self.log({name!r}, ...) was called with two ways to reduce",
                 expected=f"reduce_fx={logged.reduction!r}, as before",
                 got=f"reduce_fx={reduction!r}",
             )
-        logged.add(value, weight, step, forks)
+        logged.add(value, weight, step, both_levels)
 
-    def plain(self) -> dict[str, Any]:
-        """The same as plain numbers, for the other ranks."""
+    def to_plain(self) -> dict[str, Any]:
+        """The values as plain numbers, to be sent to the other ranks."""
         means = read_means({name: each.mean for name, each in self._logged.items()})
         return {
             "metrics": self.metrics,
             "values": {
-                name: (each.reduction, astuple(means[name]), float(each.reduced), each.forks)
+                name: (each.reduction, astuple(means[name]), float(each.reduced), each.both_levels)
                 for name, each in self._logged.items()
             },
         }
 
 
-def merged(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """All ranks' `LoggedMetrics.plain()` as one result: each name, and ``last_<name>``.
+def merge_ranks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Merge all ranks' `LoggedMetrics.to_plain()` into one result: each name, and ``last_<name>``.
 
-    A name that was logged for steps and for epochs is there as ``<name>_step`` and
-    ``<name>_epoch`` too, as in Lightning.
+    A name that was logged for steps and for epochs also gets ``<name>_step`` and ``<name>_epoch``,
+    as in Lightning.
     """
     result: dict[str, float] = {}
     for name in dict.fromkeys(name for each in ranks for name in each["values"]):
-        reductions, means, reduced, forks = zip(
+        reductions, means, reduced, both_levels = zip(
             *(each["values"][name] for each in ranks if name in each["values"]), strict=True
         )
-        value, latest = merged_mean([WeightedMean(*mean) for mean in means])
+        value, latest = merge_means([WeightedMean(*mean) for mean in means])
         if reductions[0] != "mean":
-            value = _OF_RANKS[reductions[0]](reduced)
+            value = _COMBINE_RANKS[reductions[0]](reduced)
         result[name] = value
         result.setdefault(f"last_{name}", latest)
-        if any(forks):
+        if any(both_levels):
             result[f"{name}_epoch"], result[f"{name}_step"] = value, latest
     return result
 
 
-def reduction_named(reduce_fx: Any, name: str) -> str:
-    """Which of the four reductions Lightning's `reduce_fx` is."""
+def parse_reduction(reduce_fx: Any, name: str) -> str:
+    """Map Lightning's `reduce_fx` to "mean", "sum", "min" or "max"."""
     given = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     known = _REDUCTIONS.get(given.lower())
     if known is None:
@@ -134,8 +135,8 @@ def reduction_named(reduce_fx: Any, name: str) -> str:
     return known
 
 
-def scalar(value: Any, name: str) -> torch.Tensor:
-    """`value` as a scalar of float64, on its device, without its graph."""
+def as_scalar(value: Any, name: str) -> torch.Tensor:
+    """`value` as a scalar tensor of float64 on its device, detached from its graph."""
     if is_scalar(value):
         return value.detach().reshape(()).to(torch.float64)
     if isinstance(value, numbers.Real):

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures what a LightningModule logs, and lets its torchmetrics objects gather over the ranks.
+"""Collects the values that a LightningModule logs, and merges them over the ranks.
 
-While one pass over the data runs, `self.log` of the module is replaced by a method that collects
-the values, and each metric object is given our process group to gather over. When the pass ends,
-all ranks exchange what they collected.
+During a pass over the data `LoggingCapture` replaces `self.log` of the module by a method that
+collects the values, and gives each torchmetrics object lockstep's process group to gather over. At
+the end of the pass all ranks exchange the collected values.
+
+A rank without samples in a step computes on another rank's batch with weight 0, so that it takes
+part in the collectives: that batch is *borrowed*, and the values logged for it are dropped.
 """
 
 from __future__ import annotations
@@ -17,9 +20,9 @@ import torch
 from lockstep.errors import ConfigurationError
 from lockstep.integrations.lightning.logged_metrics import (
     LoggedMetrics,
-    merged,
-    reduction_named,
-    scalar,
+    as_scalar,
+    merge_ranks,
+    parse_reduction,
 )
 from lockstep.integrations.lightning.module_factory import is_lightning
 from lockstep.metrics.torchmetrics_merge import is_metric, metrics_in
@@ -31,22 +34,22 @@ if TYPE_CHECKING:
 
     from lockstep.group import Group
 
-_NOTHING_SEEN: Final = 1e-100
+_TINY_WEIGHT: Final = 1e-100
 
 
 class LoggingCapture:
-    """What one LightningModule logs.
+    """Collects the values that one LightningModule logs.
 
     Attributes:
-        step: global batches before the one that is computed.
-        batch: samples of the batch that the module computes on, 0 if it is borrowed; None between
-            batches.
+        step: the number of global batches before the current one.
+        batch: the number of samples of the batch that the module computes on, 0 if the batch is
+            borrowed; None between batches.
     """
 
     def __init__(self, module: nn.Module, group: Group) -> None:
         self._module = module
         self._group = group
-        self._passing = LoggedMetrics()
+        self._of_pass = LoggedMetrics()
         self._of_epoch: dict[str, LoggedMetrics] = {}
         self._purpose = "train"
         self._seen = {"train": 0.0, "validation": 0.0}
@@ -55,13 +58,13 @@ class LoggingCapture:
         self.batch: float | None = None
 
     @contextmanager
-    def of_batch(self, num_samples: float, *, first_time: bool) -> Iterator[None]:
-        """The module's code runs for a batch that counts `num_samples`."""
+    def counting_for(self, num_samples: float, *, first_time: bool) -> Iterator[None]:
+        """Weight the values logged inside by `num_samples`; 0 for a borrowed batch drops them."""
         self.batch = num_samples
         if first_time:
             self._seen[self._purpose] += num_samples
-        # The worker that owns a borrowed batch counts its rows: here they leave no trace.
-        kept = [] if num_samples else [(one, _state_of(one)) for one in metrics_in(self._module)]
+        # The rank that owns a borrowed batch counts its rows, so this rank restores its metrics.
+        kept = [] if num_samples else [(one, _copy_state(one)) for one in metrics_in(self._module)]
         try:
             yield
         finally:
@@ -73,14 +76,14 @@ class LoggingCapture:
     def capturing(self, purpose: str) -> Iterator[None]:
         """Collect during one pass over (part of) an epoch of `purpose`, "train" or "validation".
 
-        Afterwards the module is as it was: a module that is sent to the driver, or copied, between
-        two calls must not hold on to this worker.
+        At the end the module is as it was before: between two calls it may be sent to the driver or
+        copied, and must not refer to this worker then.
         """
-        self._purpose, self._passing = purpose, LoggedMetrics()
+        self._purpose, self._of_pass = purpose, LoggedMetrics()
         self._of_epoch.setdefault(purpose, LoggedMetrics())
         metrics = list(metrics_in(self._module))
         before = [(one, one.distributed_available_fn, one.dist_sync_fn) for one in metrics]
-        gather = _gather_over(self._group)
+        gather = _make_gather(self._group)
         try:
             for one in metrics:
                 one.distributed_available_fn = lambda: self._group.size > 1
@@ -93,7 +96,7 @@ class LoggingCapture:
 
     @contextmanager
     def discarding_outside_passes(self) -> Iterator[None]:
-        """Discard what a step logs that is computed once more, to explain an error."""
+        """Discard values that a step logs when it is computed again to explain an error."""
         if self._is_capturing:
             yield
             return
@@ -132,47 +135,47 @@ class LoggingCapture:
     ) -> None:
         """`LightningModule.log`: every rank's samples count, whatever `sync_dist` says."""
         if is_metric(value):
-            for sums in (self._passing, self._of_epoch[self._purpose]):
-                sums.metrics[name] = _place_of(value, self._module, name)
+            for sums in (self._of_pass, self._of_epoch[self._purpose]):
+                sums.metrics[name] = _submodule_name(value, self._module, name)
             return
         if self.batch == 0:
-            return  # a borrowed batch: the worker that owns its samples logs them
-        # Between batches a value counts as much as the samples that its rank has seen in the
-        # epoch. Before a rank's first batch its value counts, but next to nothing beside others.
-        weight = self.batch or self._seen[self._purpose] or _NOTHING_SEEN
+            return  # a borrowed batch: the rank that owns its samples logs them
+        # A value between batches has the weight of all samples that its rank has seen in the epoch.
+        # Before a rank's first batch the weight is tiny and not 0: a value counts if it is alone.
+        weight = self.batch or self._seen[self._purpose] or _TINY_WEIGHT
         weight = weight if batch_size is None else float(batch_size)
         in_step = self._purpose == "train" and self.batch is not None
         on_step = in_step if on_step is None else on_step
         on_epoch = not in_step if on_epoch is None else on_epoch
-        how, number = reduction_named(reduce_fx, name), scalar(value, name)
-        for sums in (self._passing, self._of_epoch[self._purpose]):
+        how, number = parse_reduction(reduce_fx, name), as_scalar(value, name)
+        for sums in (self._of_pass, self._of_epoch[self._purpose]):
             sums.add(name, number, how, weight, self.step, bool(on_step and on_epoch))
 
-    def conclude(self, *, epoch_over: bool) -> tuple[dict[str, float], dict[str, float]]:
-        """The metrics of this pass, and of the epoch so far; the same on every rank.
+    def end_pass(self, *, epoch_over: bool) -> tuple[dict[str, float], dict[str, float]]:
+        """End the pass: its metrics, and those of the epoch so far, equal on every rank.
 
         Collective:
-            Every rank: one small exchange, and what the metric objects gather.
+            Every rank: one small exchange, and the gathers of the metric objects.
         """
         epoch = self._of_epoch[self._purpose]
-        everyone = self._group.exchange([self._passing.plain(), epoch.plain()])
-        of_pass, of_epoch = (merged([each[part] for each in everyone]) for part in (0, 1))
-        # A rank without samples has not logged them, and still takes part in their gathers.
+        everyone = self._group.exchange([self._of_pass.to_plain(), epoch.to_plain()])
+        of_pass, of_epoch = (merge_ranks([each[part] for each in everyone]) for part in (0, 1))
+        # A rank without samples logged no metric objects, and still takes part in their gathers.
         names = dict(item for each in everyone for item in each[1]["metrics"].items())
-        found = self._computed(names, reset=epoch_over)
+        found = self._compute_metrics(names, reset=epoch_over)
         if epoch_over:
             self._of_epoch[self._purpose] = LoggedMetrics()
             self._seen[self._purpose] = 0.0
         return {**of_pass, **found}, {**of_epoch, **found}
 
-    def _computed(self, names: dict[str, str], *, reset: bool) -> dict[str, float]:
+    def _compute_metrics(self, names: dict[str, str], *, reset: bool) -> dict[str, float]:
         found: dict[str, float] = {}
         for name, place in names.items():
             metric: Any = self._module.get_submodule(place)
             with warnings.catch_warnings():
-                # torchmetrics warns of a metric that was not updated, on a rank without samples.
+                # On a rank without samples torchmetrics warns that a metric was not updated.
                 warnings.simplefilter("ignore")
-                found[name] = float(scalar(metric.compute(), name))
+                found[name] = float(as_scalar(metric.compute(), name))
         if reset:
             for place in set(names.values()):
                 metric = self._module.get_submodule(place)
@@ -180,8 +183,8 @@ class LoggingCapture:
         return found
 
 
-def _state_of(metric: Any) -> dict[str, Any]:
-    """A copy of what an update of `metric` changes: it changes tensors and lists in place."""
+def _copy_state(metric: Any) -> dict[str, Any]:
+    """A copy of the state of `metric`, whose update changes tensors and lists in place."""
     states = {
         name: value.clone() if isinstance(value, torch.Tensor) else list(value)
         for name, value in metric.metric_state.items()
@@ -190,7 +193,7 @@ def _state_of(metric: Any) -> dict[str, Any]:
     return {**plain, **states}
 
 
-def _place_of(metric: Any, module: nn.Module, name: str) -> str:
+def _submodule_name(metric: Any, module: nn.Module, name: str) -> str:
     place: str
     for place, one in module.named_modules():
         if one is metric:
@@ -203,8 +206,8 @@ def _place_of(metric: Any, module: nn.Module, name: str) -> str:
     )
 
 
-def _gather_over(peers: Group) -> Any:
-    """A ``dist_sync_fn`` of torchmetrics: every rank's tensor, whose leading lengths may differ."""
+def _make_gather(peers: Group) -> Any:
+    """A ``dist_sync_fn`` for torchmetrics that gathers tensors of different leading lengths."""
 
     def gather(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         kind = str(tensor.dtype).removeprefix("torch.")
@@ -212,7 +215,7 @@ def _gather_over(peers: Group) -> Any:
         full = [each for each in everyone if 0 not in each[0]]
         if not full:
             return [tensor.clone() for _ in everyone]
-        # A rank that saw nothing brings an empty tensor of one dimension and another dtype.
+        # A rank without samples has an empty tensor, whose number of dimensions and dtype differ.
         largest = [max(sizes) for sizes in zip(*(shape for shape, _ in full), strict=True)]
         padded = tensor.new_zeros(largest, dtype=getattr(torch, full[0][1]))
         if tensor.numel():

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from lockstep.operator.training_parts import TrainingParts
 
 
-def call_data_hook(owners: Sequence[Any], hook: str, *arguments: Any) -> Any:
-    """The datamodule's own `hook` if it has one, else the module's."""
-    owner = next((one for one in owners if overrides(one, hook)), owners[-1])
-    return getattr(owner, hook)(*arguments)
+def call_data_hook(hook_targets: Sequence[Any], hook: str, *arguments: Any) -> Any:
+    """Call the datamodule's `hook` if a user's class defines it, else the module's."""
+    target = next((one for one in hook_targets if overrides(one, hook)), hook_targets[-1])
+    return getattr(target, hook)(*arguments)
 
 
 class LoopHooks(StepActions):
-    """The actions of a step on `module`: the default loop's, between the module's hooks."""
+    """The default loop's actions of a step, with calls of the module's hooks around them."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -35,7 +35,12 @@ class LoopHooks(StepActions):
         self._modes: dict[torch.nn.Module, bool] | None = None
 
     def begin(self, index: int, *, has_batches: bool) -> None:
-        """Begin a step on batch `index` of the epoch, of which this worker may have no samples."""
+        """Begin a step on batch `index` of the epoch.
+
+        Args:
+            index: the batch's number in the epoch.
+            has_batches: whether this worker computes a loss in the step.
+        """
         self._index, self._has_batches = index, has_batches
 
     def set_training(self, run: TrainingParts, training: bool) -> None:
@@ -54,13 +59,14 @@ class LoopHooks(StepActions):
             run.set_training(False)
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        # Lightning clears the gradients after training_step; without samples there is no such call.
+        # As in Lightning, `clear_once` clears the gradients after training_step. A worker without
+        # samples calls no training_step, and clears them now.
         self._to_clear = optimizer
         if not self._has_batches:
             self.clear_once()
 
     def clear_once(self) -> None:
-        """Clear the gradients of the previous step, unless that was done."""
+        """Clear the gradients of the previous step, if they have not been cleared yet."""
         optimizer, self._to_clear = self._to_clear, None
         if optimizer is not None:
             self._module.on_before_zero_grad(optimizer)
@@ -86,7 +92,7 @@ class LoopHooks(StepActions):
             optimizer, module.trainer.gradient_clip_val, module.trainer.gradient_clip_algorithm
         )
         if overrides(module, "optimizer_step"):
-            # The gradients are there already: the closure has nothing left to compute.
+            # The gradients have been computed already, so the closure does nothing.
             module.optimizer_step(self._epoch, self._index, optimizer, _do_nothing)
         else:
             precision.take_step(optimizer)
@@ -98,4 +104,4 @@ class LoopHooks(StepActions):
 
 
 def _do_nothing() -> None:
-    """The closure that `optimizer_step` is given."""
+    """The closure for `optimizer_step`."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer and the learning rate schedulers that a LightningModule configures.
+"""Parses what `configure_optimizers` returns, and steps the learning rate schedulers in it.
 
-`configured` reads all the forms that `configure_optimizers` may return; `SchedulerSteps` steps the
-schedulers, by batch, by epoch or by a metric, as Lightning does.
+`parse_configure_optimizers` reads all the forms that `configure_optimizers` may return;
+`SchedulerStepper` steps the schedulers, by batch, by epoch or by a metric, as Lightning does.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _FORMS: Final = (
 
 @dataclass
 class SchedulerConfig:
-    """One scheduler and when it steps: Lightning's ``LRSchedulerConfig``, attribute by attribute.
+    """A scheduler and when it steps, with the attributes of Lightning's ``LRSchedulerConfig``.
 
     Attributes:
-        scheduler: anything with a `step`.
+        scheduler: an object with a method `step`.
         interval: "step" (optimizer steps of the epoch) or "epoch".
-        frequency: every how many of these.
+        frequency: the number of intervals between two steps of the scheduler.
         monitor: the metric that a plateau scheduler follows.
-        strict: it is an error if no step logged the monitored metric.
-        reduce_on_plateau: it takes the metric.
-        name: for Lightning's loggers; a module may read it.
+        strict: whether an epoch that did not log the monitored metric is an error.
+        reduce_on_plateau: whether the scheduler's `step` takes the metric.
+        name: the name for Lightning's loggers, which a module may read.
         stepped_in: the epoch in which a plateau scheduler last stepped.
     """
 
@@ -50,18 +50,20 @@ class SchedulerConfig:
     stepped_in: int = field(default=-1, init=False)
 
 
-def configured(result: Any, where: str) -> tuple[torch.optim.Optimizer, list[SchedulerConfig]]:
-    """The optimizer and the schedules in what `configure_optimizers` returned.
+def parse_configure_optimizers(
+    result: Any, where: str
+) -> tuple[torch.optim.Optimizer, list[SchedulerConfig]]:
+    """Read the optimizer and the schedulers from the `result` of `configure_optimizers`.
 
     Raises:
-        NotAvailableError: several optimizers (they need manual optimisation), or LBFGS.
-        ConfigurationError: none, or a form that is none of Lightning's.
+        NotAvailableError: `result` has several optimizers (they need manual optimisation) or LBFGS.
+        ConfigurationError: `result` has no optimizer, or none of Lightning's forms.
     """
     if result is None:
         raise ConfigurationError(
             "configure_optimizers returned no optimizer", where=where, expected=_FORMS
         )
-    optimizers, schedulers, monitor = _split(result, where)
+    optimizers, schedulers, monitor = _split_result(result, where)
     if len(optimizers) != 1:
         raise NotAvailableError(
             f"{len(optimizers)} optimizers need manual optimisation, which is not supported",
@@ -75,43 +77,47 @@ def configured(result: Any, where: str) -> tuple[torch.optim.Optimizer, list[Sch
             where=f"{where}.configure_optimizers",
             fix="another optimizer, or a TrainingOperator with a train_batch of its own",
         )
-    return optimizers[0], [_schedule(each, monitor, where) for each in schedulers]
+    return optimizers[0], [_parse_scheduler(each, monitor, where) for each in schedulers]
 
 
-def _split(result: Any, where: str) -> tuple[list[Any], list[Any], str | None]:
-    if _steps(result):
+def _split_result(result: Any, where: str) -> tuple[list[Any], list[Any], str | None]:
+    if _is_optimizer(result):
         return [result], [], None
     if isinstance(result, Mapping):
-        return [_of(result, "optimizer", where)], _listed(result), result.get("monitor")
+        return (
+            [_optimizer_in(result, "optimizer", where)],
+            _schedulers_in(result),
+            result.get("monitor"),
+        )
     if isinstance(result, Sequence) and result:
         pair = len(result) == 2 and isinstance(result[0], list | tuple)
-        if pair and all(map(_steps, result[0])):
+        if pair and all(map(_is_optimizer, result[0])):
             second = result[1]
             return list(result[0]), list(second) if isinstance(second, list) else [second], None
         if all(isinstance(each, Mapping) for each in result):
-            optimizers = [_of(each, "optimizer", where) for each in result]
-            return optimizers, [one for each in result for one in _listed(each)], None
-        if all(map(_steps, result)):
+            optimizers = [_optimizer_in(each, "optimizer", where) for each in result]
+            return optimizers, [one for each in result for one in _schedulers_in(each)], None
+        if all(map(_is_optimizer, result)):
             return list(result), [], None
-    raise _unknown(f"{type(result).__name__}: {result!r:.80}", where)
+    raise _unknown_form_error(f"{type(result).__name__}: {result!r:.80}", where)
 
 
-def _steps(value: Any) -> bool:
+def _is_optimizer(value: Any) -> bool:
     return isinstance(value, torch.optim.Optimizer)
 
 
-def _listed(result: Mapping[str, Any]) -> list[Any]:
+def _schedulers_in(result: Mapping[str, Any]) -> list[Any]:
     return [] if result.get("lr_scheduler") is None else [result["lr_scheduler"]]
 
 
-def _of(result: Mapping[str, Any], key: str, where: str) -> Any:
+def _optimizer_in(result: Mapping[str, Any], key: str, where: str) -> Any:
     extra = result.keys() - {"optimizer", "lr_scheduler", "monitor", "frequency"}
-    if extra or not _steps(result.get(key)):
-        raise _unknown(f"a dict with {sorted(result)}", where)
+    if extra or not _is_optimizer(result.get(key)):
+        raise _unknown_form_error(f"a dict with {sorted(result)}", where)
     return result[key]
 
 
-def _unknown(got: str, where: str) -> ConfigurationError:
+def _unknown_form_error(got: str, where: str) -> ConfigurationError:
     return ConfigurationError(
         "configure_optimizers returned something that is no configuration",
         where=where,
@@ -120,7 +126,7 @@ def _unknown(got: str, where: str) -> ConfigurationError:
     )
 
 
-def _schedule(given: Any, monitor: str | None, where: str) -> SchedulerConfig:
+def _parse_scheduler(given: Any, monitor: str | None, where: str) -> SchedulerConfig:
     wanted = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
     known = {each.name for each in fields(SchedulerConfig) if each.init}
     extra = sorted(wanted.keys() - known)
@@ -152,11 +158,11 @@ def _schedule(given: Any, monitor: str | None, where: str) -> SchedulerConfig:
     return schedule
 
 
-class SchedulerSteps:
+class SchedulerStepper:
     """Steps the schedulers of one module.
 
     Args:
-        items: as `configured` returns them.
+        items: the schedulers, from `parse_configure_optimizers`.
         step: the module's ``lr_scheduler_step(scheduler, metric)``.
     """
 
@@ -165,21 +171,21 @@ class SchedulerSteps:
         self._step = step
 
     def after_step(self, index: int) -> None:
-        """After an optimizer step on batch `index` of the epoch."""
-        self._tick("step", index + 1)
+        """Step the schedulers that are due after the step on batch `index` of the epoch."""
+        self._step_due("step", index + 1)
 
     def after_epoch(self, epoch: int) -> None:
-        """After the last batch of `epoch`."""
-        self._tick("epoch", epoch + 1)
+        """Step the schedulers that are due after the last batch of `epoch`."""
+        self._step_due("epoch", epoch + 1)
 
-    def _tick(self, interval: str, count: int) -> None:
+    def _step_due(self, interval: str, count: int) -> None:
         for each in self.items:
             mine = each.interval == interval and not each.reduce_on_plateau
             if mine and count % each.frequency == 0:
                 self._step(each.scheduler, None)
 
     def after_metrics(self, epoch: int, metrics: Mapping[str, Any]) -> None:
-        """After the metrics of `epoch`, or of a validation that came after it, are known."""
+        """Step the plateau schedulers on the metrics of `epoch`, or of a validation after it."""
         for each in self.items:
             watched = each.monitor
             if not each.reduce_on_plateau or watched is None or watched not in metrics:
@@ -189,7 +195,7 @@ class SchedulerSteps:
             each.stepped_in = epoch
 
     def check_monitored(self, epoch: int) -> None:
-        """Before `epoch` begins: refuse unless the last epoch logged every plateau's metric."""
+        """Before `epoch`: raise an error unless the last epoch logged every plateau's metric."""
         for each in self.items:
             if not each.reduce_on_plateau or not each.strict or each.stepped_in >= epoch - 1:
                 continue
@@ -204,7 +210,7 @@ class SchedulerSteps:
             )
 
     def state_dict(self) -> list[int]:
-        """What schedulers do not save themselves: the epochs in which plateaus were judged."""
+        """For each scheduler the epoch of its last plateau step, which it does not save itself."""
         return [each.stepped_in for each in self.items]
 
     def load_state_dict(self, state: Sequence[int]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a worker makes its LightningModule and datamodule from the arguments of `from_lightning`."""
+"""Makes a worker's LightningModule and datamodule from the arguments of `from_lightning`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class ModuleFactory:
 
     Attributes:
         module: a LightningModule class or instance, or a function from the config to one.
-        datamodule: the same of a LightningDataModule, or None.
-        train_dataloader, val_dataloader: loaders that go before those of module and datamodule.
+        datamodule: a LightningDataModule class or instance, a function from the config to one, or
+            None.
+        train_dataloader, val_dataloader: loaders that replace those of module and datamodule.
         gradient_clip_val, gradient_clip_algorithm, max_epochs: as Lightning's trainer takes them.
     """
 
@@ -38,37 +39,37 @@ class ModuleFactory:
     max_epochs: int | None = None
 
     def make(self, config: Mapping[str, Any], *, copied: bool) -> tuple[Any, Any]:
-        """The module and the datamodule (or None).
+        """Make the module and the datamodule (None without one).
 
         Args:
             config: its keys go to the constructors that have parameters of these names, or
                 as a whole to those that have a parameter ``config``.
-            copied: an instance is not used itself.
+            copied: whether to copy an instance instead of using it.
 
         Raises:
-            ConfigurationError: a key that no constructor takes, or a parameter without a key.
-            WrongTypeError: a function returned something else.
+            ConfigurationError: no constructor takes a key, or a parameter has no key.
+            WrongTypeError: a function returned no LightningModule or LightningDataModule.
         """
         taken: set[str] = set()
-        module = _made(self.module, "LightningModule", config, taken, copied=copied)
+        module = _make(self.module, "LightningModule", config, taken, copied=copied)
         data = None
         if self.datamodule is not None:
-            data = _made(self.datamodule, "LightningDataModule", config, taken, copied=copied)
+            data = _make(self.datamodule, "LightningDataModule", config, taken, copied=copied)
         unused = [key for key in config if key not in taken and key != BATCH_SIZE]
         if unused:
             raise ConfigurationError(
                 "the config has keys that nobody takes",
                 got=", ".join(map(repr, unused)),
-                expected=f"parameters of {_named(self.module)}"
-                + (f" or {_named(self.datamodule)}" if self.datamodule is not None else ""),
+                expected=f"parameters of {_name_of(self.module)}"
+                + (f" or {_name_of(self.datamodule)}" if self.datamodule is not None else ""),
                 fix="name the parameter as the key, or give from_lightning a function:"
                 " from_lightning(lambda config: MyModule(...))",
             )
         return module, data
 
 
-def check_given(given: Any) -> None:
-    """Refuse what is neither a LightningModule nor a function that may return one."""
+def check_module_argument(given: Any) -> None:
+    """Refuse an argument that is neither a LightningModule nor a function that may return one."""
     if is_lightning(given, "LightningModule") or (
         callable(given) and not inspect.isclass(given) and not hasattr(given, "forward")
     ):
@@ -101,21 +102,21 @@ def is_lightning(given: Any, name: str) -> bool:
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package.split(".")[0]) is not None
-    except ValueError:  # kept from being imported: None in sys.modules
+    except ValueError:  # a program set sys.modules[package] to None
         return False
 
 
-def _named(given: Any) -> str:
+def _name_of(given: Any) -> str:
     return getattr(given, "__name__", type(given).__name__)
 
 
-def _made(
+def _make(
     given: Any, kind: str, config: Mapping[str, Any], taken: set[str], *, copied: bool
 ) -> Any:
     if inspect.isclass(given):
-        return _constructed(given, config, taken)
+        return _construct(given, config, taken)
     if is_lightning(given, kind):
-        # An instance has its hyperparameters already; the rest of the program may read the config.
+        # An instance has its hyperparameters already, so that every key of the config is allowed.
         taken.update(config)
         return copy.deepcopy(given) if copied else given
     taken.update(config)
@@ -123,13 +124,13 @@ def _made(
     if not is_lightning(made, kind):
         raise WrongTypeError(
             f"a function given to from_lightning did not return a {kind}",
-            where=_named(given),
+            where=_name_of(given),
             got=f"{type(made).__name__}: {made!r:.60}",
         )
     return made
 
 
-def _constructed(cls: Callable[..., Any], config: Mapping[str, Any], taken: set[str]) -> Any:
+def _construct(cls: Callable[..., Any], config: Mapping[str, Any], taken: set[str]) -> Any:
     signature = inspect.signature(cls)
     parameters = signature.parameters
     if "config" in parameters and "config" not in config:
@@ -140,17 +141,17 @@ def _constructed(cls: Callable[..., Any], config: Mapping[str, Any], taken: set[
         if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
             arguments |= {key: config[key] for key in config if key != BATCH_SIZE}
         taken.update(arguments)
-    # The shard's share of the global batch, which remembers the whole.
+    # `config[BATCH_SIZE]` is a `ShardBatchSize` here, which carries the global batch size.
     if "batch_size" in parameters and "batch_size" not in config and BATCH_SIZE in config:
         arguments["batch_size"] = config[BATCH_SIZE]
     try:
         signature.bind(**arguments)
     except TypeError as error:
         raise ConfigurationError(
-            f"{_named(cls)} cannot be made from the config: {error}",
-            expected=f"{_named(cls)}{signature}",
+            f"{_name_of(cls)} cannot be made from the config: {error}",
+            expected=f"{_name_of(cls)}{signature}",
             got=f"config keys {sorted(map(str, config))}",
             fix="TorchTrainer(..., config={parameter: value}), or give from_lightning a function:"
-            f" from_lightning(lambda config: {_named(cls)}(...))",
+            f" from_lightning(lambda config: {_name_of(cls)}(...))",
         ) from None
     return cls(**arguments)

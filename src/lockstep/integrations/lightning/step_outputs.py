@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the loss and the metrics in what `training_step` or `validation_step` returned."""
+"""Reads the loss and the metrics from the output of `training_step` or `validation_step`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lockstep.errors import NotAvailableError
 from lockstep.integrations.lightning.unsupported import overrides
 from lockstep.metrics.metric_values import is_scalar
 
-_READERS = {
+_OUTPUT_HOOKS = {
     "training_step": "on_train_batch_end",
     "validation_step": "on_validation_batch_end",
 }
-"""The hooks that Lightning hands the output to, as it is."""
+"""The hooks to which Lightning passes the output unchanged."""
 
 
 def loss_and_metrics(module: Any, step: str, output: Any) -> tuple[Any, dict[str, Any]]:
@@ -27,36 +27,36 @@ def loss_and_metrics(module: Any, step: str, output: Any) -> tuple[Any, dict[str
         step: "training_step" or "validation_step".
 
     Raises:
-        NotAvailableError: something else than a number was returned, and the module has no hook
+        NotAvailableError: the output has an entry that is no number, and the module has no hook
             that would read it.
     """
     entries = dict(output) if isinstance(output, Mapping) else {"loss": output}
     loss = entries.pop("loss", None)
     if step == "validation_step" and loss is not None:
-        # Without a name of its own a loss has RaySGD's.
+        # A loss without a name gets the name that RaySGD gave it.
         entries.setdefault("val_loss", loss)
-    metrics = {name: detached(value) for name, value in entries.items() if _is_number(value)}
+    metrics = {name: detach(value) for name, value in entries.items() if _is_number(value)}
     others = [name for name in entries if name not in metrics]
-    if others and not overrides(module, _READERS[step]):
+    if others and not overrides(module, _OUTPUT_HOOKS[step]):
         name, value = others[0], entries[others[0]]
         raise NotAvailableError(
             f"{step} returned {name!r}, which is no number: nobody would read it",
             where=f"{type(module).__name__}.{step}",
             expected="a loss; or a dict of numbers, which train() and validate() return as means"
             " over all samples",
-            got=_described(value),
-            fix=f"leave {name!r} out, or read it in a hook: def {_READERS[step]}"
+            got=_describe_type(value),
+            fix=f"leave {name!r} out, or read it in a hook: def {_OUTPUT_HOOKS[step]}"
             "(self, outputs, batch, batch_idx)",
         )
     return loss, metrics
 
 
-def detached(output: Any) -> Any:
-    """`output` without its graph."""
+def detach(output: Any) -> Any:
+    """Detach the tensors in `output` from their graph."""
     if isinstance(output, torch.Tensor):
         return output.detach()
     if isinstance(output, dict):
-        return {key: detached(value) for key, value in output.items()}
+        return {key: detach(value) for key, value in output.items()}
     return output
 
 
@@ -64,6 +64,6 @@ def _is_number(value: Any) -> bool:
     return is_scalar(value) or isinstance(value, numbers.Real)
 
 
-def _described(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     kind = type(value).__name__
     return f"{kind} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else kind

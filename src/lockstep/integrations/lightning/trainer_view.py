@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`self.trainer` inside a LightningModule: what it may read of the run, and nothing else."""
+"""`self.trainer` inside a LightningModule: a read-only view of the run."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _CONSTANTS: Final[dict[str, Any]] = {
     "num_nodes": 1,
     "enable_validation": True,
 }
-"""What Lightning's trainer says when it was given no loggers and no callbacks."""
+"""The attributes of a Lightning trainer that was given no loggers and no callbacks."""
 
 _PRECISIONS: Final = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
 class NoSuchTrainerAttributeError(NotAvailableError, AttributeError):
-    """A module asked its trainer for something that only Lightning's own trainer has."""
+    """A module read an attribute of its trainer that only Lightning's own trainer has."""
 
 
 class TrainerView:
-    """Read-only attributes, as Lightning's trainer has them; any other one is refused by name."""
+    """Read-only attributes of Lightning's trainer; any other one raises an error with its name."""
 
     _operator: TrainingOperator
     callback_metrics: dict[str, Any]
@@ -53,7 +53,7 @@ class TrainerView:
 
     def __init__(self, operator: TrainingOperator, factory: ModuleFactory, datamodule: Any) -> None:
         options = operator._lockstep.context.options
-        clip_value, plugin = factory.gradient_clip_val, _Plugin(self)
+        clip_value, plugin = factory.gradient_clip_val, _StrategyView(self)
         vars(self).update(
             _CONSTANTS,
             _operator=operator,
@@ -90,7 +90,7 @@ class TrainerView:
         )
 
     def __getattr__(self, name: str) -> Any:
-        # Dunder names are asked for by copies and pickles, and may be missing.
+        # `copy` and `pickle` look up dunder names, and expect an AttributeError.
         if name.startswith("__"):
             raise AttributeError(name)
         raise NoSuchTrainerAttributeError(
@@ -139,22 +139,22 @@ class TrainerView:
 
 
 def update_view(view: TrainerView, **values: Any) -> None:
-    """Set attributes that change during the run; the operator alone calls this.
+    """Set attributes that change during the run; only the operator calls this function.
 
-    It is no method of the view, on which a module finds only what Lightning's trainer has.
+    Rejected: a method of the view, which a module could find where Lightning's trainer has none.
     """
     vars(view).update(values)
 
 
-class _Plugin:
-    """The few parts of Lightning's strategy and precision that a module's own methods ask for."""
+class _StrategyView:
+    """The methods of Lightning's strategy and precision plugin that a LightningModule calls."""
 
     def __init__(self, trainer: TrainerView) -> None:
         self._trainer = trainer
 
     @property
     def _lightning_optimizers(self) -> list[torch.optim.Optimizer]:
-        # What the module's `self.optimizers()` returns.
+        # `LightningModule.optimizers()` returns this list.
         return list(self._trainer.optimizers)
 
     def clip_gradients(
@@ -163,7 +163,7 @@ class _Plugin:
         clip_val: float = 0.0,
         gradient_clip_algorithm: Any = "norm",
     ) -> None:
-        """Called by the module's `self.clip_gradients(...)`; the gradients are the global ones."""
+        """Clip the global gradients, for `LightningModule.clip_gradients(...)`."""
         if not clip_val:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

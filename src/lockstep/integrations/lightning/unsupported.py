@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses, by name, what a LightningModule or its arguments ask for and lockstep does not do."""
+"""Refuses features of Lightning that lockstep does not support; the error names the feature."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.keys import SCHEDULER_STEP_MANUAL
 if TYPE_CHECKING:
     from lockstep.operator import Options
 
-_HOOKS: Final = {
+_UNSUPPORTED_HOOKS: Final = {
     "backward": "the weight of a batch has to go to the root of backward: leave the method out,"
     " or write a TrainingOperator with a train_batch of its own",
     "configure_callbacks": "give the trainer callbacks of its own: TorchTrainer(callbacks=[...])",
@@ -25,7 +25,7 @@ _HOOKS: Final = {
     "training_step_end": "Lightning 2 has none either: move it to the end of training_step",
     "validation_step_end": "Lightning 2 has none either: move it to the end of validation_step",
 }
-"""Hooks that would never be called, or could not mean the same, and what to write instead."""
+"""Hooks that lockstep cannot call with the same meaning, and what to write instead."""
 
 _PREDICTION_HOOKS: Final = (
     "on_predict_start",
@@ -52,7 +52,7 @@ _TRAINER_ARGUMENTS: Final = {
     "use_distributed_sampler": "TorchTrainer(add_dist_sampler=...)",
 }
 
-_SYNCS: Final = ("ddp", "fsdp", "data_parallel")
+_UNSUPPORTED_SYNCS: Final = ("ddp", "fsdp", "data_parallel")
 
 
 def refuse_trainer_arguments(arguments: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ def refuse_trainer_arguments(arguments: dict[str, Any]) -> None:
 
 def check_settings(options: Options, has_clip_value: bool) -> None:
     """Refuse trainer options that do not go together with a LightningModule."""
-    if options.sync in _SYNCS:
+    if options.sync in _UNSUPPORTED_SYNCS:
         raise ConfigurationError(
             f"a LightningModule cannot be synchronised with sync={options.sync!r}",
             cause="that way needs the wrapped model to be called itself, and training_step calls"
@@ -94,7 +94,7 @@ def check_settings(options: Options, has_clip_value: bool) -> None:
 
 
 def check_module(module: Any, options: Options) -> None:
-    """Refuse what `module` defines and the loop would leave out, or do wrong, without a word."""
+    """Refuse a `module` that defines a method which the loop would ignore or call wrongly."""
     name = type(module).__name__
     if not module.automatic_optimization:
         raise NotAvailableError(
@@ -114,7 +114,7 @@ def check_module(module: Any, options: Options) -> None:
                 where=name,
                 fix=f"def {method}(self, batch, batch_idx): ...",
             )
-    for hook, instead in _HOOKS.items():
+    for hook, instead in _UNSUPPORTED_HOOKS.items():
         if overrides(module, hook):
             raise NotAvailableError(
                 f"the hook {hook} is not supported", where=f"{name}.{hook}", fix=instead
@@ -129,7 +129,7 @@ def check_module(module: Any, options: Options) -> None:
 
 
 def check_prediction(module: Any) -> None:
-    """Refuse hooks of Lightning's own prediction loop, which `trainer.predict` has not."""
+    """Refuse hooks of Lightning's prediction loop, which `trainer.predict` does not call."""
     for hook in _PREDICTION_HOOKS:
         if overrides(module, hook):
             raise NotAvailableError(
@@ -140,7 +140,7 @@ def check_prediction(module: Any) -> None:
 
 
 def overrides(module: Any, method: str) -> bool:
-    """Whether the user's class defines `method`, and does not just inherit it from Lightning."""
+    """Whether a class of the user's defines `method`, and not only a base class of Lightning's."""
     for base in type(module).__mro__:
         if method in vars(base):
             return not base.__module__.startswith(("lightning.", "pytorch_lightning.")) or (

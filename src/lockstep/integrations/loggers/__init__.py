@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks that write down what `train` and `validate` return: files, TensorBoard, MLflow, Ray."""
+"""Callbacks that log the results of `train` and `validate`: to files, TensorBoard, MLflow, Ray."""
 
 from lockstep.integrations.loggers.base import Logger, Row
 from lockstep.integrations.loggers.files import CSVLogger, JSONLinesLogger

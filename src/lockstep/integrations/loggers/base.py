@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of all loggers: it makes one row of each result of `train` and `validate`."""
+"""The base class of all loggers, which makes a row of each result of `train` and `validate`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Row:
     Attributes:
         phase: "train", "validation", or "step" for the metrics of single steps.
         step: optimizer steps (global batches) since the run began, earlier programs included.
-        epoch: passes over the training data begun; None if this program has not trained yet.
+        epoch: number of passes over the training data that have begun; None if this program has not
+            trained yet.
         values: numbers and strings by name; nested ones as ``profile/mean_fwd_s``.
         time: seconds since 1970.
     """
@@ -40,13 +41,13 @@ class Row:
 
 
 class Logger(Callback):
-    """A callback that turns results into rows; a logger of your own overrides `write`.
+    """A callback that turns results into rows; a subclass overrides `write`.
 
     A row holds means over all workers, in which every sample counts once.
 
     Args:
-        every: also a row, with the phase "step", for each so many optimizer steps (global
-            batches): the means over all their samples, while a call runs.
+        every: the number of optimizer steps (global batches) after which a call also gets a row
+            with the phase "step": the means over all samples of these steps. None: no such rows.
 
     Raises:
         ConfigurationError: `every` is no positive number of steps.
@@ -58,7 +59,7 @@ class Logger(Callback):
         self._epoch: int | None = None
 
     def write(self, trainer: TorchTrainer, row: Row) -> None:
-        """Write one row to its place, and flush it: the program may be killed at any time."""
+        """Write `row`, and flush it: the program may be killed at any time."""
         raise NotImplementedError
 
     def on_step(self, trainer: TorchTrainer, step: int, metrics: dict[str, Any]) -> None:
@@ -75,18 +76,18 @@ class Logger(Callback):
     def _write_row(
         self, trainer: TorchTrainer, phase: str, step: int, result: Mapping[str, Any]
     ) -> None:
-        values = flattened(result)
+        values = flatten(result)
         values.pop("epoch", None)
         self.write(trainer, Row(phase, step, self._epoch, values))
 
 
-def flattened(mapping: Mapping[str, Any], before: str = "") -> dict[str, float | str]:
-    """The numbers and strings in a nested mapping, by names like ``outer/inner``."""
+def flatten(mapping: Mapping[str, Any], before: str = "") -> dict[str, float | str]:
+    """Flatten the numbers and strings of a nested mapping into names like ``outer/inner``."""
     flat: dict[str, float | str] = {}
     for key, value in mapping.items():
         name = f"{before}{key}"
         if isinstance(value, Mapping):
-            flat.update(flattened(value, f"{name}/"))
+            flat.update(flatten(value, f"{name}/"))
         elif isinstance(value, str):
             flat[name] = value
         elif (number := as_number(value)) is not None:

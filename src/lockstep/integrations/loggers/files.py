@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loggers that write rows to a file: CSV for spreadsheets and pandas, JSON lines for the rest."""
+"""Loggers that write rows to a file: CSV for spreadsheets and pandas, or JSON lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from lockstep.trainer import TorchTrainer
 
-_FIRST: Final = ("time", "phase", "step", "epoch")
+_LEADING_COLUMNS: Final = ("time", "phase", "step", "epoch")
 
 
 class CSVLogger(Logger):
@@ -27,7 +27,7 @@ class CSVLogger(Logger):
     own, which is empty in the earlier rows.
 
     Args:
-        path: of the file; its folder is made.
+        path: the path of the file, whose folder is created.
         every: see `Logger`.
 
     Raises:
@@ -45,29 +45,29 @@ class CSVLogger(Logger):
         if self.path.stat().st_size:
             with self.path.open(newline="") as file:
                 self._columns = next(csv.reader(file), [])
-            if tuple(self._columns[: len(_FIRST)]) != _FIRST:
+            if tuple(self._columns[: len(_LEADING_COLUMNS)]) != _LEADING_COLUMNS:
                 raise ConfigurationError(
                     "this file is not one of CSVLogger's",
                     where=str(self.path),
-                    expected=f"a first line that begins with {','.join(_FIRST)}",
+                    expected=f"a first line that begins with {','.join(_LEADING_COLUMNS)}",
                     got=f"{','.join(self._columns):.60}",
                     fix="another path",
                 )
 
     def write(self, trainer: TorchTrainer, row: Row) -> None:
-        cells = {**_head(row), **row.values}
+        cells = {**_leading_cells(row), **row.values}
         new = [name for name in cells if name not in self._columns]
         if new:
-            self._widen([*self._columns, *new])
+            self._add_columns([*self._columns, *new])
         with self.path.open("a", newline="") as file:
             csv.DictWriter(file, self._columns, restval="").writerow(cells)
 
-    def _widen(self, columns: list[str]) -> None:
+    def _add_columns(self, columns: list[str]) -> None:
         rows: list[dict[str, Any]] = []
         if self._columns:
             with self.path.open(newline="") as file:
                 rows = list(csv.DictReader(file))
-        # The new file replaces the old one when it is whole: a program killed here loses no row.
+        # The new file replaces the old one when it is complete: a kill before that loses no row.
         wider = self.path.with_name(f"{self.path.name}.new")
         with wider.open("w", newline="") as file:
             writer = csv.DictWriter(file, columns, restval="")
@@ -83,7 +83,7 @@ class JSONLinesLogger(Logger):
     Numbers that JSON does not have are strings: ``"NaN"``, ``"Infinity"``, ``"-Infinity"``.
 
     Args:
-        path: of the file; its folder is made.
+        path: the path of the file, whose folder is created.
         every: see `Logger`.
 
     Raises:
@@ -100,11 +100,11 @@ class JSONLinesLogger(Logger):
     def write(self, trainer: TorchTrainer, row: Row) -> None:
         values = {name: _as_json(value) for name, value in row.values.items()}
         with self.path.open("a") as file:
-            file.write(json.dumps({**_head(row), **values}, allow_nan=False) + "\n")
+            file.write(json.dumps({**_leading_cells(row), **values}, allow_nan=False) + "\n")
 
 
 def _check_writable(path: Path) -> None:
-    """Refuse a file that cannot be written before training, and not after its first epoch."""
+    """Refuse a file that cannot be written, before training and not after its first epoch."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
@@ -114,8 +114,8 @@ def _check_writable(path: Path) -> None:
         ) from error
 
 
-def _head(row: Row) -> dict[str, Any]:
-    return dict(zip(_FIRST, (row.time, row.phase, row.step, row.epoch), strict=True))
+def _leading_cells(row: Row) -> dict[str, Any]:
+    return dict(zip(_LEADING_COLUMNS, (row.time, row.phase, row.step, row.epoch), strict=True))
 
 
 def _as_json(value: float | str) -> float | str:

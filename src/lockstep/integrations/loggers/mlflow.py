@@ -6,31 +6,31 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.integrations.loggers.base import Logger, Row, flattened
-from lockstep.integrations.optional_packages import required
+from lockstep.integrations.loggers.base import Logger, Row, flatten
+from lockstep.integrations.optional_packages import import_optional
 
 if TYPE_CHECKING:
     from lockstep.trainer import TorchTrainer
 
-_NOT_IN_NAMES: Final = re.compile(r"[^\w\-./ ]")
+_FORBIDDEN_IN_NAMES: Final = re.compile(r"[^\w\-./ ]")
 _LONGEST_VALUE: Final = 6000
 
 
 class MLflowLogger(Logger):
     """One MLflow run: the trainer's config as parameters, every number as a metric.
 
-    It uses MLflow's client and leaves the active run of ``mlflow.start_run`` alone. The run ends
-    with the trainer: as finished, or as failed.
+    The logger uses MLflow's client and leaves the active run of ``mlflow.start_run`` alone. At the
+    trainer's end it marks the run as finished or as failed.
 
     Args:
-        experiment: its name; made if it is not there.
-        tracking_uri: of the server or database; MLflow's own setting if None.
-        run_name: what MLflow shows; a name of its making if None.
-        run_id: of a run to go on with.
+        experiment: the experiment's name; created if it does not exist.
+        tracking_uri: the URI of the server or database; MLflow's own setting if None.
+        run_name: the run's name in MLflow; MLflow chooses one if None.
+        run_id: the id of a run to resume.
         every: see `Logger`; metrics ``step/<metric>``.
 
     Attributes:
-        run_id: of the run that is written to; None before the trainer starts.
+        run_id: the id of the run to which rows are written; None before the trainer starts.
 
     Raises:
         NotAvailableError: mlflow is not installed.
@@ -48,7 +48,7 @@ class MLflowLogger(Logger):
         super().__init__(every)
         self.run_id = run_id
         self._experiment, self._run_name = experiment, run_name
-        mlflow = required("mlflow", extra="loggers", by="MLflowLogger")
+        mlflow = import_optional("mlflow", extra="loggers", by="MLflowLogger")
         self._client: Any = mlflow.MlflowClient(tracking_uri)
         self._metric: Any = mlflow.entities.Metric
         self._is_open = False
@@ -65,14 +65,14 @@ class MLflowLogger(Logger):
         else:
             self._client.update_run(self.run_id, status="RUNNING")
         self._is_open = True
-        for name, value in flattened(trainer.config).items():
-            self._client.log_param(self.run_id, _allowed(name), str(value)[:_LONGEST_VALUE])
+        for name, value in flatten(trainer.config).items():
+            self._client.log_param(self.run_id, _mlflow_name(name), str(value)[:_LONGEST_VALUE])
 
     def write(self, trainer: TorchTrainer, row: Row) -> None:
         milliseconds = round(row.time * 1000)
         before = "step/" if row.phase == "step" else ""
         metrics = [
-            self._metric(_allowed(before + name), value, milliseconds, row.step)
+            self._metric(_mlflow_name(before + name), value, milliseconds, row.step)
             for name, value in row.numbers.items()
         ]
         self._client.log_batch(self.run_id, metrics=metrics)
@@ -89,6 +89,6 @@ class MLflowLogger(Logger):
             self._client.set_terminated(self.run_id, status)
 
 
-def _allowed(name: str) -> str:
-    """`name` as MLflow takes it; ``*batch_size`` is ``batch_size`` there."""
-    return _NOT_IN_NAMES.sub("_", name).strip("_") or "_"
+def _mlflow_name(name: str) -> str:
+    """`name` in the characters that MLflow allows: ``*batch_size`` becomes ``batch_size``."""
+    return _FORBIDDEN_IN_NAMES.sub("_", name).strip("_") or "_"

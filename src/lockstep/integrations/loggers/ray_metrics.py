@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import NotAvailableError
 from lockstep.integrations.loggers.base import Logger, Row
-from lockstep.integrations.optional_packages import required
+from lockstep.integrations.optional_packages import import_optional
 from lockstep.keys import NUM_SAMPLES
 
 if TYPE_CHECKING:
@@ -37,23 +37,23 @@ class RayMetricsLogger(Logger):
     ``ray_lockstep_loss``, ``ray_lockstep_samples_per_second``, ``ray_lockstep_workers``,
     ``ray_lockstep_step``, ``ray_lockstep_metric``, ``ray_lockstep_samples_total`` and
     ``ray_lockstep_recoveries_total``, with the labels ``run``, ``phase`` ("train" or
-    "validation") and, for ``metric``, ``metric``. The driver reports them, as a call begins and
-    ends and once a second in between; workers take no part.
+    "validation") and, for ``metric``, ``metric``. The driver reports them when a call begins and
+    ends, and once a second in between; workers report nothing.
 
     Args:
-        run: what tells this run from others; the operator's name if None.
+        run: the label that tells this run from others; the operator's name if None.
 
     Raises:
-        NotAvailableError: Ray, or what it exports metrics with, is not installed; when the
-            trainer starts: its only worker lives in this process, which knows of no Ray.
+        NotAvailableError: Ray, or the package with which it exports metrics, is not installed. Also
+            when the trainer starts with its only worker in this process, without Ray.
     """
 
     def __init__(self, run: str | None = None) -> None:
         super().__init__()
         self.run = run
-        # Without its exporter Ray accepts metrics, and drops them without a word.
-        required("prometheus_client", extra="cluster", by="RayMetricsLogger")
-        self._ray = required("ray", extra="cluster", by="RayMetricsLogger")
+        # Without this package, its exporter, Ray accepts metrics and drops them silently.
+        import_optional("prometheus_client", extra="cluster", by="RayMetricsLogger")
+        self._ray = import_optional("ray", extra="cluster", by="RayMetricsLogger")
         self._metrics: dict[str, Any] = {}
         self._began: dict[str, float] = {}
         self._counted = 0.0
@@ -68,7 +68,7 @@ class RayMetricsLogger(Logger):
             )
         if self.run is None:
             self.run = trainer._pool.spec.operator_cls.__name__
-        kinds = required("ray.util.metrics", extra="cluster", by="RayMetricsLogger")
+        kinds = import_optional("ray.util.metrics", extra="cluster", by="RayMetricsLogger")
         for names, kind in ((_GAUGES, kinds.Gauge), (_COUNTERS, kinds.Counter)):
             for name, meaning in names.items():
                 keys = ("run", "phase", "metric") if name == "metric" else ("run", "phase")
@@ -100,24 +100,24 @@ class RayMetricsLogger(Logger):
         self._count_recoveries(len(status["recoveries"]))
 
     def on_failure(self, trainer: TorchTrainer, error: BaseException) -> None:
-        self._rest()
+        self._reset_gauges()
 
     def on_shutdown(self, trainer: TorchTrainer) -> None:
-        self._rest()
+        self._reset_gauges()
 
-    def _rest(self) -> None:
-        """Set the gauges of a run that is over to zero: a gauge keeps its last value."""
+    def _reset_gauges(self) -> None:
+        """Set the gauges to zero after the run: a gauge keeps its last value."""
         self._set("workers", 0, "train")
         for phase in self._began:
             self._set("samples_per_second", 0, phase)
 
-    def _set(self, name: str, value: float | None, phase: str, **further: str) -> None:
-        # Prometheus cannot plot NaN: a gap in the curve says the same.
+    def _set(self, name: str, value: float | None, phase: str, **labels: str) -> None:
+        # Prometheus cannot plot NaN, so the curve gets a gap.
         if value is not None and not math.isnan(value) and name in self._metrics:
-            self._metrics[name].set(value, {"run": self.run, "phase": phase, **further})
+            self._metrics[name].set(value, {"run": self.run, "phase": phase, **labels})
 
     def _count_samples(self, in_call: float, phase: str) -> None:
-        """Count what is new: a step that is computed again may lower `in_call` for a moment."""
+        """Count the new samples; a step that is computed again may lower `in_call`."""
         if in_call > self._counted:
             tags = {"run": self.run, "phase": phase}
             self._metrics["samples"].inc(in_call - self._counted, tags)

@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from lockstep.integrations.loggers.base import Logger, Row, flattened
-from lockstep.integrations.optional_packages import required
+from lockstep.integrations.loggers.base import Logger, Row, flatten
+from lockstep.integrations.optional_packages import import_optional
 from lockstep.keys import BATCH_COUNT
 
 if TYPE_CHECKING:
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 class TensorBoardLogger(Logger):
     """A curve ``train/<metric>`` or ``validation/<metric>`` for each number, over the steps.
 
-    A run that goes on from a checkpoint may use the same folder: TensorBoard then hides what an
-    earlier program wrote of the steps that are computed again.
+    A run that resumes from a checkpoint may use the same folder: TensorBoard then hides the values
+    that an earlier program wrote for the steps that are computed again.
 
     Args:
-        folder: for the event files, one for each run; what ``tensorboard --logdir`` is given.
+        folder: the folder of the run's event files, for ``tensorboard --logdir``.
         every: see `Logger`; curves ``step/<metric>``.
 
     Raises:
@@ -31,26 +31,26 @@ class TensorBoardLogger(Logger):
     def __init__(self, folder: str | os.PathLike[str], *, every: int | None = None) -> None:
         super().__init__(every)
         self.folder = os.fspath(folder)
-        # Imported now: a run should not find out after its first epoch that the package is missing.
-        required("tensorboard", extra="loggers", by="TensorBoardLogger")
+        # Imported here: a missing package must not show after the run's first epoch.
+        import_optional("tensorboard", extra="loggers", by="TensorBoardLogger")
         self._writer: Any = None
 
     def write(self, trainer: TorchTrainer, row: Row) -> None:
         if self._writer is None:
-            self._writer = self._opened(trainer, row)
+            self._writer = self._make_writer(trainer, row)
         for name, value in row.numbers.items():
             self._writer.add_scalar(f"{row.phase}/{name}", value, row.step, walltime=row.time)
         self._writer.flush()
 
-    def _opened(self, trainer: TorchTrainer, row: Row) -> Any:
+    def _make_writer(self, trainer: TorchTrainer, row: Row) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
         done_before = row.step - int(
             row.numbers.get(BATCH_COUNT, 0) if row.phase != "validation" else 0
         )
-        # torch's writer has no annotations.
+        # Typed as Any: torch's writer has no annotations.
         writer: Any = SummaryWriter(self.folder, purge_step=done_before + 1)
-        table = "".join(f"|{key}|{value}|\n" for key, value in flattened(trainer.config).items())
+        table = "".join(f"|{key}|{value}|\n" for key, value in flatten(trainer.config).items())
         writer.add_text("config", f"|name|value|\n|-|-|\n{table}", done_before + 1)
         return writer
 

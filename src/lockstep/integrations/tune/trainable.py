@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TorchTrainer.as_trainable`: a class that Ray Tune makes trials of."""
+"""`TorchTrainer.as_trainable`: makes a class whose instances are trials of Ray Tune."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 import ray
 from lockstep.engine.placement_group import bundle_for, warn_of_missing_resources
 from lockstep.errors import ConfigurationError, WrongTypeError
-from lockstep.integrations.optional_packages import required
+from lockstep.integrations.optional_packages import import_optional
 from lockstep.integrations.tune import trial_checkpoint
 from lockstep.trainer.argument_checks import (
     check_config,
     check_operator,
     is_positive_int,
     pick_gpu,
+    require,
 )
-from lockstep.trainer.argument_checks import require as holds
 
 if TYPE_CHECKING:
     from ray.tune import PlacementGroupFactory, Trainable
 
     from lockstep.trainer import TorchTrainer
 else:
-    _tune = required("ray.tune", extra="tune", by="TorchTrainer.as_trainable")
+    _tune = import_optional("ray.tune", extra="tune", by="TorchTrainer.as_trainable")
     Trainable, PlacementGroupFactory = _tune.Trainable, _tune.PlacementGroupFactory
 
 TuneStep = Callable[["TorchTrainer", dict[str, Any]], dict[str, Any]]
@@ -36,7 +36,7 @@ class TorchTrainable(Trainable):
     """One trial: a `TorchTrainer` of its own. Made by `as_trainable`.
 
     Attributes:
-        trainer: the trial's.
+        trainer: the trainer of the trial.
     """
 
     trainer_cls: type[TorchTrainer]
@@ -45,26 +45,26 @@ class TorchTrainable(Trainable):
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory:
-        """A bundle for each of its workers; a trial that only drives them needs none."""
+        """One bundle for each worker; a trial that only drives workers needs no resources."""
         given = cls.arguments
         num_workers = config.get("num_workers", given.get("num_workers", 1))
-        holds(is_positive_int(num_workers), "num_workers", num_workers, "an int, 1 or more")
-        further = given.get("resources_per_worker")
+        require(is_positive_int(num_workers), "num_workers", num_workers, "an int, 1 or more")
+        custom_resources = given.get("resources_per_worker")
         in_one_process = given.get("sync") == "data_parallel"
         gpus = int(given["use_gpu"]) * (num_workers if in_one_process else 1)
-        worker = bundle_for(given.get("num_cpus_per_worker", 1), gpus, further)
+        worker = bundle_for(given.get("num_cpus_per_worker", 1), gpus, custom_resources)
         num_processes = 1 if in_one_process else num_workers
-        local = given.get("use_local") or (num_processes == 1 and not gpus and not further)
+        local = given.get("use_local") or (num_processes == 1 and not gpus and not custom_resources)
         warn_of_missing_resources(worker, num_processes, f"a trial of {cls.__name__}")
-        # The first bundle is that of the trial's own process, which may be rank 0.
+        # The first bundle is for the trial's own process, which may be rank 0.
         others = [worker] * (num_processes - bool(local))
         return PlacementGroupFactory([worker if local else {}, *others], strategy="PACK")
 
     def setup(self, config: dict[str, Any]) -> None:
-        self.trainer = self._opened(config)
+        self.trainer = self._make_trainer(config)
         trial_checkpoint.note_hyperparameters(self.trainer)
 
-    def _opened(self, config: Mapping[str, Any]) -> TorchTrainer:
+    def _make_trainer(self, config: Mapping[str, Any]) -> TorchTrainer:
         arguments = dict(self.arguments)
         arguments["config"] = {**(arguments.get("config") or {}), **config}
         if "num_workers" in config:
@@ -95,7 +95,7 @@ class TorchTrainable(Trainable):
 
 
 def _train_and_validate(trainer: TorchTrainer) -> dict[str, Any]:
-    """What both return; where both count something, it is the training's."""
+    """Train and validate; the merged results, in which a count of both is that of the training."""
     trained = trainer.train(profile=True)
     if not trainer._pool.has_loader("validation"):
         return dict(trained)
@@ -115,7 +115,7 @@ def as_trainable(
     check_config(arguments.get("config"))
     if override_tune_step is not None:
         _check_takes_two(override_tune_step)
-    # Decided here: the process of a trial that only drives workers sees no GPU.
+    # "auto" is decided here: the process of a trial that only drives workers sees no GPU.
     gpu, _ = pick_gpu(arguments.get("use_gpu", "auto"))
     if arguments.get("use_gpu", "auto") == "auto" and not gpu and ray.is_initialized():
         gpu = ray.cluster_resources().get("GPU", 0) > 0
@@ -123,7 +123,7 @@ def as_trainable(
         "__doc__": TorchTrainable.__doc__,
         "trainer_cls": trainer_cls,
         "arguments": {**arguments, "use_gpu": gpu},
-        # In a tuple: a function in a class would be its method.
+        # In a tuple: as a class attribute a function becomes a method.
         "tune_step": None if override_tune_step is None else (override_tune_step,),
     }
     return type(f"{operator.__name__}Trainable", (TorchTrainable,), members)

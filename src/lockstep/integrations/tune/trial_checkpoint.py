@@ -3,9 +3,9 @@
 
 Population based training loads the state of a better trial into a trial whose config it has just
 changed. An optimizer's state holds its learning rate, so that a plain load would undo the change.
-The checkpoint therefore holds also the hyperparameters with which the optimizers were made. Where
-the trial that loads was made with other ones, it keeps its own; the factor by which a scheduler
-had changed the better trial's learning rate is applied to the trial's own rate.
+So the checkpoint also holds the hyperparameters with which the optimizers were made. A trial that
+was made with other hyperparameters keeps its own; its learning rate is multiplied by the factor by
+which a scheduler had changed the better trial's.
 """
 
 from __future__ import annotations
@@ -31,39 +31,41 @@ _STATE: Final = "trainer.checkpoint"
 _HYPERPARAMETERS: Final = "hyperparameters.json"
 
 Hyperparameters = list[list[dict[str, Any]]]
-"""By optimizer and parameter group."""
+"""The hyperparameters of each parameter group of each optimizer."""
 
-_made_with: WeakKeyDictionary[TorchTrainer, str] = WeakKeyDictionary()
+_initial_hyperparameters: WeakKeyDictionary[TorchTrainer, str] = WeakKeyDictionary()
 """The hyperparameters with which each trainer's optimizers were made, as JSON."""
 
 
 def note_hyperparameters(trainer: TorchTrainer) -> None:
-    """Remember the optimizers' hyperparameters, at the first call: before anything is trained."""
-    if trainer not in _made_with:
-        _made_with[trainer] = json.dumps(trainer.apply_all_operators(_read)[0])
+    """Remember the optimizers' hyperparameters; only the first call does so, before training."""
+    if trainer not in _initial_hyperparameters:
+        _initial_hyperparameters[trainer] = json.dumps(
+            trainer.apply_all_operators(_read_hyperparameters)[0]
+        )
 
 
 def write(trainer: TorchTrainer, folder: str) -> None:
-    """Save into an existing, empty folder."""
+    """Save the trainer's state and hyperparameters into an existing, empty folder."""
     note_hyperparameters(trainer)
     trainer.save(Path(folder, _STATE))
-    Path(folder, _HYPERPARAMETERS).write_text(_made_with[trainer])
+    Path(folder, _HYPERPARAMETERS).write_text(_initial_hyperparameters[trainer])
 
 
 def read(trainer: TorchTrainer, folder: str) -> None:
-    """Load what `write` saved, maybe for another trial."""
+    """Load the state that `write` saved, maybe for another trial."""
     note_hyperparameters(trainer)
     trainer.load(Path(folder, _STATE))
     theirs = json.loads(Path(folder, _HYPERPARAMETERS).read_text())
-    ours = json.loads(_made_with[trainer])
+    ours = json.loads(_initial_hyperparameters[trainer])
     if ours != theirs:
-        trainer.apply_all_operators(partial(_prefer, ours, theirs))
+        trainer.apply_all_operators(partial(_apply_own_hyperparameters, ours, theirs))
 
 
-def _read(operator: TrainingOperator) -> Hyperparameters:
+def _read_hyperparameters(operator: TrainingOperator) -> Hyperparameters:
     return [
         [
-            {name: _plain(value) for name, value in group.items() if _is_plain(value)}
+            {name: _to_plain(value) for name, value in group.items() if _is_plain(value)}
             for group in optimizer.param_groups
         ]
         for optimizer in registered_parts(operator).optimizers
@@ -77,27 +79,29 @@ def _is_plain(value: Any) -> bool:
     return is_number or value is None or isinstance(value, bool | int | float | str)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
-def _prefer(ours: Hyperparameters, theirs: Hyperparameters, operator: TrainingOperator) -> None:
+def _apply_own_hyperparameters(
+    ours: Hyperparameters, theirs: Hyperparameters, operator: TrainingOperator
+) -> None:
     run = registered_parts(operator)
     for number, optimizer in enumerate(run.optimizers):
         for index, group in enumerate(optimizer.param_groups):
-            _prefer_in_group(group, ours[number][index], theirs[number][index])
+            _apply_to_group(group, ours[number][index], theirs[number][index])
     for scheduler in run.schedulers:
-        _follow(scheduler)
+        _update_base_rates(scheduler)
 
 
-def _prefer_in_group(
+def _apply_to_group(
     group: dict[str, Any], ours: Mapping[str, Any], theirs: Mapping[str, Any]
 ) -> None:
     changed = {name: value for name, value in ours.items() if theirs.get(name) != value}
     base = "initial_lr" if "initial_lr" in ours else "lr"
     if base in changed or "lr" in changed:
         was = theirs.get(base)
-        scale = _plain(group["lr"]) / was if was else 1.0
+        scale = _to_plain(group["lr"]) / was if was else 1.0
         changed["lr"] = ours[base] * scale
     for name, value in changed.items():
         before = group.get(name)
@@ -107,10 +111,10 @@ def _prefer_in_group(
             group[name] = tuple(value) if isinstance(before, tuple) else value
 
 
-def _follow(scheduler: Any) -> None:
-    """Give a scheduler that computes from its initial learning rates the new ones."""
+def _update_base_rates(scheduler: Any) -> None:
+    """Set the base learning rates of `scheduler` and its inner schedulers to the new ones."""
     for inner in schedulers_within(scheduler):
-        _follow(inner)
+        _update_base_rates(inner)
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
     if hasattr(scheduler, "base_lrs") and all("initial_lr" in group for group in groups):
         scheduler.base_lrs = [group["initial_lr"] for group in groups]

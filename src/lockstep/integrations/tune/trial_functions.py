@@ -7,7 +7,7 @@ import tempfile
 from typing import TYPE_CHECKING, Any
 
 from lockstep.engine.placement_group import bundle_for, warn_of_missing_resources
-from lockstep.integrations.optional_packages import required
+from lockstep.integrations.optional_packages import import_optional
 from lockstep.integrations.tune import trial_checkpoint
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def resources(
     num_gpus_per_worker: float = 0,
     resources_per_worker: Mapping[str, float] | None = None,
 ) -> Any:
-    """What a trial reserves: a bundle for each worker; the function itself needs none.
+    """The resources of a trial: one bundle for each worker; the function itself needs none.
 
     ::
 
@@ -32,14 +32,14 @@ def resources(
     Raises:
         NotAvailableError: Ray Tune is not installed.
     """
-    tune = required("ray.tune", extra="tune", by="lockstep.integrations.tune")
+    tune = import_optional("ray.tune", extra="tune", by="lockstep.integrations.tune")
     bundle = bundle_for(num_cpus_per_worker, num_gpus_per_worker, resources_per_worker)
     warn_of_missing_resources(bundle, num_workers, "a trial")
     return tune.PlacementGroupFactory([{}, *([bundle] * num_workers)], strategy="PACK")
 
 
 def report(trainer: TorchTrainer, metrics: Mapping[str, Any], *, checkpoint: bool = True) -> None:
-    """Give Tune a result of this trial, and the trainer's state with it.
+    """Report a result of this trial, and the trainer's state, to Tune.
 
     ::
 
@@ -52,10 +52,10 @@ def report(trainer: TorchTrainer, metrics: Mapping[str, Any], *, checkpoint: boo
                     report(trainer, trainer.validate())
 
     Args:
-        metrics: what schedulers and searchers decide by.
-        checkpoint: False leaves the state out; a trial that is paused then begins anew.
+        metrics: the metrics by which Tune's schedulers and searchers decide.
+        checkpoint: whether to report the state. Without it a trial that was paused begins anew.
     """
-    tune = required("ray.tune", extra="tune", by="lockstep.integrations.tune.report")
+    tune = import_optional("ray.tune", extra="tune", by="lockstep.integrations.tune.report")
     if not checkpoint:
         tune.report(dict(metrics))
         return
@@ -73,7 +73,7 @@ def restore(trainer: TorchTrainer) -> bool:
     Returns:
         Whether there was a checkpoint.
     """
-    tune = required("ray.tune", extra="tune", by="lockstep.integrations.tune.restore")
+    tune = import_optional("ray.tune", extra="tune", by="lockstep.integrations.tune.restore")
     trial_checkpoint.note_hyperparameters(trainer)
     found = tune.get_checkpoint()
     if found is None:

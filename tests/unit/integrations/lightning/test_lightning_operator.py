@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LightningModule ends where Lightning's own trainer takes it, whatever it configures."""
+"""A LightningModule gets the weights that Lightning's own trainer computes, in all its forms."""
 
 import pytest
 import torch

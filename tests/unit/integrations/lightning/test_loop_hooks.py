@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A module's hooks are called when Lightning calls them; what it logs counts every sample once."""
+"""A module's hooks run when Lightning calls them; its logged means count every sample once."""
 
 import lightning
 import pytest

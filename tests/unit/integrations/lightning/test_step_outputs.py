@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a module's steps return, and what it keeps beside its weights: used, or refused by name."""
+"""The outputs of a module's steps and its state beside the weights are used, or refused by name."""
 
 import pytest
 import torch

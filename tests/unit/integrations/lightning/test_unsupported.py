@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a module is made from, and what is refused by its name."""
+"""The arguments from which a module is made, and the features that are refused by name."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loggers, each read back with the real package.
+"""The output of each logger, read back with the real package.
 
 The rows of `lockstep.integrations.loggers.base` in `lockstep.integrations.loggers.files`,
 `lockstep.integrations.loggers.tensorboard` and `lockstep.integrations.loggers.mlflow`.

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checksum covers which bytes of a checkpoint file, so that a change of any is found.
+"""Checksums that together cover every byte of a checkpoint file, so that any change is found.
 
-torch's zip file holds a CRC-32 of every record's content, computed from memory while the record
-is written. Large records are covered by that: it finds every change within 32 neighbouring bits,
-and of all others it misses one in four billion. Everything else (headers, padding, small
-records, and the directory, which holds those CRCs) is covered by one SHA-256. Hashing all of it
-would find no more of what happens to files, and take as long as writing them.
+torch's zip file holds a CRC-32 of every record's content, which torch computes from memory while
+it writes the record. This CRC-32 covers each large record: it finds every change within 32
+neighbouring bits, and misses one in four billion of all other changes. One SHA-256 covers all other
+bytes: headers, padding, small records, and the directory, which holds the CRCs. Rejected: one
+SHA-256 of the whole file, which takes as long as writing it, and finds no more of the damage that
+files suffer.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _LOCAL_HEADER_SIZE: Final = 30
 _NO_COMMENT: Final = b"\0\0"
 
 
-def large_records(file: IO[bytes]) -> list[range]:
-    """Where the contents of large records lie in a zip file: bytes from its start, ascending.
+def large_record_ranges(file: IO[bytes]) -> list[range]:
+    """The bytes of a zip file in which the contents of large records lie, in ascending order.
 
     Raises:
-        zipfile.BadZipFile: and whatever else `zipfile` raises for a directory that is no directory.
+        zipfile.BadZipFile: the directory is damaged; `zipfile` also raises errors of other types.
     """
     with zipfile.ZipFile(file) as archive:
         entries = [entry for entry in archive.infolist() if entry.file_size >= _LARGE]
@@ -41,7 +42,7 @@ def large_records(file: IO[bytes]) -> list[range]:
     return records
 
 
-def digest_around(file: IO[bytes], records: Sequence[range], content_size: int) -> str:
+def sha256_excluding(file: IO[bytes], records: Sequence[range], content_size: int) -> str:
     """The SHA-256 of the first `content_size` bytes without `records`, and of an empty comment."""
     digest = hashlib.sha256()
     position = 0
@@ -53,8 +54,8 @@ def digest_around(file: IO[bytes], records: Sequence[range], content_size: int) 
     return digest.hexdigest()
 
 
-def changed_record(file: IO[bytes]) -> str | None:
-    """The name of the first record whose content is not what was written."""
+def find_damaged_record(file: IO[bytes]) -> str | None:
+    """The name of the first record whose content does not have the CRC that torch wrote."""
     with zipfile.ZipFile(file) as archive:
         return archive.testzip()
 

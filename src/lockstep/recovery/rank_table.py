@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that a run has lost, and the ranks that the others have afterwards."""
+"""`RankTable`: assigns workers to the ranks of the next generation after a loss."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.engine.rank_assignment import group_by_node
@@ -12,34 +11,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lockstep.engine.worker_handle import WorkerHandle
-    from lockstep.errors import WorkerDiedError
-    from lockstep.worker import WorkerStatus
-
-
-@dataclass(frozen=True)
-class LostWorker:
-    """A worker that is gone.
-
-    Attributes:
-        worker: which one.
-        rank: the rank that it had.
-        shards: the shards of each global batch that it carried.
-        died: why it is gone.
-        last_seen: what it was doing when it answered last.
-    """
-
-    worker: WorkerHandle
-    rank: int
-    shards: range
-    died: WorkerDiedError
-    last_seen: WorkerStatus | None = None
+    from lockstep.recovery.lost_worker import LostWorker
 
 
 class RankTable:
-    """Which worker has which rank in the next generation of the group.
+    """Assigns workers to the ranks of the next generation of the group.
 
     Attributes:
-        lost_workers: the workers that are gone, those that went last at the end.
+        lost_workers: the lost workers, in the order of their loss.
     """
 
     def __init__(self, members: Sequence[WorkerHandle]) -> None:
@@ -48,23 +27,23 @@ class RankTable:
 
     @property
     def num_living(self) -> int:
-        """Workers that still have a rank."""
+        """The number of workers that still have a rank."""
         return sum(worker is not None for worker in self._by_rank)
 
     def mark_lost(self, lost: LostWorker) -> None:
-        """A worker is gone; its rank is free, if it had one."""
+        """Note a lost worker, and free its rank, if it had one."""
         self.lost_workers.append(lost)
         if lost.worker in self._by_rank:
             self._by_rank[self._by_rank.index(lost.worker)] = None
 
     def assign_ranks(self, spares: Sequence[WorkerHandle], num_workers: int) -> list[WorkerHandle]:
-        """Give free ranks, `num_workers` in all, to spares; the members afterwards, by rank."""
+        """Give free ranks to spares, up to `num_workers` members; return the members by rank."""
         ready = list(spares)
         self._by_rank += [None] * (num_workers - len(self._by_rank))
         for rank, worker in enumerate(self._by_rank):
             if worker is None and ready:
                 self._by_rank[rank] = ready.pop(0)
         members = [worker for worker in self._by_rank if worker is not None]
-        # A spare of another host belongs to the ranks of that host. Which process computes a
-        # rank's shards changes no bit, and rank 0 in the driver's process stays the first one.
+        # A spare on another host goes to the ranks of that host. No bit of the result depends on
+        # which process computes a shard, and rank 0 in the driver's process stays first.
         return group_by_node(members, lambda worker: worker.node)

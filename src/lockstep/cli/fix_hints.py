@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An error's text for the command line: arguments of Python in it become options."""
+"""Rewrites the `fix` line of an error: arguments of `TorchTrainer` become command-line options."""
 
 from __future__ import annotations
 
 import re
 from typing import Final
 
-from lockstep.cli.train_options import TRAINER, option
+from lockstep.cli.train_options import TRAINER_OPTIONS, option_for
 
 _RESUME: Final = "run it again with --checkpoint-dir DIR --resume auto"
 _PHRASES: Final = {
@@ -20,37 +20,39 @@ _PHRASES: Final = {
 }
 _CALL: Final = re.compile(r"TorchTrainer\((?:\.\.\., *)?(?P<given>\w+=[^()]*)\)")
 _CONFIG: Final = re.compile(r"\bconfig=\{(?:lockstep\.keys\.)?BATCH_SIZE: *(?P<size>\w+)\}")
-_NAMES: Final = "|".join(TRAINER)
-_GIVEN: Final = re.compile(
+_NAMES: Final = "|".join(TRAINER_OPTIONS)
+_ARGUMENT: Final = re.compile(
     rf"(?<![\w.-])(?P<name>{_NAMES})=(?P<value>\"[^\"]*\"|'[^']*'|[^\s,;:)]+)"
 )
-# A name that is a word as well (seed, sync) stands for itself where nothing follows it.
-_BARE: Final = re.compile(rf"(?<![\w.-])({'|'.join(n for n in TRAINER if '_' in n)})(?![\w=(])")
+# Without a value, only a name with an underscore is surely an argument: `seed` is also a word.
+_ARGUMENT_NAME: Final = re.compile(
+    rf"(?<![\w.-])({'|'.join(n for n in TRAINER_OPTIONS if '_' in n)})(?![\w=(])"
+)
 _SWITCHES: Final = {
     "reproducible": ("--reproducible", "no --reproducible"),
     "check_finite": ("no --no-check-finite", "--no-check-finite"),
 }
-"""What to type for True, and for False."""
+"""The words to type for True, and for False."""
 _NO: Final = {"True": "yes", "False": "no"}
 _FIX: Final = "\n  fix  "
 
 
-def shown(error: BaseException) -> str:
-    """An error's text, whose line "fix" names options of ``lockstep train`` and no Python."""
+def with_cli_options(error: BaseException) -> str:
+    """The text of `error`, with options of ``lockstep train`` in its `fix` line and no Python."""
     said, fix, advice = str(error).partition(_FIX)
     for phrase, ours in _PHRASES.items():
         advice = advice.replace(phrase, ours)
     advice = _CONFIG.sub(r"--batch-size \g<size>", advice)
     advice = _CALL.sub(lambda call: call["given"].replace(", ", " "), advice)
-    advice = _GIVEN.sub(_as_option, advice)
-    advice = _BARE.sub(lambda found: option(found[1]), advice)
+    advice = _ARGUMENT.sub(_option_of, advice)
+    advice = _ARGUMENT_NAME.sub(lambda found: option_for(found[1]), advice)
     return "\n".join([said + fix + advice, *getattr(error, "__notes__", [])])
 
 
-def _as_option(found: re.Match[str]) -> str:
+def _option_of(found: re.Match[str]) -> str:
     name, value = found["name"], found["value"].strip("\"'")
     if name in _SWITCHES and value in _NO:
         return _SWITCHES[name][value == "False"]
     if value == "None":
-        return f"no {option(name)}"
-    return f"{option(name)} {_NO.get(value, value) if name == 'use_gpu' else value}"
+        return f"no {option_for(name)}"
+    return f"{option_for(name)} {_NO.get(value, value) if name == 'use_gpu' else value}"

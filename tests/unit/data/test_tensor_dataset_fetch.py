@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that are taken at once are what torch collates from the samples, or are not taken."""
+"""A selected batch equals what torch collates from the samples; else none is selected."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from lockstep.data.fast_tensor_dataset import _DTYPES, rows_at_once
+from lockstep.data.tensor_dataset_fetch import _DTYPES, select_batch
 
 PLACES = [3, 0, 3, 7]
 
@@ -36,7 +36,7 @@ def _tensors(rows=8):
 )
 def test_they_are_what_torch_collates(dataset):
     expected = default_collate([dataset[place] for place in PLACES])
-    taken = rows_at_once(dataset, PLACES)
+    taken = select_batch(dataset, PLACES)
     assert type(taken) is type(expected)
     for one, other in zip(taken, expected, strict=True):
         assert torch.equal(one, other)
@@ -78,11 +78,11 @@ def _with_own_reader(dataset):
     ],
 )
 def test_what_is_not_certain_is_read_sample_by_sample(dataset, indices):
-    assert rows_at_once(dataset, indices) is None
+    assert select_batch(dataset, indices) is None
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor, tuple, (tuple, list), Sequence])
 def test_a_way_of_collating_that_a_program_has_taught_torch_is_respected(monkeypatch, kind):
     dataset = TensorDataset(*_tensors())
     monkeypatch.setitem(default_collate_fn_map, kind, lambda batch, **_: batch)
-    assert rows_at_once(dataset, PLACES) is None
+    assert select_batch(dataset, PLACES) is None

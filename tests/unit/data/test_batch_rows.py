@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counting, joining and emptying batches of any structure."""
+"""Counting, joining and slicing the rows of batches of any structure."""
 
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from lockstep.data.batch_structure import concatenate, content_digest, leading_length, rows_of
+from lockstep.data.batch_rows import concatenate, content_digest, leading_length, rows_of
 from lockstep.errors import NotShardableError
 
 Pair = namedtuple("Pair", "x y")

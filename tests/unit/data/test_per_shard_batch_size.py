@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The share of a global batch size, and that the whole is never lost."""
+"""A shard's batch size carries the global batch size through arithmetic, copies and pickles."""
 
 import copy
 import pickle

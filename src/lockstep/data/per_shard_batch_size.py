@@ -1,32 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A shard's share of the global batch size: an ``int`` that remembers the global batch size.
+"""The batch size of one shard: an ``int`` that carries the global batch size with it.
 
-``config[BATCH_SIZE]`` is the global batch. A user's ``setup`` wants an ``int`` to build a loader
-with, but a share alone cannot be multiplied back: 21 over 2 shards is 11 and 10. So the share
-carries the whole, torch's ``DataLoader`` keeps the object that it was given, and `ShardedLoader`
-reads the whole from there. Nothing is rounded, nothing is written back.
+``config[BATCH_SIZE]`` is the global batch size. A user's ``setup`` needs an ``int`` to build a
+loader with, but a shard's batch size alone cannot be multiplied back: 21 over 2 shards is 11 and
+10. So the ``int`` carries the global batch size as its attribute `whole`, torch's ``DataLoader``
+keeps the object that it was given, and `ShardedLoader` reads `whole` from the loader. No size is
+rounded, and the user's config is not changed.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from lockstep.data.shard_assignment import shard_bounds
 from lockstep.errors import ConfigurationError
 
 
 class ShardBatchSize(int):
     """How many samples of a global batch one shard takes: an ``int``, at least 1.
 
-    Multiplying and floor-dividing by an integer scale the whole as well. Any other arithmetic
+    Multiplying and floor-dividing by an integer scale `whole` as well. Any other arithmetic
     gives a plain ``int``, which a loader takes as its own per-shard batch size.
 
     Args:
-        share: this shard's samples of a full global batch (1 where it has none, because
-            torch refuses a batch size of 0; what is read is decided by `whole`).
+        share: this shard's samples of a full global batch. Where the shard has none, the ``int``
+            is 1, because torch refuses a batch size of 0; `whole` decides what the shard reads.
         whole: the global batch size, in samples.
     """
 
-    # `int` subclasses cannot have non-empty slots, so this is an ordinary attribute.
+    # An ordinary attribute: subclasses of `int` cannot have non-empty slots.
     whole: int
 
     def __new__(cls, share: int, whole: int) -> ShardBatchSize:
@@ -56,15 +58,8 @@ def _is_plain_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, (bool, ShardBatchSize))
 
 
-def share_bounds(size: int, num_shards: int, shard: int) -> tuple[int, int]:
-    """Where `shard`'s part of `size` things begins and ends; the first parts are one larger."""
-    base, larger = divmod(size, num_shards)
-    start = shard * base + min(shard, larger)
-    return start, start + base + (shard < larger)
-
-
 def split_batch_size(whole: int, num_shards: int, shard: int) -> ShardBatchSize:
-    """The share of a global batch of `whole` samples that `shard` of `num_shards` takes.
+    """The batch size of `shard` (of `num_shards`) where the global batch has `whole` samples.
 
     Raises:
         ConfigurationError: `whole` is not an integer of at least 1.
@@ -76,7 +71,7 @@ def split_batch_size(whole: int, num_shards: int, shard: int) -> ShardBatchSize:
             got=repr(whole),
             fix=f"config={{BATCH_SIZE: {num_shards * 32}}} gives {num_shards} shard(s) 32 each",
         )
-    # A whole that already remembers a whole (a config passed on) is the global batch itself.
-    whole = getattr(whole, "whole", int(whole))
-    start, stop = share_bounds(whole, num_shards, shard)
-    return ShardBatchSize(stop - start, whole)
+    # A config that was passed on holds a `ShardBatchSize`: its `whole` is the global batch size.
+    global_batch_size = getattr(whole, "whole", int(whole))
+    start, stop = shard_bounds(global_batch_size, num_shards, shard)
+    return ShardBatchSize(stop - start, global_batch_size)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a batch, whose structure is the user's: counted, joined, sliced.
+"""Counts, joins and slices the rows of batches of any structure.
 
 A batch is a tensor or an array, a sequence of rows (strings, numbers), or a tree of batches (see
 `tensor_tree`). A list or tuple is a sequence of rows when it holds nothing but plain values, else a
-container; torch's ``default_collate`` makes batches like that. Anything else is refused by its
-place in the batch, never guessed at.
+container; torch's ``default_collate`` makes batches like that. Any other object raises an error
+that names its place in the batch: a guess could drop rows without a word.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _first_length(batch: Any) -> int | None:
 
 
 def concatenate(batches: Sequence[Any]) -> Any:
-    """One batch with the rows of all `batches` (equal structures), in order.
+    """Join `batches`, which have equal structures, to one batch with all their rows in order.
 
     Raises:
         NotShardableError: a place in the batches cannot be joined; the message names it.
@@ -72,7 +72,7 @@ def concatenate(batches: Sequence[Any]) -> Any:
 def _join(parts: list[Any], path: KeyPath) -> Any:
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):
-        raise _refusal("joined", path, ", ".join(type(part).__name__ for part in parts))
+        raise _join_error("joined", path, ", ".join(type(part).__name__ for part in parts))
     if isinstance(first, (torch.Tensor, np.ndarray)):
         return _join_arrays(parts, path)
     children = children_of(first)
@@ -88,55 +88,55 @@ def _join(parts: list[Any], path: KeyPath) -> Any:
 def _join_arrays(parts: list[Any], path: KeyPath) -> Any:
     shapes = ", ".join(str(tuple(part.shape)) for part in parts)
     if any(part.ndim == 0 or part.shape[1:] != parts[0].shape[1:] for part in parts):
-        raise _refusal("joined along dim 0", path, f"shapes {shapes}")
+        raise _join_error("joined along dim 0", path, f"shapes {shapes}")
     try:
         if isinstance(parts[0], np.ndarray):
             return np.concatenate(parts)
         return torch.cat(parts)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise _refusal("joined along dim 0", path, f"shapes {shapes}: {error}") from error
+        raise _join_error("joined along dim 0", path, f"shapes {shapes}: {error}") from error
 
 
 def _join_plain(parts: list[Any], path: KeyPath) -> Any:
     first = parts[0]
     if is_rows(first):
         return type(first)(row for part in parts for row in part)
-    # A value that belongs to no row (a name, a scale) is joined only when all parts agree.
+    # A value that belongs to no row (a name, a scale) must be the same in all parts.
     if isinstance(first, PLAIN_TYPES) and all(part == first for part in parts):
         return first
-    raise _refusal("joined", path, f"a {type(first).__name__}")
+    raise _join_error("joined", path, f"a {type(first).__name__}")
 
 
 def rows_of(batch: Any, rows: slice) -> Any:
-    """A batch of the same structure with some of the rows; ``slice(0)`` takes none.
+    """The rows `rows` of `batch`, in the same structure; ``slice(0)`` takes none.
 
     Raises:
         NotShardableError: a place in the batch cannot be sliced; the message names it.
     """
 
-    def sliced(path: KeyPath, leaf: Any) -> Any:
+    def slice_leaf(path: KeyPath, leaf: Any) -> Any:
         if isinstance(leaf, (torch.Tensor, np.ndarray)):
             try:
                 return leaf[rows]
             except (RuntimeError, IndexError, NotImplementedError) as error:
-                raise _unsliceable(path, f"{type(leaf).__name__}: {error}") from error
+                raise _slice_error(path, f"{type(leaf).__name__}: {error}") from error
         if is_rows(leaf):
             return leaf[rows]
         if isinstance(leaf, PLAIN_TYPES):
             return leaf
-        raise _unsliceable(path, f"a {type(leaf).__name__}")
+        raise _slice_error(path, f"a {type(leaf).__name__}")
 
-    return tree_map_with_path(sliced, batch)
+    return tree_map_with_path(slice_leaf, batch)
 
 
 def content_digest(value: Any) -> str:
-    """A short digest of what `value` holds, equal in every process; 16 hexadecimal digits."""
+    """A short hash of the content of `value`, equal in every process; 16 hexadecimal digits."""
     state = hashlib.blake2b(digest_size=8)
-    _absorb(value, state.update)
+    _update_hash(value, state.update)
     return state.hexdigest()
 
 
-def _absorb(value: Any, update: Callable[[bytes], None]) -> None:
+def _update_hash(value: Any, update: Callable[[bytes], None]) -> None:
     shape = (getattr(value, "dtype", None), tuple(getattr(value, "shape", ())))
     update(f"{type(value).__name__} {shape}".encode())
     if isinstance(value, torch.Tensor) and value.layout == torch.strided:
@@ -147,9 +147,9 @@ def _absorb(value: Any, update: Callable[[bytes], None]) -> None:
     elif (children := children_of(value)) is not None:
         for key, child in children:
             update(str(key).encode())
-            _absorb(child, update)
+            _update_hash(child, update)
     elif isinstance(value, PLAIN_TYPES) or is_rows(value):
-        # Anything else counts by its type only: its repr may hold an address.
+        # Of any other object only the type is hashed: its repr may hold a memory address.
         update(repr(value).encode())
 
 
@@ -157,10 +157,10 @@ def _child(batch: Any, key: Key, path: KeyPath) -> Any:
     for own, child in children_of(batch) or []:
         if own == key:
             return child
-    raise _refusal("joined", path, f"a {type(batch).__name__} without {key}")
+    raise _join_error("joined", path, f"a {type(batch).__name__} without {key}")
 
 
-def _refusal(verb: str, path: KeyPath, got: str) -> NotShardableError:
+def _join_error(verb: str, path: KeyPath, got: str) -> NotShardableError:
     place = f"batch{keystr(path)}"
     return NotShardableError(
         f"{place} cannot be {verb}: a worker's shards have to become one batch",
@@ -172,7 +172,7 @@ def _refusal(verb: str, path: KeyPath, got: str) -> NotShardableError:
     )
 
 
-def _unsliceable(path: KeyPath, got: str) -> NotShardableError:
+def _slice_error(path: KeyPath, got: str) -> NotShardableError:
     place = f"batch{keystr(path)}"
     return NotShardableError(
         f"{place} has no version with zero rows, which a rank without samples needs",

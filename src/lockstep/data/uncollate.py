@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits the predictions for a batch into one for each sample.
+"""Splits a model's output for a batch into one output for each sample.
 
-A list holds one entry for each sample, as detection models return them; `batch_structure` reads
-all other containers. To guess by its length whether a list holds samples or columns would be right
-for one batch and wrong for the next.
+A list holds one entry for each sample, as detection models return them; all other containers are
+trees (see `lockstep.tensor_tree`) whose leaves have one row for each sample. Rejected: guessing by
+a list's length whether it holds samples or columns, which is right for one batch and wrong for the
+next.
 """
 
 from __future__ import annotations
@@ -17,24 +18,25 @@ from lockstep.errors import ConfigurationError
 from lockstep.tensor_tree import Key, children_of, rebuild_container
 
 
-def split_predictions(output: Any, count: int, place: str = "the output") -> list[Any]:
-    """One prediction for each of `count` samples, each of the structure that `output` has.
+def uncollate(output: Any, count: int, place: str = "the output") -> list[Any]:
+    """Split `output` into one prediction for each of `count` samples, in the structure of `output`.
 
     Args:
         output: tensors or arrays of shape (count, ...), lists of `count` entries, or tuples,
             mappings and dataclasses of such; strings, numbers and None belong to every sample.
-        place: what to call it in an error.
+        place: the name of `output` in an error.
 
     Raises:
-        ConfigurationError: something in `output` has not one row for each sample; names its place.
+        ConfigurationError: a part of `output` has not one row for each sample; the message names
+            it.
     """
     if isinstance(output, (torch.Tensor, np.ndarray)):
         if output.ndim == 0 or output.shape[0] != count:
-            raise _not_rows(place, count, f"shape {tuple(output.shape)}")
+            raise _wrong_row_count_error(place, count, f"shape {tuple(output.shape)}")
         return list(output.unbind(0) if isinstance(output, torch.Tensor) else output)
     if isinstance(output, list):
         if len(output) != count:
-            raise _not_rows(place, count, f"a list of {len(output)}")
+            raise _wrong_row_count_error(place, count, f"a list of {len(output)}")
         return list(output)
     if output is None or isinstance(output, (str, bytes, int, float, complex, np.generic)):
         return [output] * count
@@ -42,14 +44,12 @@ def split_predictions(output: Any, count: int, place: str = "the output") -> lis
     if children is None and isinstance(output, tuple):  # nothing but plain values
         children = [(Key("[{}]", number), value) for number, value in enumerate(output)]
     if children is None:
-        raise _not_rows(place, count, f"a {type(output).__name__}")
-    columns = [split_predictions(child, count, f"{place}{key}") for key, child in children]
-    return [
-        rebuild_container(output, [column[number] for column in columns]) for number in range(count)
-    ]
+        raise _wrong_row_count_error(place, count, f"a {type(output).__name__}")
+    columns = [uncollate(child, count, f"{place}{key}") for key, child in children]
+    return [rebuild_container(output, [column[number] for column in columns]) for number in range(count)]
 
 
-def _not_rows(place: str, count: int, got: str) -> ConfigurationError:
+def _wrong_row_count_error(place: str, count: int, got: str) -> ConfigurationError:
     return ConfigurationError(
         "a prediction has not one row for each sample",
         where=place,

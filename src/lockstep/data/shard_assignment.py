@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which shards of every global batch a worker carries.
+"""Which shards of every global batch a worker computes, and which samples make a shard.
 
-The shards of a worker are contiguous, and each shard is carried by exactly one worker.
+A worker's shards are contiguous, and exactly one worker computes each shard.
 """
 
 from __future__ import annotations
@@ -12,21 +12,28 @@ from lockstep.errors import ConfigurationError
 
 
 def shards_of(rank: int, world_size: int, num_shards: int) -> range:
-    """The shards that `rank` carries: balanced to within one."""
+    """The shards that `rank` computes; the ranks' numbers of shards differ by at most one."""
     return range(rank * num_shards // world_size, (rank + 1) * num_shards // world_size)
 
 
+def shard_bounds(size: int, num_shards: int, shard: int) -> tuple[int, int]:
+    """Where `shard`'s part of `size` items begins and ends; the first parts are one larger."""
+    base, larger = divmod(size, num_shards)
+    start = shard * base + min(shard, larger)
+    return start, start + base + (shard < larger)
+
+
 @dataclass(frozen=True)
-class ShardPlacement:
-    """Which shards a worker carries.
+class ShardAssignment:
+    """The shards that one worker computes.
 
     Args:
-        num_shards: into how many parts every global batch is cut.
-        shards: this worker's, contiguous.
-        seed: the run's.
+        num_shards: the number of shards of every global batch.
+        shards: the worker's shards, contiguous.
+        seed: the seed of the run.
 
     Raises:
-        ConfigurationError: no shards at all, or shards that do not exist.
+        ConfigurationError: `num_shards` is below 1, or `shards` is not a contiguous part of them.
     """
 
     num_shards: int
