@@ -92,7 +92,7 @@ MUTANTS = {
     ),
     "gradients_of_earlier_steps_are_not_kept": Mutant(
         "worker/rollback.py",
-        "self._adds_up or self._steps_to_learn > 0\n",
+        "self._reuses_gradients or self._steps_to_learn > 0\n",
         "False\n",
         ("--ray", "1", "--processes", "0", "--clearing", "never"),
     ),

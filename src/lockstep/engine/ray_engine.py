@@ -80,19 +80,19 @@ class RayEngine:
         self, spec: WorkerSpec, resources: Resources, *, use_local: bool, num_spares: int
     ) -> None:
         self.spec = spec
-        self.ended: BaseException | None = None
-        self.started: list[StartReport] = []
+        self.ended_by: BaseException | None = None
+        self.start_reports: list[StartReport] = []
         self._fetcher: RemoteSnapshotFetcher | None = None
         self.workers = WorkerGroup(spec, resources, use_local=use_local, num_spares=num_spares)
         try:
             rendezvous = self.workers.rendezvous(0) if spec.num_workers > 1 else None
-            self.started = self.call(Worker.start.with_args(rendezvous))
+            self.start_reports = self.call(Worker.start.with_args(rendezvous))
             self.workers.await_spares()
         except BaseException as error:
-            self.ended = self.ended or error
+            self.ended_by = self.ended_by or error
             self.close(force=True)
             raise
-        for member, report in zip(self.workers.members, self.started, strict=True):
+        for member, report in zip(self.workers.members, self.start_reports, strict=True):
             member.pid = report.pid
 
     # -------------------------------------------------------------------------------- calling
@@ -140,7 +140,7 @@ class RayEngine:
 
     def end(self, cause: BaseException) -> None:
         """End all workers because of `cause`."""
-        self.ended = cause
+        self.ended_by = cause
         try:
             self.fetch_last_snapshot(cause)
         finally:
