@@ -66,8 +66,7 @@ class SnapshotFetcher(Protocol):
     """Fetches copies of the run's state to the driver."""
 
     def request(self) -> None:
-        """Request a copy before the next batch. Only sets a flag, so that signal handlers may call
-        it."""
+        """Request a copy before the next batch. Only sets a flag: signal handlers may call it."""
 
     def finish(self) -> None:
         """After a call, fetch the copy that is still on its way."""

@@ -220,8 +220,7 @@ class RayEngine:
         on_progress: OnProgress | None,
         on_poll: Callable[[PendingCall[R]], None] | None,
     ) -> None:
-        """Perform `call` on rank 0 in this process, while the actors perform it on the other
-        ranks."""
+        """Perform `call` on rank 0 in this process, while actors perform it on other ranks."""
         worker.before_first_collective = partial(self._wait_for_peers, pending_call.pending)
         worker.on_commit = progress_reporter(worker, on_progress, POLL_EVERY_S)
         pending_call.local_status = partial(status_of, worker, threading.get_ident())
@@ -274,8 +273,7 @@ class RayEngine:
         on_poll: Callable[[PendingCall[R]], None] | None,
         fetcher: RemoteSnapshotFetcher | None,
     ) -> Callable[[], None] | None:
-        """A function to call between waits while the ranks perform; None if there is nothing to
-        do."""
+        """A function to call between waits while the ranks perform; None if there is none."""
         actors = [member.actor for member in self.workers.members if member.actor is not None]
         if on_poll is None and fetcher is None and (on_progress is None or not actors):
             return None

@@ -73,8 +73,7 @@ class SnapshotTaker:
         self._is_requested = True
 
     def take(self) -> Snapshot | None:
-        """Return the latest snapshot once. A second call means that the driver has written the
-        first."""
+        """Return the latest snapshot once. The next call means that the driver wrote this one."""
         if self._in_transit is not None:
             self._in_transit.give_back()
         with self._lock:
@@ -82,8 +81,7 @@ class SnapshotTaker:
         return self._in_transit
 
     def finish(self) -> None:
-        """Do nothing (see `SnapshotFetcher`): in the driver's own process no snapshot is in
-        transit."""
+        """Do nothing (see `SnapshotFetcher`): in the driver's process no snapshot is in transit."""
 
     # --------------------------------------------------------------------------- training
 
