@@ -63,9 +63,9 @@ class Standing:
     """An `Engine` whose workers are all that one actor."""
 
     def __init__(self, actor: Any, num_workers: int) -> None:
-        self.ended: BaseException | None = None
+        self.ended_by: BaseException | None = None
         self.interrupted_by: BaseException | None = None
-        self.started = [StartReport(0, "cpu", {"train": 10})] * num_workers
+        self.start_reports = [StartReport(0, "cpu", {"train": 10})] * num_workers
         self._actor = actor
 
     def call(
@@ -77,14 +77,14 @@ class Standing:
     ) -> list[Any]:
         arguments = dumps_or_refuse((call.args, call.kwargs), "arguments")
         pending_call: PendingCall[Any] = PendingCall(call.contract, outlives_deaths=False)
-        for rank in range(len(self.started)):
+        for rank in range(len(self.start_reports)):
             method = cloudpickle.dumps(call.method)
             pending_call.pending[self._actor.perform.remote(method, arguments)] = rank
         pending_call.wait(None)
-        return [pending_call.values[rank] for rank in range(len(self.started))]
+        return [pending_call.values[rank] for rank in range(len(self.start_reports))]
 
     def status(self) -> PoolStatus:
-        return PoolStatus(workers=len(self.started))
+        return PoolStatus(workers=len(self.start_reports))
 
     def close(self, *, force: bool) -> None:
         pass

@@ -173,7 +173,7 @@ def _dry_run(
 
 
 def _print_plan(trainer: TorchTrainer) -> None:
-    started = trainer._pool.started
+    started = trainer._pool.start_reports
     for purpose, steps in started[0].steps_per_epoch.items():
         _print_field(purpose, f"{'unknown' if steps is None else steps} steps an epoch")
     hosts = trainer.apply_all_workers(socket.gethostname)

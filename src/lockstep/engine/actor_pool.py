@@ -137,8 +137,7 @@ def prestart(
 
 
 def remote_ranks(num_workers: int, use_local: bool, num_spares: int) -> range:
-    """The ranks of a trainer's workers that live in actors; spares are numbered after the
-    workers."""
+    """The ranks of a trainer's workers in actors; spares are numbered after the workers."""
     return range(1 if use_local else 0, num_workers + num_spares)
 
 

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 
 def end_actor(actor: Any) -> None:
-    """End an actor's process. `actor` is Any: Ray's annotations do not take its own handles
-    here."""
+    """End an actor's process. `actor` is Any: Ray's annotations refuse Ray's own handles here."""
     ray.kill(actor, no_restart=True)
 
 

@@ -22,8 +22,7 @@ _log = logging.getLogger("lockstep.recovery")
 
 @contextmanager
 def poll_in_background(poll: Callable[[], None]) -> Iterator[None]:
-    """Inside, a second thread calls `poll` every `POLL_EVERY_S`; the thread is joined at the
-    exit."""
+    """Inside, a second thread calls `poll` every `POLL_EVERY_S`; the exit joins the thread."""
     is_over = threading.Event()
 
     def run() -> None:

@@ -138,8 +138,7 @@ def this_node() -> str:
 
 
 def session() -> str | None:
-    """The id of this driver's connection to a cluster, which `ray.shutdown` ends with its
-    actors."""
+    """The id of this driver's connection to a cluster, which ends with `ray.shutdown`."""
     if not ray.is_initialized():
         return None
     driver: str = ray.get_runtime_context().get_worker_id()

@@ -58,7 +58,7 @@ class SnapshotKeeper(Protocol):
     def keep(self, snapshot: Snapshot) -> None:
         """Receive a copy; an exception raised here ends the running call."""
 
-    def keep_failed(self, error: Exception) -> None:
+    def note_failure(self, error: Exception) -> None:
         """Note that a worker made a copy which could not be sent to the driver."""
 
 
@@ -66,8 +66,7 @@ class SnapshotFetcher(Protocol):
     """Fetches copies of the run's state to the driver."""
 
     def request(self) -> None:
-        """Request a copy before the next batch. Only sets a flag, so that signal handlers may call
-        it."""
+        """Request a copy before the next batch. Only sets a flag: signal handlers may call it."""
 
     def finish(self) -> None:
         """After a call, fetch the copy that is still on its way."""
@@ -80,7 +79,7 @@ class Engine(Protocol):
     note. Workers whose call was interrupted (the call failed on one of them, or Ctrl-C came in the
     driver) live on, and `undo_interrupted_call` makes them ready for the next call. An engine whose
     workers cannot go on has ended all of them by the time it raises, and keeps the cause in
-    `ended`.
+    `ended_by`.
     """
 
     @property
@@ -91,15 +90,15 @@ class Engine(Protocol):
         """Take all workers back to the last committed step.
 
         Blocks until each worker has left its current computation. If a worker cannot go back, the
-        workers are ended, and `ended` holds the cause.
+        workers are ended, and `ended_by` holds the cause.
         """
 
     @property
-    def ended(self) -> BaseException | None:
+    def ended_by(self) -> BaseException | None:
         """The error that ended the workers; None while they live."""
 
     @property
-    def started(self) -> list[StartReport]:
+    def start_reports(self) -> list[StartReport]:
         """The result of each worker's `start`, by rank."""
 
     def call(

@@ -59,8 +59,7 @@ class Heartbeats:
         self._by_worker.clear()
 
     def poll(self, workers: Sequence[WorkerHandle]) -> dict[WorkerHandle, Heartbeat]:
-        """The heartbeats of `workers` in actors; takes answers that came, and sends new
-        requests."""
+        """The heartbeats of `workers` in actors; takes new answers, and sends new requests."""
         now = time.monotonic()
         for worker in workers:
             if worker.actor is None:

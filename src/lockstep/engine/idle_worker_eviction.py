@@ -27,8 +27,7 @@ _engines: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
 def register_for_eviction(engine: InterruptibleEngine) -> None:
-    """Allow another trainer to evict the engine's workers until their interrupted call is
-    undone."""
+    """Allow other trainers to evict the engine's workers until its call is undone."""
     _engines.add(engine)
 
 
@@ -45,8 +44,7 @@ def evict_idle_workers() -> None:
 
 
 def evicted_error(cause: BaseException) -> TrainerClosedError:
-    """The error for calls of a trainer whose idle workers were evicted; `cause` interrupted
-    them."""
+    """The error for calls of a trainer whose workers, interrupted by `cause`, were evicted."""
     from lockstep.worker import error_text  # imports torch, which a launch need not wait for
 
     first_line = next(iter(error_text(cause).splitlines()), "")

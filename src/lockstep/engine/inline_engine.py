@@ -35,15 +35,15 @@ class InlineEngine:
     """An `Engine`. It raises the worker's exceptions as they are, without pickling them."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        self.ended: BaseException | None = None
+        self.ended_by: BaseException | None = None
         self.interrupted_by: BaseException | None = None
         self._interrupted_loop: str | None = None
         self._generation = 0
         self._worker = Worker(spec, rank=0, local_rank=0)
         try:
-            self.started = [self._perform(Worker.start.with_args(None))]
+            self.start_reports = [self._perform(Worker.start.with_args(None))]
         except BaseException as error:
-            self.ended = error
+            self.ended_by = error
             self.close(force=True)
             raise
 
@@ -80,7 +80,7 @@ class InlineEngine:
             return
         survivor = go_back_alone(self._worker, self._interrupted_loop)
         if survivor.point is None:
-            self.ended = rollback_impossible_error(cause)
+            self.ended_by = rollback_impossible_error(cause)
             self.close(force=True)
         elif survivor.is_cut_short:
             warn_of_cut_short_step(survivor.point[0], cause)

@@ -80,19 +80,19 @@ class RayEngine:
         self, spec: WorkerSpec, resources: Resources, *, use_local: bool, num_spares: int
     ) -> None:
         self.spec = spec
-        self.ended: BaseException | None = None
-        self.started: list[StartReport] = []
+        self.ended_by: BaseException | None = None
+        self.start_reports: list[StartReport] = []
         self._fetcher: RemoteSnapshotFetcher | None = None
         self.workers = WorkerGroup(spec, resources, use_local=use_local, num_spares=num_spares)
         try:
             rendezvous = self.workers.rendezvous(0) if spec.num_workers > 1 else None
-            self.started = self.call(Worker.start.with_args(rendezvous))
+            self.start_reports = self.call(Worker.start.with_args(rendezvous))
             self.workers.await_spares()
         except BaseException as error:
-            self.ended = self.ended or error
+            self.ended_by = self.ended_by or error
             self.close(force=True)
             raise
-        for member, report in zip(self.workers.members, self.started, strict=True):
+        for member, report in zip(self.workers.members, self.start_reports, strict=True):
             member.pid = report.pid
 
     # -------------------------------------------------------------------------------- calling
@@ -140,7 +140,7 @@ class RayEngine:
 
     def end(self, cause: BaseException) -> None:
         """End all workers because of `cause`."""
-        self.ended = cause
+        self.ended_by = cause
         try:
             self.fetch_last_snapshot(cause)
         finally:
@@ -220,8 +220,7 @@ class RayEngine:
         on_progress: OnProgress | None,
         on_poll: Callable[[PendingCall[R]], None] | None,
     ) -> None:
-        """Perform `call` on rank 0 in this process, while the actors perform it on the other
-        ranks."""
+        """Perform `call` on rank 0 in this process, while actors perform it on other ranks."""
         worker.before_first_collective = partial(self._wait_for_peers, pending_call.pending)
         worker.on_commit = progress_reporter(worker, on_progress, POLL_EVERY_S)
         pending_call.local_status = partial(status_of, worker, threading.get_ident())
@@ -274,8 +273,7 @@ class RayEngine:
         on_poll: Callable[[PendingCall[R]], None] | None,
         fetcher: RemoteSnapshotFetcher | None,
     ) -> Callable[[], None] | None:
-        """A function to call between waits while the ranks perform; None if there is nothing to
-        do."""
+        """A function to call between waits while the ranks perform; None if there is none."""
         actors = [member.actor for member in self.workers.members if member.actor is not None]
         if on_poll is None and fetcher is None and (on_progress is None or not actors):
             return None

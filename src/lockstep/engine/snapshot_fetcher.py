@@ -83,7 +83,7 @@ class RemoteSnapshotFetcher:
         except (RayActorError, GetTimeoutError):
             return  # the worker is gone, and its snapshot; the pending call reports the death
         except RayError as error:
-            self._to.keep_failed(error)
+            self._to.note_failure(error)
             return
         if answer is not None:
             step, structure, arrays = answer

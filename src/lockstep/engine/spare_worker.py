@@ -37,20 +37,20 @@ class Spare:
 
     Attributes:
         handle: the worker.
-        started: the reference of the outcome of its `stand_by`.
+        start_ref: the reference of the outcome of its `stand_by`.
         error: why it cannot become a member, once `readiness` has returned FAILED.
     """
 
     handle: WorkerHandle
-    started: ObjectRef[Outcome]
+    start_ref: ObjectRef[Outcome]
     error: BaseException | None = field(default=None, init=False)
 
     def readiness(self) -> Readiness:
         """Whether the spare is ready; never blocks for its `setup`."""
-        if not ray.wait([self.started], timeout=0)[0]:
+        if not ray.wait([self.start_ref], timeout=0)[0]:
             return Readiness.STARTING
         try:
-            outcome = ray.get(self.started)
+            outcome = ray.get(self.start_ref)
             self.error = outcome.exception()
             if self.error is None and not self.handle.pid:
                 self._fill_handle(cloudpickle.loads(outcome.value))

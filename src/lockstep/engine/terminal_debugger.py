@@ -19,8 +19,7 @@ _RAYS_HOOK: Final = "ray.util.rpdb._driver_set_trace"
 
 @contextmanager
 def terminal_debugger() -> Iterator[None]:
-    """Inside, `breakpoint()` opens Python's debugger, not Ray's. A hook that the user chose
-    stays."""
+    """Inside, `breakpoint()` opens Python's debugger, not Ray's; keeps a hook of the user's."""
     if os.environ.get(_VARIABLE) != _RAYS_HOOK:
         yield
         return

@@ -70,7 +70,7 @@ class WorkerGroup:
         self._generation = 0
         self._store: RendezvousStore | None = None
         self._pool: ActorPool | None = None
-        payload = spec.pickled()
+        payload = spec.to_bytes()
         own_cluster = connect()
         self._session = session()
         bundle = placement_group.bundle_for(
@@ -116,7 +116,7 @@ class WorkerGroup:
     @reraise_keyboard_interrupt()
     def pause(self, seconds: float) -> None:
         """Wait `seconds`, or until all spares have run their `setup`."""
-        starting = [spare.started for spare in self.spares]
+        starting = [spare.start_ref for spare in self.spares]
         ray.wait(starting, num_returns=len(starting), timeout=seconds)
 
     @property

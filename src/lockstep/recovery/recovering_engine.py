@@ -12,7 +12,7 @@ this engine decides what follows, by the `CallContract` of the remote method:
   asked to leave before their next batch, their group broken so that no rank waits. They are taken
   back to the last committed step by `undo_interrupted_call` when the next call comes, and not
   before: a rank may be in a forward that takes minutes. Ctrl-C in the driver ends a call likewise.
-- Anything else ends the workers, and `ended` says why.
+- Anything else ends the workers, and `ended_by` says why.
 
 While ranks perform, `_on_poll` runs several times a second: the watchdog ends a rank that hangs,
 replacements start for workers that were lost, and a spare that became ready where a rank is free
@@ -82,12 +82,12 @@ class RecoveringEngine:
         self._has_same_bits = True
 
     @property
-    def ended(self) -> BaseException | None:
-        return self._engine.ended
+    def ended_by(self) -> BaseException | None:
+        return self._engine.ended_by
 
     @property
-    def started(self) -> list[StartReport]:
-        return self._engine.started
+    def start_reports(self) -> list[StartReport]:
+        return self._engine.start_reports
 
     def local_operator(self) -> TrainingOperator | None:
         return self._engine.local_operator()

@@ -70,7 +70,7 @@ class CheckpointWriter:
             self._wait()
             self._preemption.take_effect()
 
-    def keep_failed(self, error: Exception) -> None:
+    def note_failure(self, error: Exception) -> None:
         """Note that a checkpoint could not be written; the next success clears the failure."""
         _log.error("a checkpoint could not be written: %s", error)
         self._failure = error
@@ -95,7 +95,7 @@ class CheckpointWriter:
             self._write(snapshot)
         # No error may be lost in this thread: `finish` returns it to the caller.
         except Exception as error:
-            self.keep_failed(error)
+            self.note_failure(error)
         else:
             self._failure = None
         finally:

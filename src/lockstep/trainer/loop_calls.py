@@ -73,7 +73,7 @@ class LoopCalls:
         pool, purpose = self._pool, request.purpose
         operator_cls = pool.spec.operator_cls
         if purpose != "train" or not self._dataset.has_dataset:
-            check_loader(pool.started, operator_cls.__name__, purpose)
+            check_loader(pool.start_reports, operator_cls.__name__, purpose)
         bar = ProgressBar(purpose) if wants_bar(pool.spec.options.use_tqdm) else None
         with trace_workers(pool, profile, method.contract.name), bar or nullcontext():
             listeners = ProgressListeners(self._callbacks, purpose, self._steps)
@@ -85,7 +85,7 @@ class LoopCalls:
             reports = pool.call(call, on_progress=on_progress, retries=retries)
             listeners.finish(reports)
         if not any(report.steps for report in reports):
-            raise no_batch_error(operator_cls, purpose, pool.started)
+            raise no_batch_error(operator_cls, purpose, pool.start_reports)
         return reports
 
 

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 
 def merge_reports(reports: Sequence[Report]) -> dict[str, Any]:
-    """Merge reports into one dict, in which every sample counts once, on whichever worker it
-    was."""
+    """Merge the reports of all workers into one dict, in which every sample counts once."""
     _refuse_mixed_weights(reports)
     result: dict[str, Any] = {NUM_SAMPLES: sum(report.samples for report in reports)}
     kept = {key for report in reports for key in _unchanged_metrics(report)}

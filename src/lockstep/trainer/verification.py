@@ -40,7 +40,7 @@ def refuse_unverifiable(spec: WorkerSpec) -> None:
 
 def verify_steps(pool: WorkerPool, num_steps: Any) -> ParityReport:
     """See `TorchTrainer.verify`."""
-    started, spec = pool.started, pool.spec
+    started, spec = pool.start_reports, pool.spec
     require(is_positive_int(num_steps), "num_steps", num_steps, "a positive number of steps")
     refuse_unverifiable(spec)
     check_loader(started, spec.operator_cls.__name__, "train")

@@ -52,8 +52,8 @@ class WorkerPool:
         if self._engine.interrupted_by is not None:
             with self._one_call_at_a_time("a call"):
                 self._engine.undo_interrupted_call()
-        if self._engine.ended is not None:
-            raise workers_ended_error(self._engine.ended, self.spec) from self._engine.ended
+        if self._engine.ended_by is not None:
+            raise workers_ended_error(self._engine.ended_by, self.spec) from self._engine.ended_by
         return self._engine
 
     def call(
@@ -85,13 +85,13 @@ class WorkerPool:
             self._calling.release()
 
     @property
-    def started(self) -> Sequence[StartReport]:
+    def start_reports(self) -> Sequence[StartReport]:
         """The result of each worker's `start`, by rank."""
-        return self.open_engine().started
+        return self.open_engine().start_reports
 
     def has_loader(self, purpose: str) -> bool:
         """Whether every worker registered a loader for `purpose`."""
-        return all(purpose in worker.steps_per_epoch for worker in self.started)
+        return all(purpose in worker.steps_per_epoch for worker in self.start_reports)
 
     @property
     def generation(self) -> int:
@@ -136,12 +136,12 @@ class WorkerPool:
     @property
     def failure(self) -> BaseException | None:
         """The error that ended the workers, or interrupted their latest call; None without one."""
-        return self._engine.ended or self._engine.interrupted_by
+        return self._engine.ended_by or self._engine.interrupted_by
 
     @property
     def has_ended(self) -> bool:
         """Whether the workers have ended."""
-        return self._engine.ended is not None
+        return self._engine.ended_by is not None
 
     def refuse_calls(self) -> None:
         """Refuse all later calls, because the workers are about to end."""

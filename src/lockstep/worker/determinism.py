@@ -49,8 +49,7 @@ def deterministic_mode(threads: int | None) -> Iterator[None]:
 
 
 def _set_mode(mode: int) -> None:
-    """`use_deterministic_algorithms` without its import of torch's compiler, which takes
-    seconds."""
+    """As `use_deterministic_algorithms`, without its slow import of torch's compiler."""
     if COMPILERS_SETTINGS in sys.modules:
         torch.use_deterministic_algorithms(mode > 0, warn_only=mode == _WARN)
     else:

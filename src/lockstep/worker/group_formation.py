@@ -215,8 +215,7 @@ def _transfer_state(worker: Worker, group: Group, rank: int, formation: Formatio
 
 
 def _full_state(worker: Worker) -> dict[str, Any]:
-    """The state that another rank needs to replace this one: a checkpoint's, and what that
-    omits."""
+    """The state that another rank needs to replace this one; more than a checkpoint holds."""
     run, window_gradients = worker.run, worker.window_gradients
     return {
         "state": worker.state_to_write(),

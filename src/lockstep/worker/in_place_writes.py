@@ -79,7 +79,9 @@ class InPlaceWriteTracker:
 
     def has_missed(self) -> bool:
         """Whether the batch wrote, before an optimizer stepped, to a weight without a copy."""
-        return self._has_no_copy(self._find_moved()) if self._is_ahead_of_step else self._has_missed
+        return (
+            self._has_no_copy(self._find_changed()) if self._is_ahead_of_step else self._has_missed
+        )
 
     def restore(self) -> None:
         """Undo the writes of the batches since `take`; does not undo the steps of optimizers."""
@@ -87,19 +89,19 @@ class InPlaceWriteTracker:
             if self._is_ahead_of_step or held in self._found:
                 overwrite([held], [value])
 
-    def _has_no_copy(self, moved: Iterable[nn.Parameter]) -> bool:
-        return any(parameter not in self._held for parameter in moved)
+    def _has_no_copy(self, changed: Iterable[nn.Parameter]) -> bool:
+        return any(parameter not in self._held for parameter in changed)
 
-    def _find_moved(self) -> list[nn.Parameter]:
+    def _find_changed(self) -> list[nn.Parameter]:
         pairs = zip(self._parameters, self._versions, strict=True)
         return [parameter for parameter, version in pairs if version_of(parameter) != version]
 
     def _find_writes(self) -> None:
         if not self._is_ahead_of_step:
             return
-        moved = self._find_moved()
-        self._has_missed, self._is_ahead_of_step = self._has_no_copy(moved), False
-        self.expect(moved)
+        changed = self._find_changed()
+        self._has_missed, self._is_ahead_of_step = self._has_no_copy(changed), False
+        self.expect(changed)
         if self._steps_left:
             self._steps_left -= 1
             pairs = zip(self._held, self._copies.values, strict=True)

@@ -159,8 +159,7 @@ class LoopRun:
         return self.tally.steps - self._steps_of_others
 
     def catch_up(self, progress: LoopProgress) -> None:
-        """Count a step that this worker has taken part in, and that only the others have
-        committed."""
+        """Count a step that this worker took part in, and that only the others committed."""
         counted = max(self.tally.steps, 0)
         first, missed = self.first_step + counted, max(progress.steps - counted, 0)
         # The shards of that step: since then the shards may have been assigned to fewer workers.
@@ -182,8 +181,7 @@ class LoopRun:
         self._batches.commit()
 
     def note_counts(self) -> None:
-        """Copy the counts every `_COUNT_EVERY_S`, for another thread, which must not read
-        meters."""
+        """Copy the counts every `_COUNT_EVERY_S` for other threads, which must not read meters."""
         now = time.monotonic()
         if now - self._counted_at < _COUNT_EVERY_S or self._operator.device.type != "cpu":
             return  # reading a number would make the host wait for the device

@@ -194,8 +194,7 @@ def arrival_key(rank: int) -> str:
 
 @contextmanager
 def _preserve_excepthook() -> Iterator[None]:
-    """Restore `sys.excepthook`: torch's hook writes a rank before every traceback of the
-    process."""
+    """Restore `sys.excepthook`: torch's hook would write a rank before every traceback."""
     before = sys.excepthook
     try:
         yield

@@ -462,8 +462,7 @@ class _ScheduleCopies:
 def _copy_weights_and_optimizers(
     run: TrainingParts, optimizers: list[torch.optim.Optimizer]
 ) -> StateCopy:
-    """Copy weights, their averages, and the states of `optimizers`; `_ScheduleCopies` has
-    schedulers."""
+    """Copy weights, their averages, and optimizer states; `_ScheduleCopies` has schedulers."""
     averages = [
         each for average in run.averages for each in (*average.parameters(), *average.buffers())
     ]

@@ -73,8 +73,7 @@ class SnapshotTaker:
         self._is_requested = True
 
     def take(self) -> Snapshot | None:
-        """Return the latest snapshot once. A second call means that the driver has written the
-        first."""
+        """Return the latest snapshot once. The next call means that the driver wrote this one."""
         if self._in_transit is not None:
             self._in_transit.give_back()
         with self._lock:
@@ -82,8 +81,7 @@ class SnapshotTaker:
         return self._in_transit
 
     def finish(self) -> None:
-        """Do nothing (see `SnapshotFetcher`): in the driver's own process no snapshot is in
-        transit."""
+        """Do nothing (see `SnapshotFetcher`): in the driver's process no snapshot is in transit."""
 
     # --------------------------------------------------------------------------- training
 
@@ -122,7 +120,7 @@ class SnapshotTaker:
         is_settled = self._is_settled
         self._has_stepped = False
         if self._is_requested and not self._needs_all_ranks:
-            self._take_requested(is_settled)
+            self._take_requested_snapshot(is_settled)
         if not self._is_due or not is_settled or (self._has_own_loop and self._needs_all_ranks):
             return
         # Only a `train_epoch` of the user's own knows its state between two batches: then the
@@ -163,7 +161,7 @@ class SnapshotTaker:
             return self._has_stepped
         return not self._worker.cursors["train"].has_open_window
 
-    def _take_requested(self, is_settled: bool) -> None:
+    def _take_requested_snapshot(self, is_settled: bool) -> None:
         """Take the snapshot that the driver has requested before the end of the call."""
         if self._worker.rank != 0:
             self._is_requested = False

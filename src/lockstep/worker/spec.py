@@ -54,7 +54,7 @@ class WorkerSpec:
             and options.sync in _RECOVERABLE
         )
 
-    def pickled(self) -> bytes:
+    def to_bytes(self) -> bytes:
         """The spec as bytes.
 
         Raises:

@@ -72,8 +72,7 @@ class StateAccess:
 
     @remote_method(Communication.NONE, OnFailure.REPEAT)
     def state_to_write(self) -> dict[str, Any]:
-        """`state_dict` without copies of CPU tensors, for a caller that uses it before training
-        goes on."""
+        """`state_dict` without copies of CPU tensors, for a caller that reads it at once."""
         return self.state_dict(state_dicts.move_to_cpu)
 
     @remote_method(Communication.NONE, OnFailure.REPEAT)

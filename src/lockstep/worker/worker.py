@@ -390,8 +390,7 @@ class Worker(StateAccess):
 
     @remote_method(Communication.UNKNOWN, OnFailure.RAISE)
     def feed(self, streams: Sequence[Any] | None, batches: RayBatches | None) -> None:
-        """Train on this rank's stream of `streams`; without streams, on the operator's own
-        loader."""
+        """Train on this rank's stream of `streams`; if None, on the operator's own loader."""
         if streams is None or batches is None:
             self._dataset_switch.end(self.operator, self.cursors)
         else:

@@ -81,8 +81,7 @@ def _iter_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _is_in_torch_distributed(frame: FrameType) -> bool:
-    """Whether the user's code waits in torch's own collective, which enters no phase of
-    lockstep."""
+    """Whether the user's code waits in torch's own collective, which enters no phase."""
     for each in _iter_frames(frame):
         package, _, rest = each.f_globals.get("__name__", "").partition(".")
         if package == "lockstep":
