@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import tee
 from typing import TYPE_CHECKING, Any
 
-from lockstep._torch_compat import forget_iterator, copy_loader, shut_down
+from lockstep._torch_compat import copy_loader, forget_iterator, shut_down
 from lockstep.data.isolated_randomness import IsolatedRandomness, find_generators
 from lockstep.data.seeded_dataset import Request, SeededDataset, WorkerInitFn, identity_collate
 from lockstep.errors import ConfigurationError, NotShardableError

@@ -46,7 +46,9 @@ def uncollate(output: Any, count: int, place: str = "the output") -> list[Any]:
     if children is None:
         raise _wrong_row_count_error(place, count, f"a {type(output).__name__}")
     columns = [uncollate(child, count, f"{place}{key}") for key, child in children]
-    return [rebuild_container(output, [column[number] for column in columns]) for number in range(count)]
+    return [
+        rebuild_container(output, [column[number] for column in columns]) for number in range(count)
+    ]
 
 
 def _wrong_row_count_error(place: str, count: int, got: str) -> ConfigurationError:

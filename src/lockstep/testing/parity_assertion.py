@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lockstep.batch_dependent_layers import freeze_batch_dependent_layers
 from lockstep.data.batch_rows import leading_length, rows_of
 from lockstep.data.shard_assignment import shard_bounds
-from lockstep.no_dropout_mode import NoDropoutMode
-from lockstep.batch_dependent_layers import freeze_batch_dependent_layers
 from lockstep.errors import ConfigurationError, ParityError
+from lockstep.no_dropout_mode import NoDropoutMode
 from lockstep.parity import compare
 from lockstep.randomness import preserve_rng_state
 from lockstep.sync import GradientSync
