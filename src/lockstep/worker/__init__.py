@@ -2,7 +2,6 @@
 """One rank of a run: remote methods, process group, position in the data, undo of a step."""
 
 from lockstep.worker.call_outcome import Outcome, add_rank, error_text, failed_outcome, is_peer_lost
-from lockstep.worker.data_position import items_ahead, position, samples_of
 from lockstep.worker.group_formation import (
     Formation,
     SurvivorState,
@@ -12,6 +11,7 @@ from lockstep.worker.group_formation import (
 )
 from lockstep.worker.loop_run import LoopProgress, LoopRequest
 from lockstep.worker.parity_trial import Trial, verify
+from lockstep.worker.position_queries import items_ahead, position, samples_of
 from lockstep.worker.prediction import Prediction, predict
 from lockstep.worker.process_group import Rendezvous, arrival_key
 from lockstep.worker.progress import ProgressReport, progress_of, rows_after
