@@ -30,7 +30,7 @@ from lockstep.operator.default_forward import (
     registered_parts,
     require_single,
 )
-from lockstep.operator.operator_protocol import rank_and_step
+from lockstep.operator.operator_protocol import PassIterator, rank_and_step
 from lockstep.operator.registration import step_schedulers
 from lockstep.operator.running_statistics import BufferSnapshot, RunningStatistics
 from lockstep.operator.shard_results import BY_SAMPLES, ShardResults
@@ -92,7 +92,8 @@ def train_epoch(
     state.ran_default_epoch = True
     recorder = _MetricsRecorder(state)
     with operator.timers.record("train_epoch"):
-        for batch_idx, batch in enumerate(iterator, getattr(iterator, "first_index", 0)):
+        first_index = iterator.first_index if isinstance(iterator, PassIterator) else 0
+        for batch_idx, batch in enumerate(iterator, first_index):
             batch_info = {**info, "batch_idx": batch_idx, "global_step": operator.global_step}
             _record_shards(state, batch, batch_info)
             result = operator.train_batch(batch, batch_info)

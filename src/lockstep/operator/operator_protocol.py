@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `Operator` protocol: the members of `TrainingOperator` that the default loops call.
+"""Protocols of the loops: the operator that they train, and the iterator that a worker gives them.
 
-`TrainingOperator` hands itself to functions of modules that it imports. Those name this protocol,
-so that no module imports a module by which it is imported.
+`TrainingOperator` hands itself to functions of modules that it imports. Those name the `Operator`
+protocol, so that no module imports a module by which it is imported.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     import torch
 
@@ -57,6 +57,29 @@ class Operator(Protocol):
 
     @classmethod
     def _overrides_loop(cls) -> bool: ...
+
+
+@runtime_checkable
+class PassIterator(Protocol):
+    """What a worker gives `train_epoch` and `validate`: the batches of a pass over the data.
+
+    A loop of the user's own may give the default one another iterable instead. A worker's
+    `BatchIterator` is handed over as this type, so that mypy compares the names of its members.
+    """
+
+    @property
+    def first_index(self) -> int:
+        """The number of the first batch in its pass; 0 unless the pass was interrupted."""
+
+    @property
+    def step_in_epoch(self) -> int:
+        """Committed global batches of this epoch, those of earlier calls included."""
+
+    @property
+    def is_epoch_over(self) -> bool:
+        """Whether the epoch's last batch was delivered."""
+
+    def __iter__(self) -> Iterator[Any]: ...
 
 
 def rank_and_step(operator: Operator) -> str:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from lockstep.operator import TrainingOperator
+    from lockstep.operator.operator_protocol import PassIterator
     from lockstep.operator.operator_state import OperatorState
     from lockstep.worker.data_cursor import Cursor
     from lockstep.worker.rollback import Rollback
@@ -241,7 +242,7 @@ class LoopRun:
         finished = num_steps is None or tally.steps >= num_steps
         return finished or not batches.is_epoch_over or batches.num_delivered == 0
 
-    def _run_operators_loop(self, batches: BatchIterator) -> dict[str, Any]:
+    def _run_operators_loop(self, batches: PassIterator) -> dict[str, Any]:
         operator = self._operator
         if self.request.purpose == "validation":
             result = operator.validate(batches, dict(self.request.info))

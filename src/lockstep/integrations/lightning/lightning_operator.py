@@ -38,6 +38,7 @@ from lockstep.integrations.lightning.trainer_view import TrainerView, update_vie
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator import TrainingOperator
 from lockstep.operator.default_forward import registered_parts
+from lockstep.operator.operator_protocol import PassIterator
 from lockstep.operator.shard_results import ShardResults
 from lockstep.operator.sync_batch_norm_refusal import is_computed_per_shard
 
@@ -214,8 +215,9 @@ class LightningOperator(TrainingOperator):
         module, epoch = self.module, int(info["epoch_idx"])
         # The loop's `batch_idx` starts at the iterator's `first_index`; this offset makes it the
         # batch's number in the epoch.
-        counted_on = getattr(iterator, "first_index", 0)
-        self._first_index = getattr(iterator, "step_in_epoch", 0) - counted_on
+        self._first_index = 0
+        if isinstance(iterator, PassIterator):
+            self._first_index = iterator.step_in_epoch - iterator.first_index
         update_view(self._view, current_epoch=epoch, training=True, validating=False)
         self._step_hooks.set_training(registered_parts(self), True)
         with self._logging.capturing("train"):
@@ -226,7 +228,7 @@ class LightningOperator(TrainingOperator):
                 module.on_train_epoch_start()
                 self._started_epoch = epoch
             metrics = super().train_epoch(iterator, info)
-            epoch_over = getattr(iterator, "epoch_over", True)
+            epoch_over = _is_epoch_over(iterator)
             if epoch_over:
                 if self._steps_schedulers:
                     self._scheduler_stepper.after_epoch(epoch)
@@ -303,7 +305,9 @@ class LightningOperator(TrainingOperator):
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         module = self.module
-        self._first_index = getattr(val_iterator, "step_in_epoch", 0)
+        self._first_index = 0
+        if isinstance(val_iterator, PassIterator):
+            self._first_index = val_iterator.step_in_epoch
         update_view(self._view, training=False, validating=True)
         self._step_hooks.set_training(registered_parts(self), False)
         with self._logging.capturing("validation"):
@@ -311,7 +315,7 @@ class LightningOperator(TrainingOperator):
                 module.on_validation_start()
                 module.on_validation_epoch_start()
             metrics = super().validate(val_iterator, info)
-            epoch_over = getattr(val_iterator, "epoch_over", True)
+            epoch_over = _is_epoch_over(val_iterator)
             if epoch_over:
                 module.on_validation_epoch_end()
                 module.on_validation_end()
@@ -417,3 +421,8 @@ def _step_arguments(step: Any, batch: Any, index: int) -> tuple[Any, ...]:
     positional = [each for each in takes if each.kind is not inspect.Parameter.KEYWORD_ONLY]
     several = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in positional)
     return (batch, index) if several or len(positional) > 1 else (batch,)
+
+
+def _is_epoch_over(iterator: Iterable[Any]) -> bool:
+    """Whether a loop has come to the epoch's end; an iterable of the user's own is an epoch."""
+    return iterator.is_epoch_over if isinstance(iterator, PassIterator) else True
