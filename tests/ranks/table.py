@@ -20,7 +20,7 @@ import torch.distributed as dist
 from harness import TOLERANCE, assert_same, side_by_side
 from lockstep.errors import LockstepError, PeerLostError
 from lockstep.keys import BATCH_SIZE
-from lockstep.operator import Options, RankContext
+from lockstep.operator import Options, RankContext, TrainingOperator
 from lockstep.worker import LoopRequest, Rendezvous, Worker, WorkerSpec
 from ranks.table_operators import COLUMNS, OPERATORS, Plain
 
@@ -86,9 +86,9 @@ def one_process(name: str, split: str) -> Seen:
         [column[:num_rows][start : start + per_batch] for column in COLUMNS] for start in starts
     ]
     for _ in range(EPOCHS):
-        if operator._overrides("train_epoch"):
+        if operator._lockstep_overrides(TrainingOperator.train_epoch):
             operator.train_epoch(iter(batches), {})
-        elif operator._overrides("train_batch"):
+        elif operator._lockstep_overrides(TrainingOperator.train_batch):
             for batch in batches:
                 operator.train_batch(batch, {})
                 operator.global_step += 1

@@ -30,7 +30,7 @@ from lockstep.operator.default_forward import (
     registered_parts,
     require_single,
 )
-from lockstep.operator.operator_protocol import PassIterator, rank_and_step
+from lockstep.operator.operator_protocol import Operator, PassIterator, rank_and_step
 from lockstep.operator.registration import step_schedulers
 from lockstep.operator.running_statistics import BufferSnapshot, RunningStatistics
 from lockstep.operator.shard_results import BY_SAMPLES, ShardResults
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
-    from lockstep.operator.operator_protocol import Operator
     from lockstep.operator.operator_state import OperatorState
     from lockstep.operator.step_context import ShardBatch
     from lockstep.operator.training_parts import TrainingParts
@@ -314,7 +313,7 @@ def validate(operator: Operator, iterator: Iterable[Any], info: dict[str, Any]) 
 def validate_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
     state = operator._lockstep
     step = state.step
-    own_loss = operator._overrides("compute_loss")
+    own_loss = operator._lockstep_overrides(Operator.compute_loss)
     per_shard = is_computed_per_shard(operator, batch)
     results = ShardResults(operator, "validation")
     for shard in step.shards_in(batch):

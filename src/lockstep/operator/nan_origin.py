@@ -105,7 +105,7 @@ def _recompute_shard(operator: Operator, part: ShardBatch, info: Mapping[str, An
     # A loop of the user's own may have another loss, and a forward that cannot be run again.
     except Exception:
         return _Recomputed(place, None, is_sure=False)
-    is_sure = not operator._overrides_loop()
+    is_sure = not operator._lockstep_overrides_loop()
     if not first and bool(loss.isfinite().all()):
         return _Recomputed(place, None, is_sure)
     layer = f", first in the output of {first[0]}" if first else ""

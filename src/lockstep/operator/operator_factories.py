@@ -146,7 +146,7 @@ def from_model(
             self.register_data(train_loader=train_loader, validation_loader=validation_loader)
 
         @staticmethod
-        def _load_into_instance(state: Mapping[str, Any]) -> None:
+        def _lockstep_load_into_instance(state: Mapping[str, Any]) -> None:
             model.load_state_dict(state["models"][0])
             optimizer.load_state_dict(copy.deepcopy(state["optimizers"][0]))
             if isinstance(criterion, nn.Module) and state.get("criterion") is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     import torch
 
@@ -50,13 +50,15 @@ class Operator(Protocol):
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]: ...
 
+    def train_epoch(self, iterator: Any, info: dict[str, Any]) -> dict[str, Any]: ...
+
     def after_step(self) -> None: ...
 
     @classmethod
-    def _overrides(cls, method: str) -> bool: ...
+    def _lockstep_overrides(cls, method: Callable[..., Any]) -> bool: ...
 
     @classmethod
-    def _overrides_loop(cls) -> bool: ...
+    def _lockstep_overrides_loop(cls) -> bool: ...
 
 
 @runtime_checkable

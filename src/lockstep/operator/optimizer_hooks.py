@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.operator.default_loop_options import refuse_own_step, requested_loop_options
+from lockstep.operator.operator_protocol import Operator
 from lockstep.randomness import derive_seed, preserve_rng_state
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from lockstep.operator.operator_protocol import Operator
     from lockstep.operator.training_parts import TrainingParts
 
 
@@ -34,7 +34,7 @@ def add_step_hooks(operator: Operator, run: TrainingParts) -> list[RemovableHand
             _note_step(operator, optimizer)
 
     handles = [optimizer.register_step_post_hook(after) for optimizer in run.optimizers]
-    if operator._overrides_loop() and requested_loop_options(state.context.options):
+    if operator._lockstep_overrides_loop() and requested_loop_options(state.context.options):
         handles += [optimizer.register_step_pre_hook(before) for optimizer in run.optimizers]
     return handles
 
@@ -49,7 +49,7 @@ def _note_step(operator: Operator, optimizer: torch.optim.Optimizer) -> None:
     state = operator._lockstep
     number = len(state.step.stepped)
     state.step.stepped.append(optimizer)  # first: the step was taken, also if `after_step` fails
-    if operator._overrides("after_step"):
+    if operator._lockstep_overrides(Operator.after_step):
         # The same numbers on every rank: what is drawn goes into weights that ranks share.
         seed = derive_seed(
             state.context.shard_assignment.seed, "after_step", operator.global_step, number

@@ -260,7 +260,7 @@ def _take_scheduler(operator: Operator, registered: TrainingParts) -> None:
         if id(scheduler) not in known
     }
     step_freq = operator.scheduler_step_freq
-    own_loop = operator._overrides_loop()
+    own_loop = operator._lockstep_overrides_loop()
     scheduler = found.get("scheduler")
     if scheduler is not None and (own_loop or step_freq is not None):
         registered.schedulers += (

@@ -63,6 +63,12 @@ class TrainingOperator:
     joint_loss: ClassVar[bool] = False
     loss_reduction: str = "mean"
 
+    # Private names begin with `_lockstep`, so that no user's class overrides one by chance.
+    #
+    # Loads a trained state into the user's own objects, in the driver's process; only classes made
+    # from instances have a function.
+    _lockstep_load_into_instance: ClassVar[Callable[[Mapping[str, Any]], None] | None] = None
+
     def __init__(self, config: Mapping[str, Any], context: RankContext | None = None) -> None:
         self._lockstep = OperatorState(config, context or RankContext())
         self.timers = TimerCollection()
@@ -233,7 +239,7 @@ class TrainingOperator:
             sync_options=SyncOptions(
                 # The default step knows when a step's last forward is over, and that a shard
                 # starts from the committed buffers; elsewhere backward's end is the moment.
-                buffers="after_backward" if self._overrides_loop() else "manual",
+                buffers="after_backward" if self._lockstep_overrides_loop() else "manual",
                 averages=self.loss_reduction == "mean",
                 ddp_args=dict(ddp_args or {}),
             ),
@@ -350,17 +356,21 @@ class TrainingOperator:
         return self._lockstep.context.options.scheduler_step_freq
 
     @classmethod
-    def _overrides(cls, method: str) -> bool:
-        """Whether the user's class overrides `method`."""
-        return getattr(cls, method) is not getattr(TrainingOperator, method)
+    def _lockstep_overrides(cls, method: Callable[..., Any]) -> bool:
+        """Whether the user's class overrides `method`, a method of `TrainingOperator`."""
+        return getattr(cls, method.__name__) is not getattr(TrainingOperator, method.__name__)
 
     @classmethod
-    def _overrides_loop(cls) -> bool:
+    def _lockstep_overrides_loop(cls) -> bool:
         """Whether the user's `train_batch` or `train_epoch` decides when a step begins and ends."""
-        return cls._overrides("train_batch") or cls._overrides("train_epoch")
+        loops = (TrainingOperator.train_batch, TrainingOperator.train_epoch)
+        return any(cls._lockstep_overrides(loop) for loop in loops)
+
+    def _lockstep_end(self) -> None:
+        """Do what is left to do on this rank when the trainer shuts down without a failure."""
 
     @classmethod
-    def _check(cls, options: Options) -> None:
+    def _lockstep_check(cls, options: Options) -> None:
         """Raise for what can be told from the class: on the driver, before any worker starts."""
         if cls.setup is TrainingOperator.setup:
             raise _no_setup(cls)

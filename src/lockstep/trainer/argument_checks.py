@@ -28,6 +28,8 @@ class _DefaultSeed(int):
     """The type of the default seed, so that a checkpoint's seed replaces it, but no explicit 0."""
 
 
+_DEFAULT_LOOP: Final = (TrainingOperator.train_batch, TrainingOperator.train_epoch)
+
 DEFAULT_SEED: Final = _DefaultSeed(0)
 
 _FROM_CREATORS: Final = "write training_operator_cls=TrainingOperator.from_creators(...)"
@@ -286,7 +288,7 @@ def check_options(
     clip = options.clip_grad_norm
     require(clip is None or clip > 0, "clip_grad_norm", clip, "a positive norm, or None")
     check_numbers(bucket_cap_mb=options.bucket_cap_mb)
-    operator_cls._check(options)
+    operator_cls._lockstep_check(options)
     _refuse_with_own_loop(options, operator_cls)
     _check_sync(options, use_local)
     if options.reproducible and operator_cls.joint_loss:
@@ -326,14 +328,15 @@ def _refuse_with_own_loop(options: Options, operator_cls: type[TrainingOperator]
     `lockstep.operator.default_loop_options`. Shards come one by one only to a loop without any
     override.
     """
-    for method in ("train_batch", "train_epoch"):
-        if not operator_cls._overrides(method):
+    for method in _DEFAULT_LOOP:
+        if not operator_cls._lockstep_overrides(method):
             continue
-        is_apart = not _may_call_default(getattr(operator_cls, method))
+        is_apart = not _may_call_default(getattr(operator_cls, method.__name__))
         refused = ["reproducible"] if options.reproducible else []
         for name in [*refused, *(requested_loop_options(options) if is_apart else [])]:
             raise ConfigurationError(
-                f"{name} belongs to the default loop; {operator_cls.__name__} has its own {method}",
+                f"{name} belongs to the default loop; {operator_cls.__name__} has its own "
+                f"{method.__name__}",
                 fix=OWN_LOOP_LINES[name],
             )
 
@@ -343,7 +346,7 @@ def _may_call_default(method: Any) -> bool:
     codes = [getattr(inspect.unwrap(method), "__code__", None)]
     while codes:
         code = codes.pop()
-        if code is None or {"train_batch", "train_epoch"} & set(code.co_names):
+        if code is None or {each.__name__ for each in _DEFAULT_LOOP} & set(code.co_names):
             return True
         codes += [each for each in code.co_consts if inspect.iscode(each)]
     return False

@@ -10,12 +10,12 @@ from lockstep.errors import (
     TrainerClosedError,
     WrongUseError,
 )
+from lockstep.operator import TrainingOperator
 from lockstep.worker import error_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lockstep.operator import TrainingOperator
     from lockstep.worker import StartReport, WorkerSpec
 
 
@@ -41,11 +41,12 @@ def no_batch_error(
 ) -> ConfigurationError:
     """The error for a call that ended without a step."""
     operator = operator_cls.__name__
-    loop = "train_epoch" if purpose == "train" else "validate"
-    if not operator_cls._overrides(loop) or not any(
+    method = TrainingOperator.train_epoch if purpose == "train" else TrainingOperator.validate
+    if not operator_cls._lockstep_overrides(method) or not any(
         worker.steps_per_epoch[purpose] for worker in started
     ):
         return _empty_loader_error(operator, purpose)
+    loop = method.__name__
     return ConfigurationError(
         f"{operator}.{loop} ended without having read a batch",
         got=f"a {purpose} loader with batches",

@@ -454,9 +454,9 @@ class TorchTrainer:
         try:
             # Before the workers end: a callback may save.
             self._callbacks.shutdown()
-            farewell = getattr(self._pool.spec.operator_cls, "_end", None)
-            if farewell is not None and not force:
-                self.apply_all_operators(farewell)
+            end = self._pool.spec.operator_cls._lockstep_end
+            if end is not TrainingOperator._lockstep_end and not force:
+                self.apply_all_operators(end)
         finally:
             self._close(force=force, raises_write_error=not force)
 

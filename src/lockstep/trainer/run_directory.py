@@ -15,6 +15,7 @@ from lockstep.errors import (
     ConfigurationError,
     NotAvailableError,
 )
+from lockstep.operator import TrainingOperator
 from lockstep.trainer.argument_checks import is_positive_int, require
 from lockstep.trainer.run_state import refuse_another_run
 
@@ -169,7 +170,7 @@ def _refuse_uncollectable_states(spec: WorkerSpec) -> None:
     """
     counts_alone = spec.num_workers > 1 and not spec.options.add_dist_sampler
     if spec.checkpoint_every is not None and counts_alone:
-        needed = spec.operator_cls._overrides("state_dict")
+        needed = spec.operator_cls._lockstep_overrides(TrainingOperator.state_dict)
         if needed or spec.options.sync == "fsdp":
             raise NotAvailableError(
                 "checkpoints cannot be taken in the middle of training here",

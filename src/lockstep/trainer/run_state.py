@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import checkpoint
 from lockstep.errors import CheckpointError
+from lockstep.operator import TrainingOperator
 from lockstep.worker import Worker
 
 if TYPE_CHECKING:
@@ -46,7 +47,9 @@ class RunState:
 
     def _take(self, call: RemoteCall[Worker, dict[str, Any]]) -> dict[str, Any]:
         state, spec = self._state_of_rank_0(call), self._pool.spec
-        if spec.num_workers > 1 and spec.operator_cls._overrides("state_dict"):
+        if spec.num_workers > 1 and spec.operator_cls._lockstep_overrides(
+            TrainingOperator.state_dict
+        ):
             state["operator_by_rank"] = self._pool.call(Worker.operator_state.with_args())
         return state
 
@@ -97,7 +100,7 @@ class RunState:
 
     def update_users_objects(self) -> None:
         """Load the trained state into the objects that the user gave to `from_model`."""
-        absorb = getattr(self._pool.spec.operator_cls, "_load_into_instance", None)
+        absorb = self._pool.spec.operator_cls._lockstep_load_into_instance
         if absorb is not None and self._pool.local_operator() is None:
             absorb(self._state_of_rank_0(Worker.state_dict.with_args()))
 

@@ -13,7 +13,7 @@ from lockstep.operator import TrainingOperator
 from lockstep.trainer.callbacks import Callback
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 _SIMILARITY: Final = 0.86
 """Least similarity of a misspelt name: of `validation_batch`, not of `train_one_batch`,
@@ -52,9 +52,9 @@ _NAMES_IN_OTHER_TRAINERS: Final = {
 _ARGUMENTS: Final = ("use_gpu", "use_fp16", "use_tqdm", "scheduler_step_freq", "config")
 """Properties that are the trainer's arguments."""
 
-_NOT_FOR_THE_LOOP: Final = {
-    "backward": "override train_batch, and call it there; or leave it out",
-    "no_sync": "override train_batch, and enter it there; or leave it out",
+_NOT_FOR_THE_LOOP: Final[Mapping[Callable[..., Any], str]] = {
+    TrainingOperator.backward: "override train_batch, and call it there; or leave it out",
+    TrainingOperator.no_sync: "override train_batch, and enter it there; or leave it out",
 }
 """Methods that only a step of the user's own calls: the default loop does their work otherwise."""
 
@@ -74,21 +74,27 @@ def refuse_unused_methods(cls: type[Any]) -> None:
 
 def _refuse_shadowing(cls: type[TrainingOperator]) -> None:
     """Refuse overrides of what a trainer's arguments decide, and of methods that users call."""
-    said = [name for name, value in vars(TrainingOperator).items() if isinstance(value, property)]
-    for name in filter(cls._overrides, said):
+    for each in vars(TrainingOperator).values():
+        getter = each.fget if isinstance(each, property) else None
+        if getter is None or not cls._lockstep_overrides(getter):
+            continue
+        name = getter.__name__
         raise ConfigurationError(
             f"{cls.__name__}.{name} cannot be set by the class: the trainer says it",
             fix=f"TorchTrainer(..., {name}=...)"
             if name in _ARGUMENTS
             else f"read self.{name}, and call yours by another name",
         )
-    for name, instead in _NOT_FOR_THE_LOOP.items():
-        if cls._overrides(name) and not cls._overrides_loop():
+    for method, instead in _NOT_FOR_THE_LOOP.items():
+        if cls._lockstep_overrides(method) and not cls._lockstep_overrides_loop():
             raise ConfigurationError(
-                f"{cls.__name__}.{name} would never be called: the default loop does not",
+                f"{cls.__name__}.{method.__name__} would never be called: the default loop does"
+                " not call it",
                 fix=instead,
             )
-    if cls._overrides("load_state_dict") and not cls._overrides("state_dict"):
+    if cls._lockstep_overrides(TrainingOperator.load_state_dict) and not cls._lockstep_overrides(
+        TrainingOperator.state_dict
+    ):
         raise ConfigurationError(
             f"{cls.__name__}.load_state_dict would never be called: nothing is saved for it",
             fix="def state_dict(self): return ..., or leave both out",

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockstep.operator.default_loop_options import refuse_skipped_batch
-from lockstep.operator.operator_protocol import rank_and_step
+from lockstep.operator.operator_protocol import Operator, rank_and_step
 from lockstep.operator.prefetched_batches import PrefetchedBatches
 from lockstep.operator.step_context import ShardBatch, StepContext
 from lockstep.operator.sync_batch_norm_refusal import refuse_borrowed_batch
@@ -23,7 +23,6 @@ from lockstep.operator.weight_averages import update_averages
 if TYPE_CHECKING:
     from lockstep.data import Step
     from lockstep.errors import WeightError
-    from lockstep.operator.operator_protocol import Operator
     from lockstep.reduction_context import ReductionContext
     from lockstep.sync import Synchroniser
     from lockstep.worker.data_cursor import Cursor, Tally
@@ -63,7 +62,7 @@ class BatchIterator:
         self._rollback = rollback
         self.first_index = first_index
         self._num_open_samples: int | None = None
-        own_loop = purpose == "train" and operator._overrides("train_epoch")
+        own_loop = purpose == "train" and operator._lockstep_overrides(Operator.train_epoch)
         self._prefetched = PrefetchedBatches() if own_loop and cursor.source.joint else None
         self._state.step = StepContext(reduction, purpose, prefetched=self._prefetched)
         self.num_delivered = 0

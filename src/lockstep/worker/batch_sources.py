@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockstep.data import BatchParts, ShardedLoader, UserShardedLoader
+from lockstep.operator import TrainingOperator
 from lockstep.operator.rank_context import ONE_PROCESS
 
 if TYPE_CHECKING:
-    from lockstep.operator import TrainingOperator
     from lockstep.worker.data_cursor import StepSource
 
 
@@ -22,7 +22,11 @@ def open_source(operator: TrainingOperator, loader: Any, purpose: str) -> StepSo
     # A borrowed batch: a rank without samples in a step computes on another rank's batch with
     # weight 0, so that it takes part in the collectives. A user's own validation loop would count
     # such a batch, and has collectives only with a joint loss.
-    borrows = purpose == "train" or operator.joint_loss or not operator._overrides("validate")
+    borrows = (
+        purpose == "train"
+        or operator.joint_loss
+        or not operator._lockstep_overrides(TrainingOperator.validate)
+    )
     parts = BatchParts.JOINT_OR_BORROWED if borrows else BatchParts.JOINT
     if not wants_joint(operator, purpose):
         parts = BatchParts.BY_SHARD
@@ -34,8 +38,9 @@ def open_source(operator: TrainingOperator, loader: Any, purpose: str) -> StepSo
 def wants_joint(operator: TrainingOperator, purpose: str) -> bool:
     """Whether `operator`'s loop takes all the samples of its worker as one batch."""
     training = purpose == "train"
-    own_loop = operator._overrides("train_epoch" if training else "validate")
-    own_batch = operator._overrides("train_batch" if training else "validate_batch")
+    loop = TrainingOperator.train_epoch if training else TrainingOperator.validate
+    step = TrainingOperator.train_batch if training else TrainingOperator.validate_batch
     options = operator._lockstep.context.options
     takes_whole = options.sync in (ONE_PROCESS, "data_parallel")
-    return own_loop or own_batch or operator.joint_loss or takes_whole or not options.wrap_ddp
+    is_own = operator._lockstep_overrides(loop) or operator._lockstep_overrides(step)
+    return is_own or operator.joint_loss or takes_whole or not options.wrap_ddp

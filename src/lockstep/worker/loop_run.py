@@ -17,6 +17,7 @@ from lockstep.keys import (
     SCHEDULER_STEP_EPOCH,
     USE_FP16,
 )
+from lockstep.operator import TrainingOperator
 from lockstep.operator.default_forward import registered_parts
 from lockstep.operator.default_loops import require_metrics, step_batch_schedulers
 from lockstep.operator.nan_origin import explain_non_finite_error
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
-    from lockstep.operator import TrainingOperator
     from lockstep.operator.operator_protocol import PassIterator
     from lockstep.operator.operator_state import OperatorState
     from lockstep.worker.data_cursor import Cursor
@@ -261,7 +261,10 @@ class LoopRun:
         training = self.request.purpose == "train"
         wanted = training and operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
         # A `train_epoch` of the user's own steps its schedulers, unless it called the default one.
-        if wanted and (self._state.ran_default_epoch or not operator._overrides("train_epoch")):
+        if wanted and (
+            self._state.ran_default_epoch
+            or not operator._lockstep_overrides(TrainingOperator.train_epoch)
+        ):
             step_schedulers(registered_parts(operator).schedulers)
         self._state.ran_default_epoch = False
         self.cursor.finish_epoch()

@@ -146,7 +146,7 @@ class _TrialCopy:
     def computes_shards_apart(self) -> bool:
         """Whether the loop computes the same if it takes the global batch shard by shard."""
         operator = self.copy.operator
-        return not operator._overrides_loop() and not operator.joint_loss
+        return not operator._lockstep_overrides_loop() and not operator.joint_loss
 
     def step(self) -> StepRecord:
         """Train on one accumulation window: one optimizer step of the default loop."""

@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lockstep._torch_compat import buffers_of
 from lockstep.compiler_disable import disable_dynamo
 from lockstep.metrics import AverageMeterCollection
+from lockstep.operator import TrainingOperator
 from lockstep.operator.state_copy import StateCopy
 from lockstep.tensor_copies import TensorCopies
 from lockstep.worker.in_place_writes import InPlaceWriteTracker
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from lockstep.operator import TrainingOperator
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.sync import Synchroniser
     from lockstep.worker.data_cursor import Cursor, Tally
@@ -127,11 +127,12 @@ class Rollback:
         # Whether a loop of the user's own adds to gradients that an optimizer has used: learned in
         # its first steps, for which they are copied in any case.
         self._reuses_gradients = False
-        self._steps_to_learn = _STEPS_TO_LEARN if operator._overrides_loop() else 0
+        self._steps_to_learn = _STEPS_TO_LEARN if operator._lockstep_overrides_loop() else 0
         self._in_place_writes = InPlaceWriteTracker(run.optimizers)
         self._has_own_loop = (
             # A user's `after_step` may communicate, and may fail, like a loop of the user's own.
-            operator._overrides_loop() or operator._overrides("after_step")
+            operator._lockstep_overrides_loop()
+            or operator._lockstep_overrides(TrainingOperator.after_step)
         )
         operator._lockstep.put_buffers_back = self.put_buffers_back
         before = disable_dynamo(lambda each, *_: self._before_optimizer(each))
@@ -158,7 +159,9 @@ class Rollback:
             steps = began - state.committed
             self._open.start = replace(start, tally_steps=steps, tally_samples=0, meters=fresh)
         # With a `train_epoch` of the user's own, an undo goes back to the beginning of the call.
-        self._call_began = began if self._operator._overrides("train_epoch") else None
+        self._call_began = (
+            began if self._operator._lockstep_overrides(TrainingOperator.train_epoch) else None
+        )
         self._at_call = None if cursor.has_open_window else self.window_gradients()
         self._parameters = list(self._run.parameters())
         self._buffer_places = [
@@ -299,7 +302,7 @@ class Rollback:
 
     def _holds_unused_gradients(self, opened: OpenStep) -> bool:
         """Whether reduced gradients wait for an optimizer's step in a loop of the user's own."""
-        if not self._operator._overrides_loop() or self._sync is None:
+        if not self._operator._lockstep_overrides_loop() or self._sync is None:
             return False  # the default loop's windows are the cursor's
         waits = opened.stepped_at is None and self._num_rounds > opened.rounds
         return waits or self._sync.has_open_window

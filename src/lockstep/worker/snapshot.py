@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lockstep.operator import TrainingOperator
 from lockstep.worker import state_broadcast
 from lockstep.worker.state_dict import copy_to_cpu
 from lockstep.worker.tensor_pool import TensorPool
@@ -125,7 +126,7 @@ class SnapshotTaker:
             return
         # Only a `train_epoch` of the user's own knows its state between two batches: then the
         # snapshot is taken after the call.
-        if not self._worker.operator._overrides("train_epoch"):
+        if not self._worker.operator._lockstep_overrides(TrainingOperator.train_epoch):
             self._copy()
 
     def after_call(self) -> None:
@@ -147,12 +148,14 @@ class SnapshotTaker:
     @property
     def _needs_all_ranks(self) -> bool:
         spec, operator = self._worker.spec, self._worker.operator
-        keeps_its_own = spec.num_workers > 1 and operator._overrides("state_dict")
+        keeps_its_own = spec.num_workers > 1 and operator._lockstep_overrides(
+            TrainingOperator.state_dict
+        )
         return spec.options.sync == "fsdp" or keeps_its_own
 
     @property
     def _has_own_loop(self) -> bool:
-        return self._worker.operator._overrides_loop()
+        return self._worker.operator._lockstep_overrides_loop()
 
     @property
     def _is_settled(self) -> bool:
@@ -185,7 +188,7 @@ class SnapshotTaker:
         whole = worker.rank == 0 or worker.spec.options.sync == "fsdp"
         state = worker.state_dict(partial(copy_to_cpu, clone=self._pool.copy_of)) if whole else {}
         self._pool.clear()
-        if all_ranks and worker.operator._overrides("state_dict"):
+        if all_ranks and worker.operator._lockstep_overrides(TrainingOperator.state_dict):
             own = state["operator"] if whole else copy_to_cpu(worker.operator.state_dict())
             state["operator_by_rank"] = self._by_rank(own)
         if worker.rank == 0:

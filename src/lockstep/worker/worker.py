@@ -14,6 +14,7 @@ import torch
 from lockstep.errors import ConfigurationError, PeerLostError
 from lockstep.group import Group
 from lockstep.metrics.step_log import StepLog
+from lockstep.operator import TrainingOperator
 from lockstep.operator.default_forward import registered_parts
 from lockstep.operator.mixed_precision import forget_unscaled
 from lockstep.operator.non_finite_check import add_non_finite_checks
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from lockstep.data import RayBatches, ShardAssignment
-    from lockstep.operator import TrainingOperator
     from lockstep.worker.report import Report
     from lockstep.worker.saved_gradients import SavedGradients
     from lockstep.worker.spec import WorkerSpec
@@ -427,7 +427,7 @@ class Worker(StateAccess):
 
     def _begin(self, request: LoopRequest) -> LoopRun:
         training = request.purpose == "train"
-        if training and self.operator._overrides("train_epoch"):
+        if training and self.operator._lockstep_overrides(TrainingOperator.train_epoch):
             self.before_call = self.state_dict()
         if self._rollback is not None and training:
             self._rollback.begin_call(self.cursors["train"])

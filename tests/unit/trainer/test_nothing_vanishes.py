@@ -91,6 +91,27 @@ def test_the_tables_know_every_public_name_of_an_operator():
     assert public == {*CALLED, *REFUSED, *ELSEWHERE}
 
 
+def test_private_names_of_an_operator_are_free_for_its_class():
+    private = {name for name in vars(TrainingOperator) if not name.endswith("__")}
+    assert {name for name in private if name.startswith("_") and "_lockstep" not in name} == set()
+
+    class Helped(Regression):
+        def compute_loss(self, batch, batch_info):
+            return self._check(super().compute_loss(batch, batch_info))
+
+        def _check(self, loss):
+            return loss * self._overrides
+
+        def _end(self):
+            raise AssertionError("nobody called for it")
+
+        _overrides = 2.0
+
+    with trainer(Helped) as one, trainer(Regression) as plain:
+        loss = plain.train(num_steps=1)["train_loss"]
+        assert one.train(num_steps=1)["train_loss"] == 2 * loss
+
+
 class Stateful(Regression):
     def state_dict(self):
         return {}

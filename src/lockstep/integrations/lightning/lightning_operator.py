@@ -43,7 +43,7 @@ from lockstep.operator.shard_results import ShardResults
 from lockstep.operator.sync_batch_norm_refusal import is_computed_per_shard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from lockstep.operator import Options
 
@@ -94,7 +94,7 @@ def from_lightning(
     )
     members: dict[str, Any] = {"_factory": factory}
     if is_lightning(module_cls, "LightningModule") and not inspect.isclass(module_cls):
-        members["_load_into_instance"] = staticmethod(
+        members["_lockstep_load_into_instance"] = staticmethod(
             lambda state: module_cls.load_state_dict(state["models"][0])
         )
     bases = (LightningOperator,) if base is TrainingOperator else (LightningOperator, base)
@@ -108,18 +108,18 @@ class LightningOperator(TrainingOperator):
     _factory: ClassVar[ModuleFactory]
 
     @classmethod
-    def _overrides(cls, method: str) -> bool:
+    def _lockstep_overrides(cls, method: Callable[..., Any]) -> bool:
         # Methods of LightningOperator do not count as user overrides: like the default loop, they
         # run shard by shard.
-        return getattr(cls, method) is not getattr(LightningOperator, method)
+        return getattr(cls, method.__name__) is not getattr(LightningOperator, method.__name__)
 
     def get_model(self) -> Any:
         """The LightningModule, as RaySGD's operator named it."""
         return self.module
 
     @classmethod
-    def _check(cls, options: Options) -> None:
-        super()._check(options)
+    def _lockstep_check(cls, options: Options) -> None:
+        super()._lockstep_check(options)
         unsupported.check_settings(options, cls._factory.gradient_clip_val is not None)
 
     # ------------------------------------------------------------------------------- setup
@@ -377,7 +377,7 @@ class LightningOperator(TrainingOperator):
             self.datamodule.load_state_dict(state["datamodule"])
         run_on_load_hooks(self._view, self._hook_targets, state["checkpoint"])
 
-    def _end(self) -> None:
+    def _lockstep_end(self) -> None:
         """Call the hooks that Lightning calls after the last epoch, when the trainer shuts down."""
         if self._has_fit_begun:
             update_view(self._view, current_epoch=self._view.current_epoch + self._epoch_is_over)
