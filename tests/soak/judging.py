@@ -64,7 +64,7 @@ def judged(
     *,
     is_late: bool,
     by_hand: bool,
-    hears_later: bool = False,
+    steps_ahead: int = 0,
     spread: Spread | None = None,
 ) -> Outcome:
     """Compare.
@@ -74,16 +74,16 @@ def judged(
         ranks: of the ranks.
         is_late: a rank waited until its patience ended.
         by_hand: weights change outside optimizers, where nothing can refuse beforehand.
-        hears_later: a rank that has nothing to be refused takes the step before it hears of a
-            peer's refusal, and no further one; see `docs/adr/0022`.
+        steps_ahead: so many steps of an optimizer a rank that has nothing to be refused takes
+            before its next round, in which it hears of a peer's refusal; see `docs/adr/0022`.
         spread: what the program makes of a rounding error, where that is more than usual.
     """
     errors = [trace.error for trace in ranks]
     if any(trace.is_stuck for trace in ranks):
         return Outcome("hang", "stuck", "a rank did not end")
-    hears_later = hears_later and any(isinstance(e, LockstepError) for e in errors)
+    hears_later = steps_ahead > 0 and any(isinstance(e, LockstepError) for e in errors)
     if hears_later:
-        ranks, by_hand = _until_refused(ranks), True
+        ranks, by_hand = _until_refused(ranks, steps_ahead), True
     try:
         _compare(true, ranks, whole=not any(errors), by_hand=by_hand, spread=spread or {})
     except Differs as difference:
@@ -122,13 +122,13 @@ def spread_of(true: Trace, nearby: Trace) -> Spread:
     return {id(a): float((a - b).abs().norm()) for a, b in pairs if a is not None}
 
 
-def _until_refused(ranks: list[Trace]) -> list[Trace]:
-    """Without the one step that a rank may be ahead of the one that was refused."""
+def _until_refused(ranks: list[Trace], steps_ahead: int) -> list[Trace]:
+    """Without the steps that a rank may be ahead of the one that was refused."""
     ends = [min(map(len, column)) for column in zip(*(t.seen for t in ranks), strict=True)]
 
     def until(trace: Trace) -> Trace:
         pairs = zip(trace.seen, ends, strict=True)
-        seen = [steps[:end] if len(steps) <= end + 1 else steps for steps, end in pairs]
+        seen = [steps[:end] if len(steps) <= end + steps_ahead else steps for steps, end in pairs]
         return replace(trace, seen=seen)
 
     return [until(trace) for trace in ranks]

@@ -85,7 +85,7 @@ class Runner:
             known = {
                 "is_late": is_late,
                 "by_hand": _by_hand(spec),
-                "hears_later": bool(spec.pieces() & _HEARD_LATER),
+                "steps_ahead": _steps_ahead(spec),
             }
             found = judged(true, ranks, **known)
             if found.kind == "wrong":
@@ -267,6 +267,17 @@ def _is_finite(trace: Trace) -> bool:
 def _nudge_of(spec: Spec) -> float:
     # torch.matrix_exp ends its series by the norm of what it gets: a gradient's, too.
     return 2**10 * NUDGE if spec.model == "orthogonal" else NUDGE
+
+
+def _steps_ahead(spec: Spec) -> int:
+    """How many steps of an optimizer a rank takes before the round in which it hears of a refusal.
+
+    The steps that follow one another without a backward, where only the ranks that have changed
+    gradients compare them.
+    """
+    if not spec.pieces() & _HEARD_LATER:
+        return 0
+    return 2 if "update:twice" in spec.pieces() else 1
 
 
 _HEARD_LATER = {"gradients:added_after", "gradients:added_after_functionally"}

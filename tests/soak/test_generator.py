@@ -199,13 +199,14 @@ def step_with(value):
     return [[[torch.as_tensor(value)]], [torch.as_tensor(value)]]
 
 
-@pytest.mark.parametrize(("ahead", "kind"), [(1, "refused"), (2, "wrong")])
-def test_a_peer_may_be_one_step_ahead_of_a_refusal_and_no_further(ahead, kind):
+@pytest.mark.parametrize("allowed", [1, 2])
+@pytest.mark.parametrize(("more", "kind"), [(0, "refused"), (1, "wrong")])
+def test_a_peer_may_be_ahead_of_a_refusal_until_its_next_round(allowed, more, kind):
     true = Trace([[step_with(float(n)) for n in range(3)]], [], [torch.zeros(())])
     refused = Trace([[]], [], [torch.zeros(())], error=PeerLostError("gone"))
-    wrong = Trace([[step_with(9.0)] * ahead], [], [torch.ones(())])
+    wrong = Trace([[step_with(9.0)] * (allowed + more)], [], [torch.ones(())])
     known = {"is_late": False, "by_hand": False}
-    assert judged(true, [refused, wrong], hears_later=True, **known).kind == kind
+    assert judged(true, [refused, wrong], steps_ahead=allowed, **known).kind == kind
     assert judged(true, [refused, wrong], **known).kind == "wrong"
 
 
