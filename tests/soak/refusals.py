@@ -64,7 +64,8 @@ REFUSALS: tuple[Refusal, ...] = (
         Refusal(
             piece,
             ("LS101", "LS601"),
-            f"{_HAND} A peer that added nothing may take its steps up to the next round before it hears of it.",
+            f"{_HAND} A peer that added nothing may take its steps up to the next round before it"
+            " hears of it.",
         )
         for piece in ("gradients:added_after", "gradients:added_after_functionally")
     ),
