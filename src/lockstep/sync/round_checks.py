@@ -8,7 +8,7 @@ seen the count, they exchange the faults that it counts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from lockstep.errors import (
     GradientNotReducedError,
@@ -113,8 +113,27 @@ def _refuse_alone(place: str, mine: list[Fault]) -> None:
     )
 
 
-_GRADIENT_FAULTS: Final = {
-    "graph": (
+class _FaultKind(NamedTuple):
+    """What the error for one kind of `Fault` says."""
+
+    what: str
+    cause: str
+    fix: str
+    error: type[LockstepError] = GradientNotReducedError
+
+
+def _mixed_weights(cause: str) -> _FaultKind:
+    return _FaultKind(
+        "weighted and plain backwards in one accumulation window",
+        cause,
+        "use gradients.backward(loss, weight=...) for every backward of the window;"
+        " in an operator self.backward(loss)",
+        MixedWeightsError,
+    )
+
+
+_FAULTS: Final = {
+    "graph": _FaultKind(
         "backward(create_graph=True) through synchronised parameters",
         "a penalty on parameter.grad would differentiate this rank's gradient and not the global"
         " one: what is reduced has no graph",
@@ -122,92 +141,80 @@ _GRADIENT_FAULTS: Final = {
         " create_graph=True), and run one backward; what is this rank's own belongs into"
         " no_sync()",
     ),
-    "by_hand": (
+    "by_hand": _FaultKind(
         "a backward would add to gradients that are not the same on all ranks",
         "they were assigned or changed by hand (after autograd.grad?), or an earlier backward"
         " failed midway",
         "optimizer.zero_grad() before the backward; or add up the losses",
     ),
-    "touched": (
+    "touched": _FaultKind(
         "gradients were changed between the backwards of one accumulation window",
         "clipped, scaled or assigned under no_sync(): this rank's part alone, of which nobody"
         " knows afterwards what it counts for",
         "change gradients after the window's last backward, which reduces them",
     ),
-    "unfinished": (
+    "unfinished": _FaultKind(
         "a backward left parameters without a gradient, and torch's DDP waits for them",
         "a conditional branch, an unused layer, or one loss of several",
         'self.register(..., ddp_args={"find_unused_parameters": True}), and one backward through'
         " the sum of the losses",
     ),
-    "waiting": (
+    "waiting": _FaultKind(
         "hooks wait for a global gradient that this backward does not bring",
         "it did not come out of the forward of the model that register() returned, or a second"
         " backward followed one forward",
         "call the model that register() returned; one backward for each forward; or leave out"
         ' sync="ddp"',
     ),
-    "driven": (
+    "driven": _FaultKind(
         "a backward with a weight reaches parameters of another GradientSync",
         "two replicate() calls, one loss, and the backward(loss, weight=...) of one of them: the"
         " other does not know what the loss counts for",
         "hand all models of a backward to one replicate([...])",
     ),
-    "unknown": (
+    "unknown": _FaultKind(
         "the model holds parameters that nobody synchronises",
         "they were added or replaced after replicate() or register(), and have got a"
         " gradient of this rank alone",
         "build the model first; or detach(), and replicate() again on every rank; or mark"
         " what is each rank's own: lockstep.local(parameter)",
+        UnknownParameterError,
     ),
-    "sparse": (
+    "sparse": _FaultKind(
         "a sparse gradient cannot travel in a flat bucket",
         "nn.Embedding(sparse=True) or a sparse tensor in the graph",
         "use sparse=False, or mark the parameter: lockstep.local(parameter)",
+        SparseGradientError,
     ),
-    "moved": (
+    "moved": _FaultKind(
         "parameters are of another shape, dtype or device than when they were synchronised",
         "model.to(...), model.double() or parameter.data = ... after replicate() or register()",
         "convert the model first; or detach(), and replicate() again on every rank",
     ),
-    "late": (
+    "late": _FaultKind(
         "a gradient arrived after its bucket had left",
         "reentrant checkpointing runs backward through this parameter more than once, "
         "and did not in the first step",
         "use torch.utils.checkpoint(..., use_reentrant=False)",
     ),
+    "mixed": _mixed_weights(
+        "loss.backward() and gradients.backward(loss, weight=...) were both used"
+    ),
+    "another": _mixed_weights("some ranks ran another backward than the others"),
+    "changed": _mixed_weights(
+        "loss.backward() adds up batches of different sizes (is one the last of an epoch?) as if"
+        " each counted the same"
+    ),
+    "emptied": _mixed_weights(
+        "one batch of the window holds no samples, and what loss.backward() added for it cannot"
+        " be told from the others"
+    ),
 }
-"""By kind of fault: the finding, its likely cause, and what to type."""
-
-_OTHER_ERRORS: Final[dict[str, type[LockstepError]]] = {
-    "unknown": UnknownParameterError,
-    "sparse": SparseGradientError,
-}
-
-_MIXED_WEIGHTS: Final = {
-    "mixed": "loss.backward() and gradients.backward(loss, weight=...) were both used",
-    "another": "some ranks ran another backward than the others",
-    "changed": "loss.backward() adds up batches of different sizes (is one the last of an"
-    " epoch?) as if each counted the same",
-    "emptied": "one batch of the window holds no samples, and what loss.backward() added for it"
-    " cannot be told from the others",
-}
-"""By kind of fault: the likely cause."""
 
 
 def fault_error(kind: str, got: str = "", *, where: str) -> LockstepError:
     """The error for a `Fault` of `kind`."""
-    if kind in _MIXED_WEIGHTS:
-        return MixedWeightsError(
-            "weighted and plain backwards in one accumulation window",
-            where=where,
-            got=got,
-            cause=_MIXED_WEIGHTS[kind],
-            fix="use gradients.backward(loss, weight=...) for every backward of the window;"
-            " in an operator self.backward(loss)",
-        )
-    what, cause, fix = _GRADIENT_FAULTS[kind]
-    error = _OTHER_ERRORS.get(kind, GradientNotReducedError)
+    what, cause, fix, error = _FAULTS[kind]
     return error(what, where=where, got=got or None, cause=cause, fix=fix)
 
 

@@ -138,7 +138,9 @@ class Transport(Protocol):
         """End the round whose backward has ended.
 
         Args:
-            faults: that the objective has found since `begin`.
+            faults: that the objective has found since `begin`. Under ``sync="ddp"`` the peers hear
+                of them in this round only where gradients wait for its end (late parameters,
+                halves of a shared one); else in the next round.
 
         Gradient:
             ``parameter.grad`` becomes the sum over the ranks, divided by the sum of their
