@@ -271,6 +271,7 @@ def test_E30_a_regression_has_no_accuracy_and_the_loss_of_one_process():
 def test_F42_nothing_is_left_in_the_folder_for_temporary_files(tmp_path):
     folder = tmp_path / "temporary"
     folder.mkdir()
+    sgd(net())  # with a process's first optimizer torch makes a folder for its compiler there
     before, tempfile.tempdir = tempfile.tempdir, str(folder)
     try:
         with start(num_workers=1) as one:
