@@ -315,8 +315,8 @@ def test_more_files_than_its_limit_are_found() -> None:
     )
     assert problems(page) == []
     longer = [
-        "`trainer.driver.TorchTrainer.load`",
-        "`trainer.run_state.RunState.read`",
+        "`trainer.torch_trainer.TorchTrainer.load`",
+        "`trainer.state_transfer.StateTransfer.read`",
         "`checkpoint.read`",
         "`checkpoint.file_format.read_file`",
         "`checkpoint.file_format.write` (called by `trainer.run_directory.RunDirectory.__init__`)",

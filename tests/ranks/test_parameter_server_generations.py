@@ -147,7 +147,7 @@ def test_no_step_is_lost_and_none_is_made_twice(moment, victim):
     furthest = max(left, key=lambda rank: rank.committed)
     for rank in left:
         rank.go_to(furthest.state())
-    after = ParameterServer("127.0.0.1", 2, b"another secret", 20.0, before=server)
+    after = ParameterServer("127.0.0.1", 2, b"another secret", 20.0, predecessor=server)
     assert generation(left, after, resume_step=furthest.committed) == [None, None]
     assert_equal_on_all_ranks([weights([rank.model]) for rank in left])
     assert_same(weights([left[0].model]), weights([truth.model]))

@@ -96,7 +96,7 @@ class Generation:
         store = TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
         earlier = None if before is None else before.server
         self.server = ParameterServer(
-            "127.0.0.1", size, b"%d secret" % number, 20.0, before=earlier
+            "127.0.0.1", size, b"%d secret" % number, 20.0, predecessor=earlier
         )
         self._serving = threading.Thread(target=self.server.serve)
         self._serving.start()
@@ -113,7 +113,7 @@ class Generation:
         )
 
     def end(self):
-        self.server.call_off()
+        self.server.stop()
         self._serving.join()
 
 

@@ -127,12 +127,12 @@ def test_a_server_whose_workers_will_not_come_is_called_off():
     thread = threading.Thread(target=listening.serve)
     thread.start()
     waiting = connect_to_server(listening.address, 0)
-    listening.call_off()
+    listening.stop()
     thread.join()
     with pytest.raises(PeerLostError):
         add(waiting, 1)
     waiting.close()
-    listening.call_off()
+    listening.stop()
 
 
 def test_nobody_there():

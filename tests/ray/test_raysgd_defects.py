@@ -34,7 +34,7 @@ ELSEWHERE = {
     "A2 shuffled, padded validation": "unit/data/test_sharded_loader.py",
     "A4 iterables on every rank whole": "unit/data/test_streams.py",
     "A5 position not in the checkpoint":
-        "unit/trainer/test_run_state.py::test_a_run_goes_on_as_if_it_had_not_stopped",
+        "unit/trainer/test_state_transfer.py::test_a_run_goes_on_as_if_it_had_not_stopped",
     "A6 train(dataset=...) took anything":
         "unit/trainer/test_argument_checks.py::test_what_is_no_dataset_is_refused",
     "B7 the global batch rounded down, and written back":
@@ -67,7 +67,7 @@ ELSEWHERE = {
     "D24 state of whichever worker answers first":
         "ray/test_surface.py::test_a_saved_run_goes_on_with_any_number_of_workers",
     "D25 steps, random numbers, criterion not saved":
-        "unit/trainer/test_run_state.py::test_a_run_goes_on_as_if_it_had_not_stopped",
+        "unit/trainer/test_state_transfer.py::test_a_run_goes_on_as_if_it_had_not_stopped",
     "E26 a criterion's parameters differ between workers":
         "ray/test_surface.py::test_a_saved_run_goes_on_with_any_number_of_workers",
     "E27 a custom method of the model goes around the synchronisation":
@@ -85,12 +85,12 @@ ELSEWHERE = {
         "unit/operator/test_schedulers.py::"
         "test_update_scheduler_without_a_scheduler_says_what_to_register",
     "E33 a progress bar without a total":
-        "unit/trainer/test_driver.py::test_the_bar_shows_total_loss_and_speed_in_a_terminal",
+        "unit/trainer/test_torch_trainer.py::test_the_bar_shows_total_loss_and_speed_in_a_terminal",
     "E34 epoch_idx jumps in the middle of an epoch":
         "unit/worker/test_loop_run.py::"
         "test_epoch_index_and_global_step_count_epochs_and_steps",
     "F35 initialization_hook skipped with one worker":
-        "unit/trainer/test_driver.py::test_the_hook_comes_first_and_once",
+        "unit/trainer/test_torch_trainer.py::test_the_hook_comes_first_and_once",
     "F36 device_ids on one GPU worker": "test_cuda.py::test_F36_device_ids_of_one_gpu_worker",
     "F37 as_trainable without use_gpu, or with auto":
         "ray/test_tune.py::test_what_a_trial_asks_for",
@@ -101,7 +101,7 @@ ELSEWHERE = {
     "F38 from_creators with a scheduler and no loss":
         "unit/operator/test_operator_factories.py::test_a_scheduler_without_a_loss_is_a_scheduler",
     "F39 validation calls training's hooks":
-        "unit/integrations/lightning/test_loop_hooks.py::"
+        "unit/integrations/lightning/test_optimization_hooks.py::"
         "test_validation_hooks_are_called_in_lightnings_order",
     "F39 of several optimizers only the first steps":
         "unit/integrations/lightning/test_unsupported.py::test_a_module_that_is_refused",

@@ -2,9 +2,10 @@
 """Keeps the last few checkpoints of one run in a directory, and finds the newest good one.
 
 The names sort by step, and the steps of a run only grow. A checkpoint with a larger step than the
-one just written therefore does not belong to the run any more: it was damaged when the run resumed,
-or the run was taken back to an older state. `Rotation` renames such a file, so that no run resumes
-from it, and does not delete it: only a person can know what it is worth.
+one just written is therefore of a continuation that was abandoned: the checkpoint could not be read
+when the run resumed, or the user took the run back to an older state. `Rotation` renames such a
+file, so that no run resumes from it, and does not delete it: only a person can know what it is
+worth.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Rotation:
     def prepare_folder(self) -> None:
         """Create the folder, try to write to it, and remove what killed writers have left in it.
 
-        Called when a run starts: a folder that cannot be written to must not show after an hour.
+        Called when a run starts: a folder that cannot be written to fails the run at once, and not
+        at its first checkpoint.
 
         Raises:
             CheckpointWriteError: the folder cannot be created or written to.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`gather`: the rows of every rank, with gradient; `rank_slice`: the place of the own rows in them.
+"""`gather`: the rows of every rank, with gradient; `rank_slice`: which of them are this rank's.
 
 A rank's loss has a gradient for rows of other ranks, which has to reach those ranks. The adjoint of
 gathering is to sum the gradients that all ranks have for a row, on the rank that brought it (a
@@ -41,7 +41,7 @@ def gather(
     uneven: Literal["pad", "error"] = "pad",
     backward: Literal["adjoint", "replicated"] = "adjoint",
 ) -> torch.Tensor:
-    """The rows of every rank, by rank, with gradient. Never multiply the loss by anything.
+    """The rows of every rank, by rank, with gradient. The loss needs no factor of the world size.
 
     Args:
         x: this rank's rows, of 1 to 8 dimensions; float64, float32, bfloat16 or float16. Only
@@ -186,7 +186,7 @@ def sum_of_own_rows(group: Group, layout: RowLayout, rows: torch.Tensor) -> torc
     16-bit numbers are added as float32.
 
     Gradient:
-        None: it is one.
+        Not differentiable: the function is the backward of `all_rows`.
 
     Collective:
         Every rank. Blocks. One reduce-scatter.

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def global_mean(per_row_loss: torch.Tensor, *, group: Any = None) -> torch.Tensor:
     """The mean of a loss over the rows of all ranks; the same number on every rank.
 
-    The mean over a rank's own rows is another objective where ranks have different numbers of
-    rows. This one is right with any weights, and with none.
+    Where ranks have different numbers of rows, the mean of the ranks' means is another number. The
+    gradient is that of the global mean, whether the backwards are weighted or not.
 
     Args:
         per_row_loss: one number for each of this rank's rows, in dimension 0; further

@@ -9,7 +9,6 @@ that names its place in the batch: a guess could drop rows without a word.
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from lockstep.tensor_tree import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 
 def leading_length(batch: Any) -> int:
@@ -127,30 +126,6 @@ def rows_of(batch: Any, rows: slice) -> Any:
         raise _slice_error(path, f"a {type(leaf).__name__}")
 
     return tree_map_with_path(slice_leaf, batch)
-
-
-def content_digest(value: Any) -> str:
-    """A short hash of the content of `value`, equal in every process; 16 hexadecimal digits."""
-    state = hashlib.blake2b(digest_size=8)
-    _update_hash(value, state.update)
-    return state.hexdigest()
-
-
-def _update_hash(value: Any, update: Callable[[bytes], None]) -> None:
-    shape = (getattr(value, "dtype", None), tuple(getattr(value, "shape", ())))
-    update(f"{type(value).__name__} {shape}".encode())
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-        value = value.detach().cpu().contiguous().view(-1)
-        update(value.view(torch.uint8).numpy().tobytes() if value.numel() else b"")
-    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        update(value.tobytes())
-    elif (children := children_of(value)) is not None:
-        for key, child in children:
-            update(str(key).encode())
-            _update_hash(child, update)
-    elif isinstance(value, PLAIN_TYPES) or is_rows(value):
-        # Of any other object only the type is hashed: its repr may hold a memory address.
-        update(repr(value).encode())
 
 
 def _child(batch: Any, key: Key, path: KeyPath) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.data.batch_rows import content_digest
+from lockstep.content_digest import content_digest
 from lockstep.errors import DataOrderError
 
 if TYPE_CHECKING:

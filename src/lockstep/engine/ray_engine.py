@@ -19,12 +19,12 @@ from ray.exceptions import RayActorError
 import ray
 from lockstep.engine.actor_failures import has_failed, reraise_keyboard_interrupt
 from lockstep.engine.background_poll import poll_in_background
+from lockstep.engine.breakpoint_hook import without_ray_breakpoint_hook
 from lockstep.engine.engine_protocol import PoolStatus
 from lockstep.engine.inline_engine import progress_reporter
 from lockstep.engine.pending_call import POLL_EVERY_S, PendingCall
 from lockstep.engine.sigint_after_step import sigint_after_step
 from lockstep.engine.snapshot_fetcher import RemoteSnapshotFetcher
-from lockstep.engine.terminal_debugger import terminal_debugger
 from lockstep.engine.worker_group import WorkerGroup
 from lockstep.errors import PeerLostError, WorkerDiedError
 from lockstep.phases import Phase, in_phase
@@ -229,7 +229,7 @@ class RayEngine:
         )
         with polling, sigint_after_step(worker):
             try:
-                with terminal_debugger():
+                with without_ray_breakpoint_hook():
                     pending_call.values[0] = call.perform(worker)
             except Exception as error:
                 if call.contract.communication is Communication.RUN_GROUP:

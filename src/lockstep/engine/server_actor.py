@@ -44,7 +44,7 @@ class ServerActor:
         return "parameter server"
 
     @ray.method(concurrency_group="control")
-    def call_off(self, secret: bytes) -> None:
+    def stop(self, secret: bytes) -> None:
         """End `serve`, because some of the server's workers are gone or will not connect.
 
         Args:
@@ -52,7 +52,7 @@ class ServerActor:
         """
         server = self._server
         if server is not None and server.address.secret == secret:
-            server.call_off()
+            server.stop()
 
     @ray.method
     def listen(
@@ -67,7 +67,7 @@ class ServerActor:
 
         node = this_node()
         host = LOOPBACK if node == only_node else ray.util.get_node_ip_address()
-        self._server = ParameterServer(host, size, secret, timeout_s, before=self._server)
+        self._server = ParameterServer(host, size, secret, timeout_s, predecessor=self._server)
         return self._server.address, node, os.getpid()
 
     @ray.method
@@ -126,7 +126,7 @@ class ServerProcess:
             WorkerDiedError: the server's process died, or does not answer.
         """
         is_first = self.address is None
-        self.call_off()
+        self.stop()
         secret = secrets.token_bytes(32)
         # The actor runs this when `serve` has ended for the generation before.
         opened = self._actor.listen.remote(only_node, size, secret, self._timeout_s)
@@ -140,10 +140,10 @@ class ServerProcess:
         self.serve_ref = self._actor.serve.remote()
         return self.address
 
-    def call_off(self) -> None:
+    def stop(self) -> None:
         """Free the workers that wait at the server for other workers."""
         if self.address is not None:
-            self._actor.call_off.remote(self.address.secret)
+            self._actor.stop.remote(self.address.secret)
 
     def death_error(self) -> WorkerDiedError | None:
         """The error to raise if the server's process died; None while it lives."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Delays Ctrl-C in a process that trains until a begun optimizer step is committed.
 
-Weights that an optimizer has changed cannot be rolled back before the step is committed.
+Once an optimizer has changed weights, the open step can be neither undone nor repeated until it is
+committed.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 def sigint_after_step(worker: Worker) -> Iterator[None]:
     """Inside, a Ctrl-C during an optimizer's step takes effect when the step is committed or fails.
 
-    A second Ctrl-C takes effect at once. Outside of the main thread this does nothing, for Python
-    delivers signals in the main thread; nor does it where the program ignores the signal.
+    A second Ctrl-C takes effect at once. Has no effect outside of the main thread, for Python
+    delivers signals in the main thread, and where the program ignores SIGINT.
     """
     previous_handler: Any = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
@@ -42,11 +43,11 @@ def sigint_after_step(worker: Worker) -> Iterator[None]:
             previous_handler(signal.SIGINT, pending.pop())
 
     signal.signal(signal.SIGINT, on_sigint)
-    worker.on_boundary = take_effect
+    worker.before_next_batch = take_effect
     try:
         yield
     finally:
-        worker.on_boundary = None
+        worker.before_next_batch = None
         if signal.getsignal(signal.SIGINT) is on_sigint:  # else the program has set another one
             signal.signal(signal.SIGINT, previous_handler)
         # Also where the step failed: its error is then the context of KeyboardInterrupt.

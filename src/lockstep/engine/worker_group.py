@@ -175,7 +175,7 @@ class WorkerGroup:
         generation has formed does nothing.
         """
         if self.server is not None:
-            self.server.call_off()
+            self.server.stop()
         for rank in ranks:
             self.members[rank].break_group(self._generation)
 

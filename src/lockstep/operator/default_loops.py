@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from lockstep.operator.operator_state import OperatorState
-    from lockstep.operator.step_context import ShardBatch
+    from lockstep.operator.shard_batch import ShardBatch
     from lockstep.operator.training_parts import TrainingParts
 
 
@@ -170,7 +170,7 @@ def train_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> d
     if sync is not None and step.closes_window and not shards:
         sync.reduce_pending()
     buffers.commit()
-    step.num_computed += 1
+    step.num_train_batch_calls += 1
     if step.closes_window:
         with operator.timers.record("apply"):
             _step(state, run, optimizer)

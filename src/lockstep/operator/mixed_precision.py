@@ -58,14 +58,14 @@ class Precision:
         self.unscale(optimizer)
         if clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, clip_grad_norm)
-        self.take_step(optimizer)
+        self.step_or_skip(optimizer)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale of the loss."""
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
 
-    def take_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def step_or_skip(self, optimizer: torch.optim.Optimizer) -> None:
         """Step with the gradients as they are; skip the step if one of them overflowed."""
         if self._scaler is None:
             optimizer.step()

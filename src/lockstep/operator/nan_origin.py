@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from lockstep.operator.operator_protocol import Operator
-    from lockstep.operator.step_context import ShardBatch
+    from lockstep.operator.shard_batch import ShardBatch
 
 
 class _Recomputed(NamedTuple):

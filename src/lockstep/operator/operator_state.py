@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.mixed_precision import Precision
 from lockstep.operator.registered_metrics import RegisteredMetrics
 from lockstep.operator.step_actions import StepActions
-from lockstep.operator.step_context import AccumulationWindow, StepContext
+from lockstep.operator.step_context import StepContext
 from lockstep.reduction_context import ReductionContext
 
 if TYPE_CHECKING:
@@ -17,8 +18,24 @@ if TYPE_CHECKING:
 
     from lockstep.metrics.step_log import StepLog
     from lockstep.operator.rank_context import RankContext
+    from lockstep.operator.running_statistics import BufferSnapshot
+    from lockstep.operator.shard_batch import ShardBatch
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.sync import Synchroniser
+
+
+@dataclass
+class WindowBatches:
+    """The global batches that one optimizer step consumes, while it gathers their gradients.
+
+    Attributes:
+        batches: the shards computed so far, each with its `batch_info`: those from which a
+            gradient that is not finite may have come.
+        buffers_before: the models' buffers before the window; None if it is of one batch.
+    """
+
+    batches: list[tuple[ShardBatch, Mapping[str, Any]]] = field(default_factory=list)
+    buffers_before: BufferSnapshot | None = None
 
 
 def _no_copies() -> None:
@@ -70,7 +87,7 @@ class OperatorState:
         self.loaders: dict[str, Any] = {}
         self.step_actions = StepActions()
         self.registered_metrics = RegisteredMetrics()
-        self.window = AccumulationWindow()
+        self.window = WindowBatches()
         self.committed = 0
         self.weighed_by: dict[str, str] = {}
         self.ran_default_epoch = False

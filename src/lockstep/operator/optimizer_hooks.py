@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.operator.default_loop_options import refuse_own_step, requested_loop_options
+from lockstep.operator.custom_loop_refusals import refuse_own_step, requested_loop_options
 from lockstep.operator.operator_protocol import Operator
 from lockstep.randomness import derive_seed, preserve_rng_state
 
@@ -47,8 +47,9 @@ def _was_taken(optimizer: torch.optim.Optimizer) -> bool:
 
 def _note_step(operator: Operator, optimizer: torch.optim.Optimizer) -> None:
     state = operator._lockstep
-    number = len(state.step.stepped)
-    state.step.stepped.append(optimizer)  # first: the step was taken, also if `after_step` fails
+    number = len(state.step.stepped_optimizers)
+    # Before `after_step`, which may fail: the step was taken.
+    state.step.stepped_optimizers.append(optimizer)
     if operator._lockstep_overrides(Operator.after_step):
         # The same numbers on every rank: what is drawn goes into weights that ranks share.
         seed = derive_seed(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lockstep.operator.operator_protocol import Operator
-    from lockstep.operator.step_context import ShardBatch
+    from lockstep.operator.shard_batch import ShardBatch
 
 BY_SAMPLES: Final = "samples"
 BY_OWN: Final = f"metrics[{WEIGHT!r}]"

@@ -18,12 +18,12 @@ there, for a loop may run a backward or step an optimizer after its last batch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lockstep.data.batch_rows import leading_length
 from lockstep.errors import WeightError
 from lockstep.keys import NUM_SAMPLES
-from lockstep.randomness import derive_seed, seed_all
+from lockstep.operator.shard_batch import ShardBatch
 from lockstep.reduction_context import ReductionContext, activate
 
 if TYPE_CHECKING:
@@ -32,73 +32,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from lockstep.data import LoadedPart
-    from lockstep.operator.prefetched_batches import PrefetchedBatches
-    from lockstep.operator.running_statistics import BufferSnapshot
-
-
-class BatchOrigin(NamedTuple):
-    """The place in the data from which a part of a global batch was read.
-
-    Attributes:
-        epoch: passes over the data before it.
-        step: the number of the global batch in its epoch, from 0.
-        indices: of its samples in the dataset, from the sampler; empty without a sampler.
-    """
-
-    epoch: int
-    step: int
-    indices: tuple[Any, ...]
-
-    def __str__(self) -> str:
-        shown = ", ".join(map(str, self.indices[:8]))
-        more = f", ... {len(self.indices)} in all" if len(self.indices) > 8 else ""
-        samples = f"dataset[{shown}{more}], " if shown else ""
-        return f"{samples}global batch {self.step} of epoch {self.epoch}"
-
-
-@dataclass(frozen=True)
-class ShardBatch:
-    """One shard of a global batch, or all of a worker's shards as one plain batch.
-
-    Attributes:
-        batch: what the user's loader collated.
-        num_samples: samples in it that count; 0 for a borrowed batch: a rank without samples in
-            this step computes on another rank's batch with weight 0, so that it takes part in the
-            collectives.
-        seed: seeds every global generator before the batch is computed on.
-        shard: the number of the shard; of the first one, if the batch holds several.
-        origin: epoch, step and samples of the batch; None for a batch that no worker delivered.
-    """
-
-    batch: Any
-    num_samples: int
-    seed: int
-    shard: int = 0
-    origin: BatchOrigin | None = None
-
-    @classmethod
-    def of(cls, part: LoadedPart, run_seed: int, purpose: str, epoch: int, step: int) -> ShardBatch:
-        """A part of global batch `step` of an epoch, with the random numbers of its shard.
-
-        Args:
-            part: as the loader has read it; without a shard if its samples are no shard's.
-            run_seed: the trainer's.
-            purpose: see `StepContext`.
-            epoch: passes over the data before.
-            step: number of the global batch in its epoch.
-        """
-        shard = part.shards[0] if part.shards else -1
-        seed = derive_seed(run_seed, purpose, epoch, step, shard)
-        origin = BatchOrigin(epoch, step, part.indices)
-        return cls(part.batch, part.num_samples, seed, shard, origin)
-
-    @property
-    def is_borrowed(self) -> bool:
-        return self.num_samples == 0
-
-    def seed_randomness(self) -> None:
-        seed_all(self.seed)
+    from lockstep.operator.read_ahead_batches import ReadAheadBatches
 
 
 @dataclass(eq=False)
@@ -110,15 +44,15 @@ class StepContext:
         purpose: "train", "validation" or "predict".
         shards: this worker's shards of the batch, in shard order; one if `is_joint`.
         is_joint: the user's loop has received this worker's samples as one plain batch.
-        weight: of a plain ``loss.backward()`` on a joint batch; an error where the weight cannot be
-            known; None if each shard's loss is weighed on its own.
+        weight: what a plain ``loss.backward()`` counts for, if the batch is joint; the error to
+            raise where that cannot be known; None if each shard's loss has its own weight.
         opens_window: this batch is the first of its accumulation window.
         closes_window: this batch is the last of its window: the optimizer steps after it.
-        prefetched: the batches that the user's own `train_epoch` has read; None in all other loops.
-        num_computed: how often this batch went through the default `train_batch`.
+        read_ahead: the batches that the user's own `train_epoch` has read; None in all other loops.
+        num_train_batch_calls: how often this batch went through the default `train_batch`.
         is_stepping: an optimizer's step of the default loop is running.
         has_scheduled: the schedulers have stepped after this batch, if they step by batch.
-        stepped: the optimizers that stepped, one entry a step, since the batch before was over.
+        stepped_optimizers: one entry for each step taken since the batch before was over.
         partial_weights: weights of metrics that only some of `shards` reported; see
             `AverageMeterCollection.update`.
     """
@@ -130,11 +64,11 @@ class StepContext:
     weight: float | WeightError | None = None
     opens_window: bool = True
     closes_window: bool = True
-    prefetched: PrefetchedBatches | None = None
-    num_computed: int = 0
+    read_ahead: ReadAheadBatches | None = None
+    num_train_batch_calls: int = 0
     is_stepping: bool = False
     has_scheduled: bool = False
-    stepped: list[torch.optim.Optimizer] = field(default_factory=list)
+    stepped_optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     partial_weights: dict[str, float] = field(default_factory=dict)
 
     def between_batches(self) -> StepContext:
@@ -144,7 +78,7 @@ class StepContext:
             self.purpose,
             opens_window=self.opens_window,
             closes_window=self.closes_window,
-            prefetched=self.prefetched,
+            read_ahead=self.read_ahead,
         )
 
     @property
@@ -182,8 +116,8 @@ class StepContext:
 
         Args:
             shard: one of `shards_in` a batch.
-            per_shard: a function that needs the whole global batch (a gather, a contrastive
-                loss) has to refuse.
+            per_shard: whether the loss is computed shard by shard; functions that need the whole
+                batch of this worker (a gather, a contrastive loss) then raise.
         """
         shard.seed_randomness()
         whole = self.reduction
@@ -211,7 +145,7 @@ class StepContext:
         Raises:
             WeightError: the loop has read ahead, and which batch the backward is of is unknown.
         """
-        joint_batch, ahead = self.joint_batch, self.prefetched
+        joint_batch, ahead = self.joint_batch, self.read_ahead
         weight = given
         if given is None:
             if isinstance(self.weight, WeightError):
@@ -226,17 +160,3 @@ class StepContext:
         if ahead is not None:
             ahead.note_backward()
         return weight
-
-
-@dataclass
-class AccumulationWindow:
-    """The global batches that one optimizer step consumes, while it gathers their gradients.
-
-    Attributes:
-        batches: the shards computed so far, each with its `batch_info`: those from which a
-            gradient that is not finite may have come.
-        buffers_before: the models' buffers before the window; None if it is of one batch.
-    """
-
-    batches: list[tuple[ShardBatch, Mapping[str, Any]]] = field(default_factory=list)
-    buffers_before: BufferSnapshot | None = None

@@ -15,8 +15,9 @@ this engine decides what follows, by the `CallContract` of the remote method:
 - Anything else ends the workers, and `ended_by` says why.
 
 While ranks perform, `_on_poll` runs several times a second: the watchdog ends a rank that hangs,
-replacements start for workers that were lost, and a spare that became ready where a rank is free
-has all members leave before their next batch, which regroups them with it.
+and replacements start for workers that were lost. When a spare is ready and a rank is vacant, all
+members are asked to leave the group before their next batch; the group then forms anew, with the
+spare.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.engine.actor_termination import kill_worker
 from lockstep.engine.heartbeats import Heartbeats
-from lockstep.engine.liveness_probe import is_node_reachable, process_state
+from lockstep.engine.process_and_host_state import is_node_reachable, process_state
 
 if TYPE_CHECKING:
     from lockstep.engine.heartbeats import Heartbeat

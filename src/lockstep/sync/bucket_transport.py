@@ -48,7 +48,7 @@ class BucketTransport(Transport):
         combine: sums a full bucket, in the place of an all-reduce, and waits for the sum. Nothing
             travels before backward has ended: inside it, a rank that waited for a server could
             keep a peer waiting that needs it in a collective of the model's own.
-        check_place: called first at the end of a round; raises if a rank is at another place.
+        wait_for_peers: called first at the end of a round; raises if a rank is at another place.
 
     Attributes:
         reducer: of the parameters that are in buckets.
@@ -65,7 +65,7 @@ class BucketTransport(Transport):
         *,
         order: ShardOrder | None = None,
         combine: Callable[[Group, Bucket], Pending] | None = None,
-        check_place: Callable[[], None] | None = None,
+        wait_for_peers: Callable[[], None] | None = None,
     ) -> None:
         self._owner = owner
         self._slots = slots
@@ -73,7 +73,7 @@ class BucketTransport(Transport):
         self._cap_bytes = cap_bytes
         self._order = order
         self._combine = combine
-        self._check_place = check_place
+        self._wait_for_peers = wait_for_peers
         self._taken_weight = 0.0
         self._last_shard: int | None = None
         self._is_finishing = False
@@ -195,8 +195,8 @@ class BucketTransport(Transport):
             The all-reduces of the remaining buckets.
         """
         self._is_finishing = True
-        if self._check_place is not None:
-            self._check_place()
+        if self._wait_for_peers is not None:
+            self._wait_for_peers()
         self._on_accumulated = None
         contribution = self.reducer.contribution
         contribution.faults += faults

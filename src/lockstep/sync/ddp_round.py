@@ -123,7 +123,7 @@ class DDPRound:
             self._late.append(slot)
 
     @property
-    def has_sent(self) -> bool:
+    def receive_secret(self) -> bool:
         """Whether buckets were sent, so that peers wait for the rest of the round."""
         return any(turn.is_led for turn in self._turns.values())
 

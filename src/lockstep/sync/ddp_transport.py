@@ -16,9 +16,9 @@ import torch
 
 from lockstep.errors import PeerLostError
 from lockstep.sync import round_checks
-from lockstep.sync.autograd_graph_task import nesting_depth
 from lockstep.sync.ddp_round import DDPRound, gradient_twice_error
 from lockstep.sync.ddp_wrapper import DDPWrapper
+from lockstep.sync.end_of_backward import nesting_depth
 from lockstep.sync.round_contribution import WEIGHTED, Fault
 from lockstep.sync.synced_tensors import refuse_shared
 from lockstep.sync.transport import RoundResult, Transport
@@ -263,7 +263,7 @@ class DDPTransport(Transport):
     @property
     def is_half_sent(self) -> bool:
         """See `Transport`."""
-        return self._round.has_sent
+        return self._round.receive_secret
 
     def reset(self, *, has_failed: bool) -> None:
         """See `Transport`."""

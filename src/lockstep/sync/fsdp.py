@@ -71,7 +71,9 @@ class FSDPSync(GradientSync):
             bucket_cap_mb=bucket_cap_mb,
             buffers=buffers,
             averages=averages,
-            make_transport=partial(BucketTransport, check_place=partial(self._check_place, _ROUND)),
+            make_transport=partial(
+                BucketTransport, wait_for_peers=partial(self._wait_for_peers, _ROUND)
+            ),
         )
         self._sharded: list[ShardedOptimizer] = []
         self._shards: ParameterShards | None = None
@@ -88,20 +90,20 @@ class FSDPSync(GradientSync):
     def shard(self, optimizer: torch.optim.Optimizer) -> None:
         """Let each rank step its rows of what `optimizer` holds, until `detach`."""
         assert self._shards is not None, "detached"
-        check_place = partial(self._check_step_place, len(self._sharded))
+        wait_for_peers = partial(self._wait_for_peers_at_step, len(self._sharded))
         sharded = ShardedOptimizer(
-            optimizer, self._shards, check_place=check_place, gather=self._gather
+            optimizer, self._shards, wait_for_peers=wait_for_peers, gather=self._gather
         )
         self._sharded.append(sharded)
 
-    def _check_step_place(self, number: int) -> None:
+    def _wait_for_peers_at_step(self, number: int) -> None:
         try:
-            self._check_place(number)
+            self._wait_for_peers(number)
         except LockstepError:
             self._rounds.mark_broken()
             raise
 
-    def _check_place(self, here: int) -> None:
+    def _wait_for_peers(self, here: int) -> None:
         """Raise if the ranks are at different places: one in a step, another one in a backward.
 
         A rank that left a step out would read the messages of the step as those of a backward.

@@ -81,10 +81,10 @@ def replicate(
 
 
 class GradientSync:
-    """Reduces the N gradients of some modules to one. `replicate` makes it.
+    """Reduces the N gradients of some modules to one; the base class of the other syncs.
 
-    With ``averages=False`` the losses are sums over their batches: the gradients are added and
-    not divided, and of a weight only its being zero or not matters. Under an `order` the
+    `replicate` makes one. With ``averages=False`` the losses are sums over their batches: the
+    gradients are added and not divided, and a weight of 0 leaves a batch out. Under an `order` the
     gradients are those of shards, which are added up in a fixed order. `make_transport` says how
     gradients travel where that is not in buckets with one all-reduce each, and `settings` what
     else the ranks have to agree on.
@@ -139,11 +139,10 @@ class GradientSync:
         Args:
             loss: what to differentiate; a scalar, or with ``gradient=`` of any shape.
             weight: what the loss counts for (samples, tokens) if it is a mean over them.
-                Zero: what it uses has gradient zero (and not None), even if the loss is NaN; of
-                a borrowed batch (weight 0 by `set_delivered_weight`: a rank without samples in this
-                step computes on another rank's batch, so that it takes part in the collectives)
-                nothing counts. None: as a
-                plain ``loss.backward()``, one per rank or what `set_delivered_weight` said.
+                0: the parameters that it uses get gradient zero (and not None), even if the loss
+                is NaN. None: as a plain ``loss.backward()``: 1, or what `set_delivered_weight`
+                said. On a borrowed batch (a rank without samples in this step computes on another
+                rank's batch, so that it takes part in the collectives) the weight is ignored.
             backward_kwargs: for ``Tensor.backward`` (``gradient``, ``retain_graph``, ...).
 
         Gradient:

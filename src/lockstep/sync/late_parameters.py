@@ -55,7 +55,7 @@ class LateParameters:
         self._look()
         return any(param.requires_grad and not is_local(param) for _, param in self._found)
 
-    def contains(self, param: torch.Tensor) -> bool:
+    def is_in_modules(self, param: torch.Tensor) -> bool:
         """Whether `param` is in the modules now; looks at every module."""
         return any(one is param for one in self._parameters())
 

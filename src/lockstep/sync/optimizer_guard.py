@@ -97,7 +97,7 @@ class _Registry:
 
     def knows_module_of(self, param: torch.Tensor) -> bool:
         with self._lock:
-            return any(owner.contains(param) for owner in self._owners)
+            return any(owner.is_in_modules(param) for owner in self._owners)
 
     def watch(self, optimizer: Optimizer) -> _Watch:
         known = self.watches.get(optimizer)

@@ -32,11 +32,11 @@ from lockstep import reduction_context
 from lockstep.sync import round_checks
 from lockstep.sync.accumulation_window import AccumulationWindow
 from lockstep.sync.autograd_grad_watch import AutogradGradWatch
-from lockstep.sync.autograd_graph_task import call_at_end
 from lockstep.sync.backward_listener import BackwardListener
 from lockstep.sync.batch_weights import BatchWeights, as_weight
 from lockstep.sync.buckets import Slot
 from lockstep.sync.earlier_gradients import EarlierGradients
+from lockstep.sync.end_of_backward import call_at_end
 from lockstep.sync.late_parameters import LateParameters
 from lockstep.sync.round_contribution import PLAIN, WEIGHTED, Contribution, Fault
 
@@ -494,6 +494,6 @@ class ReductionRounds:
         """Whether parameters were added later: only some ranks may have their gradients."""
         return self._late.has_trainable()
 
-    def contains(self, param: torch.Tensor) -> bool:
+    def is_in_modules(self, param: torch.Tensor) -> bool:
         """Whether `param` is in the synchronised modules now."""
-        return self._late.contains(param)
+        return self._late.is_in_modules(param)

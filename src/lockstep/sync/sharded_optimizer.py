@@ -18,8 +18,8 @@ from torch.optim import Adafactor, Optimizer
 
 from lockstep._torch_compat import is_step_wrapper
 from lockstep.errors import LockstepError
-from lockstep.sync.optimizer_contents import needs_closure, optimizer_parameters
-from lockstep.sync.replaced_step import ReplacedStep
+from lockstep.sync.optimizer_inspection import needs_closure, optimizer_parameters
+from lockstep.sync.optimizer_step_patch import OptimizerStepPatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ class ShardedOptimizer:
     Args:
         optimizer: the user's. Of the state that it has already, each rank keeps its rows.
         shards: of its parameters.
-        check_place: waits until every rank is about to step this optimizer.
+        wait_for_peers: waits until every rank is about to step this optimizer.
         gather: fetches the peers' rows of whole tensors.
     """
 
@@ -53,12 +53,12 @@ class ShardedOptimizer:
         optimizer: Optimizer,
         shards: ParameterShards,
         *,
-        check_place: Callable[[], None],
+        wait_for_peers: Callable[[], None],
         gather: Callable[[Sequence[torch.Tensor]], None],
     ) -> None:
         self.optimizer = optimizer
         self._shards = shards
-        self._check_place = check_place
+        self._wait_for_peers = wait_for_peers
         self._gather = gather
         self._whole_groups: list[list[torch.Tensor]] = []
         self._in_step: list[ParameterShard] = []
@@ -68,7 +68,7 @@ class ShardedOptimizer:
                 state.update(shards.shard_state(state, param))
         self._load_hook = optimizer.register_load_state_dict_pre_hook(self._before_load)
         self._own_step = _own_step(optimizer)
-        self._replaced = ReplacedStep(optimizer, self._step)
+        self._replaced = OptimizerStepPatch(optimizer, self._step)
 
     def release(self) -> None:
         """Make the optimizer an ordinary one again; each rank keeps its rows of the state."""
@@ -92,7 +92,7 @@ class ShardedOptimizer:
             NotAvailableError: the optimizer put other tensors in the place of its parameters.
             PeerLostError: a rank left the step out, or went away.
         """
-        self._check_place()
+        self._wait_for_peers()
         if callable(kwargs.get("closure")):
             kwargs["closure"] = self._with_whole_weights(kwargs["closure"])
         elif args and callable(args[0]):
@@ -103,8 +103,8 @@ class ShardedOptimizer:
         except BaseException as error:
             moved = self._swap_out()
             if isinstance(error, Exception) and moved:
-                # Peers whose step went well are about to gather; and rows that have moved here
-                # alone would be those of another model.
+                # Peers whose step went well wait in the gather. Without it, the rows that this
+                # rank has updated would also differ from the peers' copies.
                 with suppress(LockstepError):
                     self._gather(moved)
             raise

@@ -13,7 +13,7 @@ import torch
 from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.keys import BATCH_SIZE, VALID_SCHEDULER_STEP
 from lockstep.operator import TrainingOperator
-from lockstep.operator.default_loop_options import OWN_LOOP_LINES, requested_loop_options
+from lockstep.operator.custom_loop_refusals import CUSTOM_LOOP_FIXES, requested_loop_options
 from lockstep.operator.mixed_precision import PrecisionName
 from lockstep.trainer.callbacks import Callback
 from lockstep.trainer.unused_definitions import refuse_unused_methods
@@ -325,7 +325,7 @@ def _refuse_with_own_loop(options: Options, operator_cls: type[TrainingOperator]
     """Refuse options of the default loop where the operator plainly has a loop of its own.
 
     A loop that may call the default loop's methods is looked at when an optimizer steps: see
-    `lockstep.operator.default_loop_options`. Shards come one by one only to a loop without any
+    `lockstep.operator.custom_loop_refusals`. Shards come one by one only to a loop without any
     override.
     """
     for method in _DEFAULT_LOOP:
@@ -337,7 +337,7 @@ def _refuse_with_own_loop(options: Options, operator_cls: type[TrainingOperator]
             raise ConfigurationError(
                 f"{name} belongs to the default loop; {operator_cls.__name__} has its own "
                 f"{method.__name__}",
-                fix=OWN_LOOP_LINES[name],
+                fix=CUSTOM_LOOP_FIXES[name],
             )
 
 

@@ -19,7 +19,7 @@ from lockstep.trainer.callbacks import Callback, steps_done
 if TYPE_CHECKING:
     import os
 
-    from lockstep.trainer.driver import TorchTrainer
+    from lockstep.trainer.torch_trainer import TorchTrainer
 
 _MODES: Final = ("min", "max")
 

@@ -11,7 +11,7 @@ from lockstep.engine.inline_engine import InlineEngine
 from lockstep.errors import NotAvailableError
 from lockstep.recovery import Policy
 from lockstep.trainer.argument_checks import check_numbers, check_spares, pick_backend
-from lockstep.trainer.call_errors import why_not_recoverable
+from lockstep.trainer.refused_calls import why_not_recoverable
 
 if TYPE_CHECKING:
     from lockstep.engine import Engine, Resources

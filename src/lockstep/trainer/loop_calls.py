@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import WrongTypeError
 from lockstep.trainer.argument_checks import is_positive_int, require
-from lockstep.trainer.call_errors import check_loader, no_batch_error
 from lockstep.trainer.profiler_traces import Profile, trace_workers
 from lockstep.trainer.progress_bar import ProgressBar, wants_bar
 from lockstep.trainer.progress_listeners import ProgressListeners, combine_listeners
+from lockstep.trainer.refused_calls import check_loader, no_batch_error
 from lockstep.trainer.report_merge import merge_reports, refuse_unused_metrics
 from lockstep.worker import LoopRequest
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from lockstep.trainer.callback_list import CallbackList
-    from lockstep.trainer.dataset_training import DatasetTraining
+    from lockstep.trainer.ray_dataset_feed import RayDatasetFeed
     from lockstep.trainer.step_metrics import StepMetrics
     from lockstep.trainer.worker_pool import WorkerPool
     from lockstep.worker import RemoteMethod, Report, Worker
@@ -44,7 +44,7 @@ class LoopCalls:
     def __init__(
         self,
         pool: WorkerPool,
-        dataset: DatasetTraining,
+        dataset: RayDatasetFeed,
         callbacks: CallbackList,
         steps: StepMetrics,
     ) -> None:

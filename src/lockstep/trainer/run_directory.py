@@ -17,7 +17,7 @@ from lockstep.errors import (
 )
 from lockstep.operator import TrainingOperator
 from lockstep.trainer.argument_checks import is_positive_int, require
-from lockstep.trainer.run_state import refuse_another_run
+from lockstep.trainer.state_transfer import refuse_another_run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lockstep.errors import NotAvailableError
 from lockstep.parity import NO_NUMBERS, NOT_SYNCHRONISED, ParityReport, ParityRow, compare
 from lockstep.trainer.argument_checks import is_positive_int, require
-from lockstep.trainer.call_errors import check_loader
+from lockstep.trainer.refused_calls import check_loader
 from lockstep.worker import verify
 
 if TYPE_CHECKING:

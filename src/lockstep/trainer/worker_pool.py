@@ -8,7 +8,7 @@ import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lockstep.trainer.call_errors import (
+from lockstep.trainer.refused_calls import (
     concurrent_call_error,
     no_local_operator_error,
     shut_down_error,

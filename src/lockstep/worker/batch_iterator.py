@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.operator.default_loop_options import refuse_skipped_batch
+from lockstep.operator.custom_loop_refusals import refuse_skipped_batch
 from lockstep.operator.operator_protocol import Operator, rank_and_step
-from lockstep.operator.prefetched_batches import PrefetchedBatches
-from lockstep.operator.step_context import ShardBatch, StepContext
+from lockstep.operator.read_ahead_batches import ReadAheadBatches
+from lockstep.operator.shard_batch import ShardBatch
+from lockstep.operator.step_context import StepContext
 from lockstep.operator.sync_batch_norm_refusal import refuse_borrowed_batch
 from lockstep.operator.weight_averages import update_averages
 
@@ -63,8 +64,8 @@ class BatchIterator:
         self.first_index = first_index
         self._num_open_samples: int | None = None
         own_loop = purpose == "train" and operator._lockstep_overrides(Operator.train_epoch)
-        self._prefetched = PrefetchedBatches() if own_loop and cursor.source.joint else None
-        self._state.step = StepContext(reduction, purpose, prefetched=self._prefetched)
+        self._read_ahead = ReadAheadBatches() if own_loop and cursor.source.joint else None
+        self._state.step = StepContext(reduction, purpose, read_ahead=self._read_ahead)
         self.num_delivered = 0
         self.is_epoch_over = False
 
@@ -115,7 +116,7 @@ class BatchIterator:
         training = self._purpose == "train"
         if training and state.registered is not None:
             # Without an open batch as well: a loop may step once more after its last one.
-            stepped, step.stepped = step.stepped, []
+            stepped, step.stepped_optimizers = step.stepped_optimizers, []
             update_averages(state.registered, stepped)
         if self._num_open_samples is None:
             return
@@ -166,7 +167,7 @@ class BatchIterator:
         )
         is_joint = self._cursor.source.joint
         step = StepContext(
-            self._reduction, self._purpose, shards, is_joint, prefetched=self._prefetched
+            self._reduction, self._purpose, shards, is_joint, read_ahead=self._read_ahead
         )
         if training:
             step.opens_window, step.closes_window = self._place_in_window(read)
@@ -175,7 +176,7 @@ class BatchIterator:
             if sync is not None:
                 sync.begin_step(state.committed)
         state.step = step
-        # In the default loops each shard has its weight, which `StepContext.computing` sets.
+        # In the default loops each shard has its weight, which `StepContext.activate_shard` sets.
         self._reduction.weight = shards[0].num_samples if is_joint else None
         if not is_joint:
             return step
@@ -202,7 +203,7 @@ class BatchIterator:
     def _weight_of_plain_backward(self, sync: Synchroniser, samples: int) -> int | WeightError:
         """The weight of a plain backward: this batch's samples, or an error if the loop has read
         batches ahead that count differently."""
-        ahead = self._prefetched
+        ahead = self._read_ahead
         if ahead is None:
             return samples
         ahead.note_read(samples, sync.rounds)
@@ -211,5 +212,5 @@ class BatchIterator:
         return ahead.unknown_weight_error(rank_and_step(self._operator))
 
     def _note_end_of_data(self) -> None:
-        if self._prefetched is not None and self._state.sync is not None:
-            self._prefetched.note_end(self._state.sync.rounds)
+        if self._read_ahead is not None and self._state.sync is not None:
+            self._read_ahead.note_end(self._state.sync.rounds)

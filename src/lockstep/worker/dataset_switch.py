@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.data import RayDatasetShard
-from lockstep.worker.batch_sources import wants_joint
 from lockstep.worker.data_cursor import Cursor
+from lockstep.worker.loader_selection import wants_joint
 
 if TYPE_CHECKING:
     from lockstep.data import RayBatches

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.group import Group
 from lockstep.operator.sync_setup import rejoin
 from lockstep.worker import state_broadcast
-from lockstep.worker.batch_sources import open_source
+from lockstep.worker.loader_selection import open_loader
 from lockstep.worker.loop_run import LoopProgress
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 from lockstep.worker.saved_gradients import SavedGradients
@@ -200,7 +200,7 @@ def _join_group(worker: Worker, rank: int, formation: Formation) -> None:
 
 def _reopen_loaders(worker: Worker, operator: TrainingOperator) -> None:
     for purpose, cursor in worker.cursors.items():
-        cursor.use(open_source(operator, operator._lockstep.loaders[purpose], purpose))
+        cursor.use(open_loader(operator, operator._lockstep.loaders[purpose], purpose))
 
 
 def _transfer_state(worker: Worker, group: Group, rank: int, formation: Formation) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.data.batch_rows import content_digest
+from lockstep.content_digest import content_digest
 from lockstep.operator.non_finite_check import is_given_closure
 from lockstep.randomness import RandomState, preserve_rng_state
 from lockstep.sync import is_local

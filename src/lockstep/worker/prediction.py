@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.data import BatchParts, ShardedLoader
-from lockstep.operator.step_context import ShardBatch, StepContext
+from lockstep.operator.shard_batch import ShardBatch
+from lockstep.operator.step_context import StepContext
 from lockstep.phases import Phase, in_phase
 from lockstep.randomness import preserve_rng_state
 from lockstep.reduction_context import ReductionContext

@@ -10,8 +10,8 @@ from lockstep.data import ShardAssignment, shards_of
 from lockstep.errors import CheckpointError
 from lockstep.operator.default_forward import registered_parts
 from lockstep.worker import state_dict as state_dicts
-from lockstep.worker.batch_sources import open_source
 from lockstep.worker.data_cursor import Cursor
+from lockstep.worker.loader_selection import open_loader
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class StateAccess:
         self._close_loaders()
         for purpose, loader in operator._lockstep.loaders.items():
             if loader is not None:
-                source = open_source(operator, loader, purpose)
+                source = open_loader(operator, loader, purpose)
                 self.cursors[purpose] = Cursor(source)
         self.expect_usual_weight()
 

@@ -107,7 +107,7 @@ class Worker(StateAccess):
         self.snapshots = SnapshotTaker(self)
         self._audit = RunAudit(spec)
         self.on_commit: Callable[[], None] | None = None
-        self.on_boundary: Callable[[], None] | None = None
+        self.before_next_batch: Callable[[], None] | None = None
         self.before_first_collective: Callable[[], None] | None = None
 
     # ------------------------------------------------------------------------- life and death
@@ -262,8 +262,8 @@ class Worker(StateAccess):
 
     def _before_batch(self) -> None:
         """Between two batches: copy counts, take a snapshot if one is due, leave if asked to."""
-        if self.on_boundary is not None:
-            self.on_boundary()
+        if self.before_next_batch is not None:
+            self.before_next_batch()
         if self.loop_run is not None:
             self.loop_run.note_counts()
             if self.loop_run.request.purpose == "train":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face datasets and torchdata's loader: shared out exactly, and read from any position.
 
-The loaders of other packages in `lockstep.data.sharded_loader` and `lockstep.data.rank_loader`.
+The loaders of other packages in `lockstep.data.sharded_loader` and `lockstep.data.shard_loader`.
 """
 
 import datasets

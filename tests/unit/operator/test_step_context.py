@@ -8,8 +8,9 @@ from lockstep import reduction_context
 from lockstep.errors import WeightError
 from lockstep.group import Group
 from lockstep.keys import NUM_SAMPLES
-from lockstep.operator.prefetched_batches import PrefetchedBatches
-from lockstep.operator.step_context import ShardBatch, StepContext
+from lockstep.operator.read_ahead_batches import ReadAheadBatches
+from lockstep.operator.shard_batch import ShardBatch
+from lockstep.operator.step_context import StepContext
 from lockstep.reduction_context import ReductionContext
 
 ROWS = torch.arange(6.0).reshape(3, 2)
@@ -71,9 +72,9 @@ def test_inside_the_computation_of_a_shard_its_weight_and_seed_hold():
 
 def test_between_two_batches_nothing_of_the_step_is_left():
     context = step(ShardBatch(ROWS, 3, seed=1), is_joint=True, closes_window=False)
-    context.num_computed, context.has_scheduled = 1, True
+    context.num_train_batch_calls, context.has_scheduled = 1, True
     after = context.between_batches()
-    assert (after.joint_batch, after.num_computed, after.has_scheduled) == (None, 0, False)
+    assert (after.joint_batch, after.num_train_batch_calls, after.has_scheduled) == (None, 0, False)
     assert after.closes_window is False
     assert after.weight_of_backward(None, "here") is None
 
@@ -85,8 +86,8 @@ def test_a_backward_whose_batch_is_unknown_is_refused():
 
 
 def test_a_backward_in_a_loop_that_reads_ahead_is_noted():
-    ahead = PrefetchedBatches()
-    context = step(ShardBatch(ROWS, 3, seed=1), is_joint=True, prefetched=ahead)
+    ahead = ReadAheadBatches()
+    context = step(ShardBatch(ROWS, 3, seed=1), is_joint=True, read_ahead=ahead)
     ahead.note_read(3, rounds=0)
     assert context.weight_of_backward(None, "here") == 3
     ahead.note_read(2, rounds=0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a hurried user does to a trainer, and what it answers.
 
-`lockstep.trainer.call_errors` and `lockstep.trainer.driver`.
+`lockstep.trainer.refused_calls` and `lockstep.trainer.torch_trainer`.
 """
 
 import threading

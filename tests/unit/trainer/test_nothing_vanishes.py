@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever a user can return, set, pass or override is used, or refused by its name.
 
-`lockstep.trainer.unused_definitions`, `lockstep.trainer.callbacks` and `lockstep.trainer.driver`.
+`lockstep.trainer.unused_definitions`, `lockstep.trainer.callbacks` and
+`lockstep.trainer.torch_trainer`.
 The tables are held to the classes: a new public name that no row knows fails a test.
 """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.unit.trainer.programs import Regression, Streaming, loader, sgd, trainer, weights
-from tests.unit.trainer.test_run_state import Everything
+from tests.unit.trainer.test_state_transfer import Everything
 from torch import nn
 
 from lockstep import TrainingOperator, checkpoint

@@ -23,7 +23,6 @@ from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.integrations.lightning import unsupported
 from lockstep.integrations.lightning.checkpoint_hooks import run_on_load_hooks, run_on_save_hooks
 from lockstep.integrations.lightning.logging_capture import LoggingCapture
-from lockstep.integrations.lightning.loop_hooks import LoopHooks, call_data_hook
 from lockstep.integrations.lightning.lr_schedulers import (
     SchedulerStepper,
     parse_configure_optimizers,
@@ -33,6 +32,7 @@ from lockstep.integrations.lightning.module_factory import (
     check_module_argument,
     is_lightning,
 )
+from lockstep.integrations.lightning.optimization_hooks import OptimizationHooks, call_data_hook
 from lockstep.integrations.lightning.step_outputs import detach, loss_and_metrics
 from lockstep.integrations.lightning.trainer_view import TrainerView, update_view
 from lockstep.keys import SCHEDULER_STEP_MANUAL
@@ -149,7 +149,7 @@ class LightningOperator(TrainingOperator):
         self._steps_schedulers = context.options.scheduler_step_freq is None
         manual = replace(context.options, scheduler_step_freq=SCHEDULER_STEP_MANUAL)
         self._lockstep.context = replace(context, options=manual)
-        self._lockstep.step_actions = self._step_hooks = LoopHooks(module)
+        self._lockstep.step_actions = self._step_hooks = OptimizationHooks(module)
         self.model, self.optimizer, *_ = self.register(
             models=module,
             optimizers=optimizer,

@@ -37,7 +37,7 @@ class SchedulerConfig:
         strict: whether an epoch that did not log the monitored metric is an error.
         reduce_on_plateau: whether the scheduler's `step` takes the metric.
         name: the name for Lightning's loggers, which a module may read.
-        stepped_in: the epoch in which a plateau scheduler last stepped.
+        last_metric_epoch: the last epoch in which a plateau scheduler was given a metric.
     """
 
     scheduler: Any
@@ -47,7 +47,7 @@ class SchedulerConfig:
     strict: bool = True
     reduce_on_plateau: bool = False
     name: str | None = None
-    stepped_in: int = field(default=-1, init=False)
+    last_metric_epoch: int = field(default=-1, init=False)
 
 
 def parse_configure_optimizers(
@@ -190,14 +190,14 @@ class SchedulerStepper:
             watched = each.monitor
             if not each.reduce_on_plateau or watched is None or watched not in metrics:
                 continue
-            if each.stepped_in < epoch and (epoch + 1) % each.frequency == 0:
+            if each.last_metric_epoch < epoch and (epoch + 1) % each.frequency == 0:
                 self._step(each.scheduler, metrics[watched])
-            each.stepped_in = epoch
+            each.last_metric_epoch = epoch
 
     def check_monitored(self, epoch: int) -> None:
         """Before `epoch`: raise an error unless the last epoch logged every plateau's metric."""
         for each in self.items:
-            if not each.reduce_on_plateau or not each.strict or each.stepped_in >= epoch - 1:
+            if not each.reduce_on_plateau or not each.strict or each.last_metric_epoch >= epoch - 1:
                 continue
             raise ConfigurationError(
                 f"{type(each.scheduler).__name__} watches {each.monitor!r}, which was not logged in"
@@ -210,9 +210,9 @@ class SchedulerStepper:
             )
 
     def state_dict(self) -> list[int]:
-        """For each scheduler the epoch of its last plateau step, which it does not save itself."""
-        return [each.stepped_in for each in self.items]
+        """For each scheduler the last epoch with a metric, which its own state does not contain."""
+        return [each.last_metric_epoch for each in self.items]
 
     def load_state_dict(self, state: Sequence[int]) -> None:
-        for each, stepped_in in zip(self.items, state, strict=True):
-            each.stepped_in = stepped_in
+        for each, last_metric_epoch in zip(self.items, state, strict=True):
+            each.last_metric_epoch = last_metric_epoch

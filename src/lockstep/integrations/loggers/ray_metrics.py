@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 _LOSSES: Final = {"train": "train_loss", "validation": "val_loss"}
 
 _GAUGES: Final = {
-    "loss": "of the latest batch of rank 0 while a call runs, then the mean of the call",
-    "samples_per_second": "over all workers, in the call that runs or ran last; 0 after the run",
-    "workers": "that train; 0 after the run",
+    "loss": "loss of the latest batch of rank 0 while a call runs, then the mean of the call",
+    "samples_per_second": "samples a second over all workers, in the latest call; 0 after the run",
+    "workers": "workers that train; 0 after the run",
     "step": "optimizer steps (global batches) since the run began",
     "metric": "numbers that train and validate return, by name",
 }
 _COUNTERS: Final = {
-    "samples": "computed by this program",
-    "recoveries": "from the loss of a worker",
+    "samples": "samples computed by this program",
+    "recoveries": "recoveries from the loss of a worker",
 }
 
 

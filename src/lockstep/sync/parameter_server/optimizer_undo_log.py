@@ -16,7 +16,7 @@ import copy
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ReplicasDifferError
-from lockstep.sync.optimizer_contents import optimizer_parameters, own_attributes, state_tensors
+from lockstep.sync.optimizer_inspection import optimizer_parameters, own_attributes, state_tensors
 from lockstep.tensor_copies import TensorCopies
 
 if TYPE_CHECKING:

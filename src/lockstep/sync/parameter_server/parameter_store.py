@@ -21,7 +21,7 @@ from lockstep.errors import (
     WorkerFailedError,
 )
 from lockstep.serialization import dumps_exception
-from lockstep.sync.optimizer_contents import optimizer_parameters
+from lockstep.sync.optimizer_inspection import optimizer_parameters
 from lockstep.sync.parameter_server.messages import Message
 from lockstep.sync.parameter_server.optimizer_undo_log import OptimizerUndoLog
 from lockstep.sync.parameter_server.server_client import raise_if_error
@@ -148,7 +148,7 @@ class ParameterStore:
         held = optimizer_parameters(optimizer)
         for param in held:
             param.grad = None
-        gradients = asked[0].tensors[len(request.weights) :]
+        gradients = asked[0].tensors[len(request.changed_parameters) :]
         for number, gradient in zip(request.with_gradient, gradients, strict=True):
             self._parameters[number].grad = gradient
         before = [_settings(group) for group in optimizer.param_groups]
@@ -172,7 +172,7 @@ class ParameterStore:
 
         Loops and their schedulers change settings, add groups, and write to weights.
         """
-        for number, value in zip(request.weights, tensors, strict=False):
+        for number, value in zip(request.changed_parameters, tensors, strict=False):
             # The object stays: the optimizer's state belongs to it.
             self._parameter(number).data = value.clone()
         optimizer = self._optimizers[request.number]

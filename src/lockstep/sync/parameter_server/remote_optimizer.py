@@ -16,14 +16,14 @@ import torch
 
 from lockstep.errors import NotAvailableError, NotPicklableError
 from lockstep.sync.local_parameters import is_local
-from lockstep.sync.optimizer_contents import (
+from lockstep.sync.optimizer_inspection import (
     needs_closure,
     optimizer_parameters,
     own_attributes,
     state_tensors,
 )
+from lockstep.sync.optimizer_step_patch import OptimizerStepPatch
 from lockstep.sync.parameter_server.messages import Message, OptimizerRequest
-from lockstep.sync.replaced_step import ReplacedStep
 from lockstep.tensor_tree import tree_map
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class RemoteOptimizer:
         self._number_of = number_of
         self._channel = channel
         self._server_weights = server_weights
-        self._replaced = ReplacedStep(
+        self._replaced = OptimizerStepPatch(
             optimizer,
             self._step,
             state_dict=self._state_dict,

@@ -11,7 +11,8 @@ from typing import Final
 
 from lockstep.errors import PeerLostError
 from lockstep.phases import Phase, in_phase
-from lockstep.sync.parameter_server.messages import ConnectionLostError, Message, MessageSocket
+from lockstep.sync.parameter_server.message_socket import ConnectionLostError, MessageSocket
+from lockstep.sync.parameter_server.messages import Message
 
 _CONNECT_LIMIT_S: Final = 60.0
 

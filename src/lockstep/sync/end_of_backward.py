@@ -3,10 +3,10 @@
 
 A graph task is one run of autograd's engine. Reentrant checkpointing starts a second one from
 inside a node of the first; callbacks belong to the task in which they are queued, and there is no
-way to queue one for the enclosing task while the inner one runs. But an inner task is destroyed
-before the engine returns to the node of the outer one, and its callbacks with it. So a callback
-that is queued in an inner task does nothing when called and, when destroyed, queues itself anew,
-which is then in the enclosing task.
+way to queue one for the enclosing task while the inner one runs. But the engine destroys an inner
+task, with its callbacks, before it returns to the node of the outer one. So a callback that is
+queued in an inner task does nothing when called; its ``__del__`` queues it again, by then in the
+enclosing task.
 
 If a later torch destroyed tasks at another moment, no reduction would run, and the optimizer guard
 would refuse the step: a clear failure.

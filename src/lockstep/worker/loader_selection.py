@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the sources of global batches for the loaders that a user registered."""
+"""Chooses the loader of `lockstep.data` that cuts a user's loader for an operator's loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lockstep.worker.data_cursor import StepSource
 
 
-def open_source(operator: TrainingOperator, loader: Any, purpose: str) -> StepSource:
+def open_loader(operator: TrainingOperator, loader: Any, purpose: str) -> StepSource:
     """Cut `loader` the way `operator`'s loop for `purpose` ("train", "validation") wants it."""
     context = operator._lockstep.context
     assignment = context.shard_assignment

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DatasetTraining`: the driver's part of ``train(dataset=...)``, training on a Ray dataset."""
+"""`RayDatasetFeed`: the driver's part of ``train(dataset=...)``, training on a Ray dataset."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lockstep.worker import WorkerSpec
 
 
-class DatasetTraining:
+class RayDatasetFeed:
     """Splits the dataset of a call among the workers, and remembers it for the next call."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class DatasetTraining:
         """Drop the dataset, after the workers have dropped it or ended."""
         self._current, self._streams = None, []
 
-    def change_to(self, dataset: Any, pool: WorkerPool) -> None:
+    def set_dataset(self, dataset: Any, pool: WorkerPool) -> None:
         """Have the workers train on `dataset`, or on their own loaders if it is None.
 
         Args:

@@ -15,12 +15,12 @@ from lockstep.trainer.argument_checks import DEFAULT_SEED
 from lockstep.trainer.audit_comparison import AuditComparison
 from lockstep.trainer.callback_list import CallbackList
 from lockstep.trainer.checkpoint_writer import CheckpointWriter
-from lockstep.trainer.dataset_training import DatasetTraining
 from lockstep.trainer.launch import Placement, make_policy, start_workers
 from lockstep.trainer.loop_calls import LoopCalls, loop_request, reduce_reports
 from lockstep.trainer.prediction_order import order_predictions
+from lockstep.trainer.ray_dataset_feed import RayDatasetFeed
 from lockstep.trainer.run_directory import RunDirectory
-from lockstep.trainer.run_state import RunState
+from lockstep.trainer.state_transfer import StateTransfer
 from lockstep.trainer.step_metrics import StepMetrics
 from lockstep.trainer.worker_pool import WorkerPool
 from lockstep.worker import Worker, WorkerSpec, predict
@@ -192,8 +192,8 @@ class TorchTrainer:
         self._audit = AuditComparison(spec)
         engine = start_workers(spec, placement)
         self._pool = WorkerPool(spec, engine)
-        self._dataset = DatasetTraining()
-        self._state = RunState(self._pool, explicit, self._dataset, steps)
+        self._dataset = RayDatasetFeed()
+        self._state = StateTransfer(self._pool, explicit, self._dataset, steps)
         self._loops = LoopCalls(self._pool, self._dataset, self._callbacks, steps)
         self._writer: CheckpointWriter | None = None
         try:
@@ -243,7 +243,7 @@ class TorchTrainer:
         """
         checks.check_retries(max_retries)
         self._pool.open_engine()
-        self._dataset.change_to(dataset, self._pool)
+        self._dataset.set_dataset(dataset, self._pool)
         # No retries on a Ray dataset: Ray gives each row to one worker, and only once.
         retries = 0 if self._dataset.has_dataset else max_retries
         request = loop_request("train", num_steps, profile, info)

@@ -2,10 +2,10 @@
 """A parameter server: a `ParameterStore` behind a socket, one thread, one request at a time.
 
 A worker has one request open at most and reads its answer at once, so that neither side can
-wait for the other to read. When a worker vanishes the server ends, and when one leaves while
-another one waits the server closes all connections: either frees the workers that wait, without a
-timeout. Before that, each of the others gets the answer that is due to it. The store
-outlives the server, for another server with which the workers that are left go on.
+wait for the other to read. If a worker vanishes, the server ends; if a worker leaves while another
+one waits, the server closes every connection. Both free the workers that wait, without a timeout,
+and only after the server has sent the answers that are due. The store outlives the server, for
+another server with which the workers that are left go on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from lockstep.sync.parameter_server.messages import ConnectionLostError, MessageSocket
+from lockstep.sync.parameter_server.message_socket import ConnectionLostError, MessageSocket
 from lockstep.sync.parameter_server.parameter_store import ParameterStore
 from lockstep.sync.parameter_server.server_client import ServerAddress
 
@@ -74,7 +74,7 @@ class ParameterServer:
         size: how many workers there are.
         secret: a worker has to send it before anything of it is unpickled.
         timeout_s: how long a message that has begun may take to come, or to go.
-        before: the server of the generation before; it has ended.
+        predecessor: the server of the generation before; it has ended.
 
     Attributes:
         store: of the run.
@@ -87,12 +87,12 @@ class ParameterServer:
         secret: bytes,
         timeout_s: float,
         *,
-        before: ParameterServer | None = None,
+        predecessor: ParameterServer | None = None,
     ) -> None:
         self._size = size
         self._timeout_s = timeout_s
         self.store: ParameterStore = (
-            ParameterStore(size) if before is None else before.store.make_successor(size)
+            ParameterStore(size) if predecessor is None else predecessor.store.make_successor(size)
         )
         self._listener = socket.create_server((host, 0), backlog=size)
         self.address = ServerAddress(host, self._listener.getsockname()[1], secret, timeout_s)
@@ -104,7 +104,7 @@ class ParameterServer:
         self._wake_receiver, self._wake_sender = socket.socketpair()
 
     def serve(self) -> None:
-        """Answer until every worker has left, or one is lost, or `call_off`.
+        """Answer until every worker has left, or one is lost, or `stop`.
 
         Collective:
             None: a process of its own, which every worker talks to.
@@ -132,7 +132,7 @@ class ParameterServer:
         accepted, _ = self._listener.accept()
         try:
             connection = MessageSocket(accepted, min(self._timeout_s, _WELCOME_LIMIT_S))
-            if not connection.has_sent(self.address.secret):
+            if not connection.receive_secret(self.address.secret):
                 accepted.close()
                 return
             rank: int = connection.receive().body
@@ -154,7 +154,7 @@ class ParameterServer:
             self._selector.unregister(connection)
             connection.close()
 
-    def call_off(self) -> None:
+    def stop(self) -> None:
         """End `serve`, also while it waits for workers; from another thread. Idempotent."""
         self._is_called_off = True
         with suppress(OSError):  # it has ended already

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions for trials that are functions: report results, restore a trial, reserve resources."""
+"""Helpers for Tune's Function API: report results, restore a trial, reserve resources."""
 
 from __future__ import annotations
 

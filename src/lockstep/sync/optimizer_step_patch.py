@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ReplacedStep`: replaces the `step` of an optimizer object, which stays the same object.
+"""`OptimizerStepPatch`: replaces the `step` of an optimizer object, which stays the same object.
 
 Loops, schedulers and gradient scalers hold the user's own optimizer, so a sync that steps in
 another way (at a parameter server, on this rank's rows alone) cannot hand out another object.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-class ReplacedStep:
+class OptimizerStepPatch:
     """The `step` of `optimizer` replaced by another function, until `restore`.
 
     The optimizer's hooks before and after a step run around it, as they do around its own step.

@@ -24,7 +24,7 @@ def call_data_hook(hook_targets: Sequence[Any], hook: str, *arguments: Any) -> A
     return getattr(target, hook)(*arguments)
 
 
-class LoopHooks(StepActions):
+class OptimizationHooks(StepActions):
     """The default loop's actions of a step, with calls of the module's hooks around them."""
 
     def __init__(self, module: Any) -> None:
@@ -95,7 +95,7 @@ class LoopHooks(StepActions):
             # The gradients have been computed already, so the closure does nothing.
             module.optimizer_step(self._epoch, self._index, optimizer, _do_nothing)
         else:
-            precision.take_step(optimizer)
+            precision.step_or_skip(optimizer)
 
     @property
     def _epoch(self) -> int:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lockstep.operator.operator_protocol import Operator
     from lockstep.operator.rank_context import Options
 
-OWN_LOOP_LINES: Final = {
+CUSTOM_LOOP_FIXES: Final = {
     'precision="fp16"': "override compute_loss, or call super().train_batch(); or in your loop"
     " write: with torch.autocast(self.device.type, torch.float16): ..., and"
     " scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update(), and leave precision"
@@ -26,7 +26,7 @@ OWN_LOOP_LINES: Final = {
     " optimizer.step(): torch.nn.utils.clip_grad_norm_(model.parameters(), ...), and leave"
     " clip_grad_norm out of TorchTrainer",
 }
-"""By option of the default loop: the lines that do the same in a loop of the user's own."""
+"""For each option that only the default loop applies: what to write in one's own loop instead."""
 
 
 def requested_loop_options(options: Options) -> list[str]:
@@ -47,24 +47,24 @@ def refuse_own_step(operator: Operator) -> None:
         where=f"{type(operator).__name__}, {rank_and_step(operator)}",
         cause="train_batch or train_epoch is overridden, and steps the optimizer itself; the step"
         " was not taken",
-        fix=OWN_LOOP_LINES[name],
+        fix=CUSTOM_LOOP_FIXES[name],
     )
 
 
 def refuse_skipped_batch(operator: Operator) -> None:
     """Raise if the default loop's step did not compute the finished batch exactly once.
 
-    Windows of `accumulate` batches are counted as the batches are delivered; one that was left
-    out, computed twice, or read ahead would end up in another window, or in none.
+    Windows of `accumulate` batches are counted as the batches are delivered; a batch that the loop
+    leaves out, computes twice or reads ahead would count in another window, or in none.
     """
     state = operator._lockstep
-    num_computed = state.step.num_computed
-    if state.context.options.accumulate == 1 or num_computed == 1:
+    num_train_batch_calls = state.step.num_train_batch_calls
+    if state.context.options.accumulate == 1 or num_train_batch_calls == 1:
         return
     raise ConfigurationError(
         "accumulate counts global batches, and one did not go through train_batch once",
         where=f"{type(operator).__name__}, {rank_and_step(operator)}",
         expected="super().train_batch() once for each batch, before the next one is read",
-        got=f"{num_computed} calls",
-        fix=OWN_LOOP_LINES["accumulate"],
+        got=f"{num_train_batch_calls} calls",
+        fix=CUSTOM_LOOP_FIXES["accumulate"],
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RunState`: takes the run's state from the workers, loads it into them, saves it to files."""
+"""`StateTransfer`: takes the run's state from the workers, loads it, and saves it to files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lockstep.operator import TrainingOperator
 from lockstep.worker import Worker
 
 if TYPE_CHECKING:
-    from lockstep.trainer.dataset_training import DatasetTraining
+    from lockstep.trainer.ray_dataset_feed import RayDatasetFeed
     from lockstep.trainer.step_metrics import StepMetrics
     from lockstep.trainer.worker_pool import WorkerPool
     from lockstep.worker import RemoteCall
 
 
-class RunState:
+class StateTransfer:
     """Takes the state of the run from the workers, and loads a state into them.
 
     Args:
@@ -33,7 +33,7 @@ class RunState:
         self,
         pool: WorkerPool,
         explicit: Mapping[str, Any],
-        dataset: DatasetTraining,
+        dataset: RayDatasetFeed,
         steps: StepMetrics,
     ) -> None:
         self._pool = pool
@@ -71,7 +71,7 @@ class RunState:
                 got=f"{type(state).__name__}: {state!r:.60}",
             )
         refuse_another_run(state, self._explicit)
-        self._dataset.change_to(None, self._pool)
+        self._dataset.set_dataset(None, self._pool)
         self._pool.call(Worker.check_state.with_args(state))
         try:
             self._pool.call(Worker.apply_state.with_args(state))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PrefetchedBatches`: batches that a user's `train_epoch` has read and not yet trained on.
+"""`ReadAheadBatches`: batches that a user's `train_epoch` has read and not yet trained on.
 
 A loop may read a batch before it trains on the previous one. Lockstep cannot see to which of the
 read batches a backward belongs. That matters if the batches have different weights: the last ones
@@ -14,7 +14,7 @@ from lockstep.errors import WeightError
 _CAUSE = "train_epoch reads ahead of the batch that it trains on, or left one out"
 
 
-class PrefetchedBatches:
+class ReadAheadBatches:
     """The batches that a `train_epoch` of the user's own has read and not yet trained on."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class PrefetchedBatches:
             where: of this rank, for an error.
 
         Returns:
-            `weight`; 0 if this batch must be a borrowed one.
+            `weight`; 0 if every batch that was read and not yet trained on is a borrowed one.
 
         Raises:
             WeightError: the user has weighed a borrowed batch as one of this worker's own.

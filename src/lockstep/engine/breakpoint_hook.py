@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`breakpoint()` in a worker of this process opens the debugger of this terminal."""
+"""Lets `breakpoint()` open pdb in this terminal where a worker runs in the driver's process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RAYS_HOOK: Final = "ray.util.rpdb._driver_set_trace"
 
 
 @contextmanager
-def terminal_debugger() -> Iterator[None]:
+def without_ray_breakpoint_hook() -> Iterator[None]:
     """Inside, `breakpoint()` opens Python's debugger, not Ray's; keeps a hook of the user's."""
     if os.environ.get(_VARIABLE) != _RAYS_HOOK:
         yield
