@@ -55,7 +55,7 @@ class Crowd(WorkerGroup):
     def __init__(self, actor: Any, size: int) -> None:
         self.members = [WorkerHandle(number, this_node(), number, actor) for number in range(size)]
         self.spares = []
-        self._resources = Resources(1, 0, None, "gloo", timeout_s=60)
+        self._resources = Resources(1, None, "gloo", timeout_s=60)
         self._use_local = False
         self._store = self.server = self._pool = None
 

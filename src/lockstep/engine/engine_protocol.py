@@ -29,7 +29,6 @@ class Resources:
     """
 
     num_cpus: float
-    num_gpus: float
     custom_resources: Mapping[str, float] | None
     backend: str
     timeout_s: float

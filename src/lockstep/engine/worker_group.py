@@ -74,7 +74,9 @@ class WorkerGroup:
         own_cluster = connect()
         self._session = session()
         bundle = placement_group.bundle_for(
-            resources.num_cpus, resources.num_gpus, resources.custom_resources
+            resources.num_cpus,
+            int(spec.use_gpu) * spec.options.replicas,
+            resources.custom_resources,
         )
         ranks = remote_ranks(spec.num_workers, use_local, num_spares)
         try:

@@ -5,7 +5,3 @@ The driver decides, workers report. A worker's death breaks the run's process gr
 leave it, report how far they have come, and form the next generation, with or without a spare that
 replaces the lost worker. No committed step is lost.
 """
-
-from lockstep.recovery.policy import Policy
-
-__all__ = ["Policy"]

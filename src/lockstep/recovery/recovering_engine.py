@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from lockstep.engine.pending_call import PendingCall
     from lockstep.engine.ray_engine import RayEngine
     from lockstep.operator import TrainingOperator
-    from lockstep.recovery.policy import Policy
     from lockstep.recovery.regrouping import NewGeneration
     from lockstep.worker import CallContract, ProgressReport, RemoteCall, StartReport, Worker
 
@@ -62,18 +61,19 @@ class RecoveringEngine:
 
     Args:
         engine: starts the workers, and performs single attempts of calls.
-        policy: the limits within which the run goes on.
+        min_workers: the fewest workers with which the run goes on.
+        hang_timeout_s: how long a worker may stay at one step while others wait for it.
 
     Attributes:
         workers: the processes of the workers.
     """
 
-    def __init__(self, engine: RayEngine, policy: Policy) -> None:
+    def __init__(self, engine: RayEngine, min_workers: int, hang_timeout_s: float) -> None:
         self.interrupted_by: BaseException | None = None
         self._engine = engine
         self.workers = engine.workers
-        self._watchdog = Watchdog(engine.workers, policy.hang_timeout_s)
-        self._regrouping = Regrouping(engine, policy.min_workers, self._watchdog)
+        self._watchdog = Watchdog(engine.workers, hang_timeout_s)
+        self._regrouping = Regrouping(engine, min_workers, self._watchdog)
         self._deaths = DeathsByShard()
         self._incidents: list[Incident] = []
         self._has_asked_to_leave = False

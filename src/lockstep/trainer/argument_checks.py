@@ -117,11 +117,10 @@ def check_config(config: Any) -> dict[str, Any]:
     return config
 
 
-def check_workers(num_workers: Any, num_shards: Any, num_cpus: Any, custom_resources: Any) -> None:
-    """Refuse numbers of workers, of shards and of a worker's resources that cannot be right."""
+def check_workers(num_workers: Any, num_shards: Any, spare_workers: Any, min_workers: Any) -> None:
+    """Refuse numbers of workers, shards and spares that cannot be right."""
     require(is_positive_int(num_workers), "num_workers", num_workers, "an int, 1 or more")
-    check_numbers(num_cpus_per_worker=num_cpus)
-    check_resources(custom_resources)
+    _check_spares(num_workers, spare_workers, min_workers)
     if num_shards is None:
         return
     require(is_positive_int(num_shards), "num_shards", num_shards, "an int, 1 or more")
@@ -161,8 +160,7 @@ def check_numbers(**arguments: Any) -> None:
         require(number and value > 0, name, value, "a number above zero")
 
 
-def check_spares(num_workers: int, spare_workers: int, min_workers: int) -> None:
-    """Refuse numbers of spares and of workers that must be left that cannot be right."""
+def _check_spares(num_workers: int, spare_workers: Any, min_workers: Any) -> None:
     require(
         is_int(spare_workers) and spare_workers >= 0, "spare_workers", spare_workers, "an int >= 0"
     )
@@ -182,6 +180,7 @@ def check_spares(num_workers: int, spare_workers: int, min_workers: int) -> None
 
 
 def check_resources(custom_resources: Any) -> None:
+    """Refuse a `resources_per_worker` that is no dict of amounts."""
     if custom_resources is None:
         return
     if not isinstance(custom_resources, Mapping):
@@ -225,16 +224,14 @@ def check_functions(hook: Any, callbacks: Any) -> tuple[Callback, ...]:
     return tuple(callbacks)
 
 
-def pick_gpu(use_gpu: Any, backend: str = "auto") -> tuple[bool, bool]:
-    """Whether workers use a GPU each, and whether CUDA is available in this process.
+def pick_gpu(use_gpu: Any, backend: str = "auto") -> bool:
+    """Whether workers use a GPU each, as far as this process can tell.
 
     With "auto" other machines may have GPUs, and `backend` may still be what they need.
     """
     require(use_gpu in (True, False, "auto"), "use_gpu", use_gpu, 'True, False or "auto"')
-    here = torch.cuda.is_available()
-    gpu = here if use_gpu == "auto" else bool(use_gpu)
-    pick_backend(backend, gpu or use_gpu == "auto")
-    return gpu, here
+    pick_backend(backend, bool(use_gpu))
+    return torch.cuda.is_available() if use_gpu == "auto" else bool(use_gpu)
 
 
 def pick_backend(backend: str, gpu: bool) -> str:

@@ -6,11 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from lockstep.engine import has_gpus_elsewhere, runs_in_driver, start_ray_engine
 from lockstep.engine.inline_engine import InlineEngine
 from lockstep.errors import NotAvailableError
-from lockstep.recovery import Policy
-from lockstep.trainer.argument_checks import check_numbers, check_spares, pick_backend
+from lockstep.trainer.argument_checks import check_numbers, check_resources, pick_backend
 from lockstep.trainer.refused_calls import why_not_recoverable
 
 if TYPE_CHECKING:
@@ -23,20 +24,31 @@ class Placement:
     """The arguments of a trainer that decide where its workers live.
 
     Attributes:
-        resources: the resources of each worker, without GPUs; `backend` is the user's argument.
+        resources: the resources of each worker; `backend` is the user's argument.
         use_gpu: the user's argument: True, False or "auto".
-        has_gpu_here: CUDA is available in this process.
         use_local: rank 0 lives in this process.
         num_spares: the number of spares.
-        policy: the limits within which the run goes on after a loss of workers.
+        min_workers: the fewest workers with which the run goes on after a loss.
+        hang_timeout_s: how long a worker may stay at one step while others wait for it.
+
+    Raises:
+        ConfigurationError: a resource or a time is no number above zero.
     """
 
     resources: Resources
     use_gpu: bool | str
-    has_gpu_here: bool
     use_local: bool
     num_spares: int
-    policy: Policy
+    min_workers: int
+    hang_timeout_s: float
+
+    def __post_init__(self) -> None:
+        check_numbers(
+            num_cpus_per_worker=self.resources.num_cpus,
+            timeout_s=self.resources.timeout_s,
+            hang_timeout_s=self.hang_timeout_s,
+        )
+        check_resources(self.resources.custom_resources)
 
     def resolve_gpus(self, spec: WorkerSpec) -> WorkerSpec:
         """Set `use_gpu` in `spec` if "auto" finds a GPU for each worker on other machines.
@@ -53,24 +65,11 @@ class Placement:
         return spec
 
 
-def make_policy(
-    num_workers: int, spare_workers: int, min_workers: int, hang_timeout_s: float
-) -> Policy:
-    """Check the arguments of a recovery policy, and make it."""
-    check_numbers(hang_timeout_s=hang_timeout_s)
-    check_spares(num_workers, spare_workers, min_workers)
-    return Policy(min_workers, hang_timeout_s)
-
-
 def start_workers(spec: WorkerSpec, placement: Placement) -> Engine:
     """Start the workers: a lone worker in this process where possible, otherwise Ray actors."""
-    resources = replace(
-        placement.resources,
-        num_gpus=int(spec.use_gpu) * spec.options.replicas,
-        backend=pick_backend(placement.resources.backend, spec.use_gpu),
-    )
-    use_local = placement.use_local
-    if runs_in_driver(spec, resources, use_local=use_local, gpu_here=placement.has_gpu_here):
+    backend = pick_backend(placement.resources.backend, spec.use_gpu)
+    resources, use_local = replace(placement.resources, backend=backend), placement.use_local
+    if runs_in_driver(spec, resources, use_local=use_local, gpu_here=torch.cuda.is_available()):
         return InlineEngine(spec)
     engine = start_ray_engine(spec, resources, use_local=use_local, num_spares=placement.num_spares)
     if not spec.can_go_back:
@@ -78,7 +77,7 @@ def start_workers(spec: WorkerSpec, placement: Placement) -> Engine:
     # Imported here: the module needs Ray.
     from lockstep.recovery.recovering_engine import RecoveringEngine
 
-    return RecoveringEngine(engine, placement.policy)
+    return RecoveringEngine(engine, placement.min_workers, placement.hang_timeout_s)
 
 
 def _refuse_spares(spec: WorkerSpec, num_spares: int) -> None:

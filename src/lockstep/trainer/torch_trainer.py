@@ -15,7 +15,7 @@ from lockstep.trainer.argument_checks import DEFAULT_SEED
 from lockstep.trainer.audit_comparison import AuditComparison
 from lockstep.trainer.callback_list import CallbackList
 from lockstep.trainer.checkpoint_writer import CheckpointWriter
-from lockstep.trainer.launch import Placement, make_policy, start_workers
+from lockstep.trainer.launch import Placement, start_workers
 from lockstep.trainer.loop_calls import LoopCalls, loop_request, reduce_reports
 from lockstep.trainer.prediction_order import order_predictions
 from lockstep.trainer.ray_dataset_feed import RayDatasetFeed
@@ -139,9 +139,11 @@ class TorchTrainer:
         checks.refuse_unknown_arguments(further, known=inspect.signature(TorchTrainer).parameters)
         operator_cls = checks.check_operator(training_operator_cls)
         self.config, explicit = checks.check_config(config), checks.explicit_args(num_shards, seed)
-        checks.check_workers(num_workers, num_shards, num_cpus_per_worker, resources_per_worker)
-        checks.check_numbers(timeout_s=timeout_s)
-        policy = make_policy(num_workers, spare_workers, min_workers, hang_timeout_s)
+        checks.check_workers(num_workers, num_shards, spare_workers, min_workers)
+        resources = Resources(num_cpus_per_worker, resources_per_worker, backend, timeout_s)
+        placement = Placement(
+            resources, use_gpu, use_local, spare_workers, min_workers, hang_timeout_s
+        )
         given = checks.check_functions(initialization_hook, callbacks)
         self._callbacks, steps = CallbackList(given, self), StepMetrics(given)
         processes, replicas = checks.processes_and_replicas(checks.pick_sync(sync), num_workers)
@@ -160,7 +162,6 @@ class TorchTrainer:
             check_finite=check_finite,
         )
         checks.check_options(options, operator_cls, use_local=use_local)
-        gpu, gpu_here = checks.pick_gpu(use_gpu, backend)
         spec = WorkerSpec(
             operator_cls=operator_cls,
             config=self.config,
@@ -169,14 +170,12 @@ class TorchTrainer:
             seed=int(seed),
             initialization_hook=initialization_hook,
             threads=num_cpus_per_worker if processes > 1 or reproducible else None,
-            use_gpu=gpu,
+            use_gpu=checks.pick_gpu(use_gpu, backend),
             options=options,
             audit=checks.pick_audit(audit),
             log_every=steps.every,
         )
         directory = RunDirectory(checkpoint_dir, checkpoint_every, keep_checkpoints, resume, sync)
-        resources = Resources(num_cpus_per_worker, 0, resources_per_worker, backend, timeout_s)
-        placement = Placement(resources, use_gpu, gpu_here, use_local, spare_workers, policy)
         self._start(spec, placement, directory, explicit, steps)
 
     def _start(

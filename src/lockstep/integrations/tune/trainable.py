@@ -116,7 +116,7 @@ def as_trainable(
     if override_tune_step is not None:
         _check_takes_two(override_tune_step)
     # "auto" is decided here: the process of a trial that only drives workers sees no GPU.
-    gpu, _ = pick_gpu(arguments.get("use_gpu", "auto"))
+    gpu = pick_gpu(arguments.get("use_gpu", "auto"))
     if arguments.get("use_gpu", "auto") == "auto" and not gpu and ray.is_initialized():
         gpu = ray.cluster_resources().get("GPU", 0) > 0
     members = {
