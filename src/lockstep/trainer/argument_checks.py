@@ -55,6 +55,27 @@ def require(is_valid: bool, name: str, got: Any, expected: str, fix: str | None 
         )
 
 
+def require_count(
+    name: str, value: Any, *, least: int = 1, optional: bool = False, expected: str | None = None
+) -> None:
+    """Refuse a `value` of the argument `name` that is no int of at least `least`.
+
+    Args:
+        optional: None is right, too.
+        expected: the error's words for what is right, instead of "an int, 1 or more".
+    """
+    if not (optional and value is None):
+        words = f"an int, {least} or more{', or None' if optional else ''}"
+        require(is_int(value) and value >= least, name, value, expected or words)
+
+
+def require_choice(name: str, value: Any, choices: Sequence[object]) -> Any:
+    """`value`, the value of the argument `name`, if it is one of `choices`."""
+    *most, last = [f'"{each}"' if isinstance(each, str) else f"{each}" for each in choices]
+    require(value in choices, name, value, f"{', '.join(most)} or {last}")
+    return value
+
+
 def refuse_unknown_arguments(arguments: Mapping[str, Any], known: Iterable[str]) -> None:
     """Refuse arguments that no trainer has, or that only RaySGD had."""
     for name, value in arguments.items():
@@ -106,26 +127,18 @@ def check_config(config: Any) -> dict[str, Any]:
             expected="a dict, given to setup(config)",
             got=f"{type(config).__name__}: {config!r:.60}",
         )
-    whole = config.get(BATCH_SIZE)
-    if whole is not None:
-        require(
-            is_positive_int(whole),
-            "config[BATCH_SIZE]",
-            whole,
-            "the global batch size: a positive int",
-        )
+    whole, expected = config.get(BATCH_SIZE), "the global batch size: a positive int"
+    require_count("config[BATCH_SIZE]", whole, optional=True, expected=expected)
     return config
 
 
 def check_workers(num_workers: Any, num_shards: Any, spare_workers: Any, min_workers: Any) -> None:
     """Refuse numbers of workers, shards and spares that cannot be right."""
-    require(is_positive_int(num_workers), "num_workers", num_workers, "an int, 1 or more")
+    require_count("num_workers", num_workers)
     _check_spares(num_workers, spare_workers, min_workers)
-    if num_shards is None:
-        return
-    require(is_positive_int(num_shards), "num_shards", num_shards, "an int, 1 or more")
+    require_count("num_shards", num_shards, optional=True)
     require(
-        num_shards >= num_workers,
+        num_shards is None or num_shards >= num_workers,
         "num_shards",
         num_shards,
         f"at least num_workers={num_workers}: every worker carries a shard",
@@ -133,18 +146,8 @@ def check_workers(num_workers: Any, num_shards: Any, spare_workers: Any, min_wor
     )
 
 
-def check_retries(max_retries: Any) -> None:
-    """Refuse a `max_retries` that is no count."""
-    is_count = is_int(max_retries) and max_retries >= 0
-    require(is_count, "max_retries", max_retries, "an int >= 0")
-
-
 def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_positive_int(value: Any) -> bool:
-    return is_int(value) and value >= 1
 
 
 def explicit_args(num_shards: Any, seed: Any) -> dict[str, Any]:
@@ -161,11 +164,9 @@ def check_numbers(**arguments: Any) -> None:
 
 
 def _check_spares(num_workers: int, spare_workers: Any, min_workers: Any) -> None:
+    require_count("spare_workers", spare_workers, least=0)
     require(
-        is_int(spare_workers) and spare_workers >= 0, "spare_workers", spare_workers, "an int >= 0"
-    )
-    require(
-        is_positive_int(min_workers) and min_workers <= num_workers,
+        is_int(min_workers) and 1 <= min_workers <= num_workers,
         "min_workers",
         min_workers,
         f"an int from 1 to num_workers={num_workers}",
@@ -190,11 +191,6 @@ def check_resources(custom_resources: Any) -> None:
             got=f"{type(custom_resources).__name__}: {custom_resources!r:.60}",
         )
     check_numbers(**{f"resources_per_worker[{name!r}]": n for name, n in custom_resources.items()})
-
-
-def check_scheduling(step_freq: Any) -> None:
-    known = step_freq is None or (isinstance(step_freq, str) and step_freq in VALID_SCHEDULER_STEP)
-    require(known, "scheduler_step_freq", step_freq, '"batch", "epoch", "manual" or None')
 
 
 def check_functions(hook: Any, callbacks: Any) -> tuple[Callback, ...]:
@@ -229,13 +225,13 @@ def pick_gpu(use_gpu: Any, backend: str = "auto") -> bool:
 
     With "auto" other machines may have GPUs, and `backend` may still be what they need.
     """
-    require(use_gpu in (True, False, "auto"), "use_gpu", use_gpu, 'True, False or "auto"')
+    require_choice("use_gpu", use_gpu, (True, False, "auto"))
     pick_backend(backend, bool(use_gpu))
     return torch.cuda.is_available() if use_gpu == "auto" else bool(use_gpu)
 
 
 def pick_backend(backend: str, gpu: bool) -> str:
-    require(backend in ("auto", "nccl", "gloo"), "backend", backend, '"auto", "nccl" or "gloo"')
+    require_choice("backend", backend, ("auto", "nccl", "gloo"))
     require(
         gpu or backend != "nccl",
         "backend",
@@ -246,31 +242,18 @@ def pick_backend(backend: str, gpu: bool) -> str:
 
 
 def pick_precision(precision: str, use_fp16: bool) -> PrecisionName:
-    require(
-        precision in get_args(PrecisionName),
-        "precision",
-        precision,
-        '"fp32", "bf16" or "fp16"',
-    )
+    require_choice("precision", precision, get_args(PrecisionName))
     require(not use_fp16 or precision in ("fp32", "fp16"), "use_fp16", use_fp16, "one precision")
     return cast("PrecisionName", "fp16" if use_fp16 else precision)
 
 
-def pick_audit(audit: str) -> str:
-    require(audit in ("off", "watch", "full"), "audit", audit, '"off", "watch" or "full"')
-    return audit
-
-
-_SYNCS: Final = ("replicate", "ddp", "fsdp", "parameter_server", "data_parallel")
-
-
-def pick_sync(sync: str) -> str:
-    require(sync in _SYNCS, "sync", sync, " or ".join(f'"{name}"' for name in _SYNCS))
-    return sync
-
-
 def processes_and_replicas(sync: str, num_workers: int) -> tuple[int, int]:
-    """Worker processes, and device replicas in each: one of the two is `num_workers`."""
+    """Worker processes, and device replicas in each: one of the two is `num_workers`.
+
+    Raises:
+        ConfigurationError: there is no such `sync`.
+    """
+    require_choice("sync", sync, ("replicate", "ddp", "fsdp", "parameter_server", "data_parallel"))
     return (1, num_workers) if sync == "data_parallel" else (num_workers, 1)
 
 
@@ -278,10 +261,9 @@ def check_options(
     options: Options, operator_cls: type[TrainingOperator], *, use_local: bool
 ) -> None:
     """Refuse options that cannot be right, alone or with the loop that the operator brings."""
-    check_scheduling(options.scheduler_step_freq)
-    require(
-        is_positive_int(options.accumulate), "accumulate", options.accumulate, "an int, 1 or more"
-    )
+    step_freqs = (*sorted(VALID_SCHEDULER_STEP), None)
+    require_choice("scheduler_step_freq", options.scheduler_step_freq, step_freqs)
+    require_count("accumulate", options.accumulate)
     clip = options.clip_grad_norm
     require(clip is None or clip > 0, "clip_grad_norm", clip, "a positive norm, or None")
     check_numbers(bucket_cap_mb=options.bucket_cap_mb)

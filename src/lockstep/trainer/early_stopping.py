@@ -8,20 +8,18 @@ import json
 import math
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigurationError
 from lockstep.keys import BATCH_COUNT
 from lockstep.metrics.metric_values import as_number
-from lockstep.trainer.argument_checks import is_positive_int, require
+from lockstep.trainer.argument_checks import require, require_choice, require_count
 from lockstep.trainer.callbacks import Callback, steps_done
 
 if TYPE_CHECKING:
     import os
 
     from lockstep.trainer.torch_trainer import TorchTrainer
-
-_MODES: Final = ("min", "max")
 
 
 class MetricMonitor(Callback):
@@ -34,7 +32,7 @@ class MetricMonitor(Callback):
     """
 
     def __init__(self, metric: str, *, mode: str, min_delta: float = 0.0) -> None:
-        require(mode in _MODES, "mode", mode, '"min" or "max"')
+        require_choice("mode", mode, ("min", "max"))
         require(min_delta >= 0, "min_delta", min_delta, "0 or more")
         self.metric, self.mode, self.min_delta = metric, mode, min_delta
         self.best: float | None = None
@@ -96,7 +94,7 @@ class EarlyStopping(MetricMonitor):
         self, metric: str, *, mode: str, patience: int = 3, min_delta: float = 0.0
     ) -> None:
         super().__init__(metric, mode=mode, min_delta=min_delta)
-        require(is_positive_int(patience), "patience", patience, "an int, 1 or more")
+        require_count("patience", patience)
         self.patience = patience
         self.num_worse = 0
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import WrongTypeError
-from lockstep.trainer.argument_checks import is_positive_int, require
+from lockstep.trainer.argument_checks import require_count
 from lockstep.trainer.profiler_traces import Profile, trace_workers
 from lockstep.trainer.progress_bar import ProgressBar, wants_bar
 from lockstep.trainer.progress_listeners import ProgressListeners, combine_listeners
@@ -27,12 +27,8 @@ if TYPE_CHECKING:
 
 def loop_request(purpose: str, num_steps: Any, profile: Profile, info: Any) -> LoopRequest:
     """Check the arguments of `train` or `validate`, and make the request for the workers."""
-    require(
-        num_steps is None or is_positive_int(num_steps),
-        "num_steps",
-        num_steps,
-        "a positive number of global batches, or None",
-    )
+    expected = "a positive number of global batches, or None"
+    require_count("num_steps", num_steps, optional=True, expected=expected)
     if not isinstance(info, dict | None):
         raise WrongTypeError("info is not a dict", got=f"{type(info).__name__}: {info!r:.60}")
     return LoopRequest(purpose, num_steps, bool(profile), dict(info or {}))

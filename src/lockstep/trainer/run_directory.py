@@ -16,7 +16,7 @@ from lockstep.errors import (
     NotAvailableError,
 )
 from lockstep.operator import TrainingOperator
-from lockstep.trainer.argument_checks import is_positive_int, require
+from lockstep.trainer.argument_checks import require, require_count
 from lockstep.trainer.state_transfer import refuse_another_run
 
 if TYPE_CHECKING:
@@ -129,37 +129,21 @@ class RunDirectory:
 
 
 def _check_arguments(folder: Any, every: Any, keep: Any, resume: Any) -> None:
-    path_like = (str, os.PathLike)
-    require(
-        folder is None or isinstance(folder, path_like),
-        "checkpoint_dir",
-        folder,
-        "the path of a directory, or None",
-    )
-    require(
-        every is None or is_positive_int(every),
-        "checkpoint_every",
-        every,
-        "a positive number of steps, or None",
-    )
-    require(is_positive_int(keep), "keep_checkpoints", keep, "an int, 1 or more")
-    require(
-        resume is None or isinstance(resume, path_like),
-        "resume",
-        resume,
-        '"auto", the path of a checkpoint, or None',
-    )
-    without = [name for name, asked in _need_folder(every, resume) if asked and folder is None]
-    for name in without:
-        raise ConfigurationError(
-            f"{name} needs a directory",
-            got="checkpoint_dir=None",
-            fix='TorchTrainer(..., checkpoint_dir="checkpoints")',
-        )
-
-
-def _need_folder(every: Any, resume: Any) -> list[tuple[str, bool]]:
-    return [("checkpoint_every", every is not None), ('resume="auto"', resume == "auto")]
+    for name, path, expected in (
+        ("checkpoint_dir", folder, "the path of a directory, or None"),
+        ("resume", resume, '"auto", the path of a checkpoint, or None'),
+    ):
+        require(path is None or isinstance(path, str | os.PathLike), name, path, expected)
+    expected = "a positive number of steps, or None"
+    require_count("checkpoint_every", every, optional=True, expected=expected)
+    require_count("keep_checkpoints", keep)
+    for name, asked in (("checkpoint_every", every), ('resume="auto"', resume == "auto")):
+        if asked and folder is None:
+            raise ConfigurationError(
+                f"{name} needs a directory",
+                got="checkpoint_dir=None",
+                fix='TorchTrainer(..., checkpoint_dir="checkpoints")',
+            )
 
 
 def _refuse_uncollectable_states(spec: WorkerSpec) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.keys import BATCH_COUNT
 from lockstep.metrics import merge
-from lockstep.trainer.argument_checks import is_positive_int, require
+from lockstep.trainer.argument_checks import require, require_count
 from lockstep.trainer.callbacks import Callback
 
 if TYPE_CHECKING:
@@ -40,9 +40,8 @@ class StepMetrics:
         listening = [each for each in callbacks if _overrides_on_step(each)]
         for each in listening:
             _require_every(each)
+            require_count("every", each.every, optional=True)
         self._listeners = [each for each in listening if each.every is not None]
-        for each in self._listeners:
-            require(is_positive_int(each.every), "every", each.every, "an int, 1 or more")
         self.every = math.gcd(*(each.every or 0 for each in self._listeners))
         self.restart_at(0)
 

@@ -146,7 +146,7 @@ class TorchTrainer:
         )
         given = checks.check_functions(initialization_hook, callbacks)
         self._callbacks, steps = CallbackList(given, self), StepMetrics(given)
-        processes, replicas = checks.processes_and_replicas(checks.pick_sync(sync), num_workers)
+        processes, replicas = checks.processes_and_replicas(sync, num_workers)
         options = Options(
             precision=checks.pick_precision(precision, use_fp16),
             use_tqdm=use_tqdm,
@@ -172,7 +172,7 @@ class TorchTrainer:
             threads=num_cpus_per_worker if processes > 1 or reproducible else None,
             use_gpu=checks.pick_gpu(use_gpu, backend),
             options=options,
-            audit=checks.pick_audit(audit),
+            audit=checks.require_choice("audit", audit, ("off", "watch", "full")),
             log_every=steps.every,
         )
         directory = RunDirectory(checkpoint_dir, checkpoint_every, keep_checkpoints, resume, sync)
@@ -240,7 +240,7 @@ class TorchTrainer:
             CheckpointWriteError: training went well, and the latest checkpoint could not be
                 written to `checkpoint_dir`; ``result`` holds what would have been returned.
         """
-        checks.check_retries(max_retries)
+        checks.require_count("max_retries", max_retries, least=0)
         self._pool.open_engine()
         self._dataset.set_dataset(dataset, self._pool)
         # No retries on a Ray dataset: Ray gives each row to one worker, and only once.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lockstep.metrics.metric_values import as_number, read_numbers
-from lockstep.trainer.argument_checks import is_positive_int, require
+from lockstep.trainer.argument_checks import require_count
 from lockstep.trainer.callbacks import Callback, steps_done
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Logger(Callback):
     """
 
     def __init__(self, every: int | None = None) -> None:
-        require(every is None or is_positive_int(every), "every", every, "an int, 1 or more")
+        require_count("every", every, optional=True)
         self.every = every
         self._epoch: int | None = None
 

@@ -15,9 +15,8 @@ from lockstep.integrations.tune import trial_checkpoint
 from lockstep.trainer.argument_checks import (
     check_config,
     check_operator,
-    is_positive_int,
     pick_gpu,
-    require,
+    require_count,
 )
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class TorchTrainable(Trainable):
         """One bundle for each worker; a trial that only drives workers needs no resources."""
         given = cls.arguments
         num_workers = config.get("num_workers", given.get("num_workers", 1))
-        require(is_positive_int(num_workers), "num_workers", num_workers, "an int, 1 or more")
+        require_count("num_workers", num_workers)
         custom_resources = given.get("resources_per_worker")
         in_one_process = given.get("sync") == "data_parallel"
         gpus = int(given["use_gpu"]) * (num_workers if in_one_process else 1)
