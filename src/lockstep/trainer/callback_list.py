@@ -9,7 +9,7 @@ from lockstep.errors import WrongTypeError
 from lockstep.trainer.callbacks import Callback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
 
 class CallbackList:
@@ -25,8 +25,13 @@ class CallbackList:
         self._trainer = trainer
         self._has_told_failure = False
 
-    def __iter__(self) -> Iterator[Callback]:
-        return iter(self._callbacks)
+    def overriding(self, event: Callable[..., None]) -> list[Callback]:
+        """The callbacks that override `event`, a method of `Callback`."""
+        return [
+            each
+            for each in self._callbacks
+            if getattr(getattr(each, event.__name__), "__func__", None) is not event
+        ]
 
     @property
     def want_stop(self) -> bool:
@@ -36,34 +41,18 @@ class CallbackList:
     def start(self) -> None:
         """See `Callback.on_start`."""
         for callback in self._callbacks:
-            _tell(callback, callback.on_start, Callback.on_start, self._trainer)
+            self.tell(callback, Callback.on_start)
 
     def train_end(self, result: dict[str, Any]) -> None:
         """See `Callback.on_train_end`."""
         for callback in self._callbacks:
             # A copy for each callback: changes by one must not reach the next one, or the caller.
-            _tell(
-                callback, callback.on_train_end, Callback.on_train_end, self._trainer, dict(result)
-            )
+            self.tell(callback, Callback.on_train_end, dict(result))
 
     def validate_end(self, result: dict[str, Any]) -> None:
         """See `Callback.on_validate_end`."""
         for callback in self._callbacks:
-            _tell(
-                callback,
-                callback.on_validate_end,
-                Callback.on_validate_end,
-                self._trainer,
-                dict(result),
-            )
-
-    def progress(self, callback: Callback, progress: dict[str, Any]) -> None:
-        """See `Callback.on_progress`."""
-        _tell(callback, callback.on_progress, Callback.on_progress, self._trainer, progress)
-
-    def step(self, callback: Callback, step: int, metrics: dict[str, Any]) -> None:
-        """See `Callback.on_step`."""
-        _tell(callback, callback.on_step, Callback.on_step, self._trainer, step, metrics)
+            self.tell(callback, Callback.on_validate_end, dict(result))
 
     def failure(self, error: BaseException) -> None:
         """See `Callback.on_failure`; called for the first error only."""
@@ -75,19 +64,17 @@ class CallbackList:
     def shutdown(self) -> None:
         """See `Callback.on_shutdown`."""
         for callback in self._callbacks:
-            _tell(callback, callback.on_shutdown, Callback.on_shutdown, self._trainer)
+            self.tell(callback, Callback.on_shutdown)
 
-
-def _tell(
-    callback: Callback, method: Callable[..., object], event: Callable[..., object], *args: object
-) -> None:
-    """Call `method`, the `event` of `callback`, and refuse a result, which nobody would read."""
-    returned = method(*args)
-    if returned is None:
-        return
-    raise WrongTypeError(
-        f"{type(callback).__name__}.{event.__name__} returned something, which nobody reads",
-        got=f"{returned!r:.60}",
-        expected="None",
-        fix="to end training: self.stop_reason = '...', and trainer.should_stop in the loop",
-    )
+    def tell(self, callback: Callback, event: Callable[..., None], *args: object) -> None:
+        """Call the method `event` of `callback`, and refuse a result, which nobody would read."""
+        name = event.__name__
+        returned = getattr(callback, name)(self._trainer, *args)
+        if returned is None:
+            return
+        raise WrongTypeError(
+            f"{type(callback).__name__}.{name} returned something, which nobody reads",
+            got=f"{returned!r:.60}",
+            expected="None",
+            fix="to end training: self.stop_reason = '...', and trainer.should_stop in the loop",
+        )

@@ -34,7 +34,7 @@ class ProgressListeners:
 
     def __init__(self, callbacks: CallbackList, purpose: str, steps: StepMetrics) -> None:
         self._callbacks = callbacks
-        self._listeners = [each for each in callbacks if _overrides_on_progress(each)]
+        self._listeners = callbacks.overriding(Callback.on_progress)
         self._steps = steps
         self._purpose = purpose
         self._began = self._told_at = time.monotonic()
@@ -50,7 +50,7 @@ class ProgressListeners:
         """See `OnProgress`."""
         if progress.rows is not None and self._error is None:
             try:
-                self._steps.take_live_rows(progress.rows, self._callbacks.step)
+                self._steps.take_live_rows(progress.rows)
             except Exception as error:
                 self._error = error
         now = time.monotonic()
@@ -73,7 +73,7 @@ class ProgressListeners:
             told |= {"workers": progress.workers, "recoveries": progress.recoveries}
         try:
             for callback in self._listeners:
-                self._callbacks.progress(callback, dict(told))
+                self._callbacks.tell(callback, Callback.on_progress, dict(told))
         except Exception as error:
             self._error = error
 
@@ -82,13 +82,9 @@ class ProgressListeners:
         if not self.has_listeners:
             return
         if self._error is None and self._purpose == "train":
-            self._steps.finish(reports, self._callbacks.step)
+            self._steps.finish(reports)
         if self._error is not None:
             raise self._error
-
-
-def _overrides_on_progress(callback: Callback) -> bool:
-    return getattr(callback.on_progress, "__func__", None) is not Callback.on_progress
 
 
 def combine_listeners(*listeners: OnProgress | None) -> OnProgress | None:

@@ -13,9 +13,10 @@ from lockstep.trainer.argument_checks import require, require_count
 from lockstep.trainer.callbacks import Callback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from lockstep.metrics.step_log import StepRow
+    from lockstep.trainer.callback_list import CallbackList
     from lockstep.worker import Report
 
 _log = logging.getLogger("lockstep")
@@ -30,14 +31,13 @@ class StepMetrics:
         callbacks: all callbacks; those with an `every` get the metrics of steps.
 
     Attributes:
-        callbacks: all callbacks.
         every: steps for each row of the workers; 0 if no callback asks for steps.
         written: the latest step of the run that was reported to callbacks.
     """
 
-    def __init__(self, callbacks: Sequence[Callback]) -> None:
-        self.callbacks = callbacks
-        listening = [each for each in callbacks if _overrides_on_step(each)]
+    def __init__(self, callbacks: CallbackList) -> None:
+        self._callbacks = callbacks
+        listening = callbacks.overriding(Callback.on_step)
         for each in listening:
             _require_every(each)
             require_count("every", each.every, optional=True)
@@ -52,24 +52,18 @@ class StepMetrics:
             each: [] for each in self._listeners
         }
 
-    def take_live_rows(
-        self,
-        rows: Sequence[tuple[int, Sequence[StepRow]]],
-        tell: Callable[[Callback, int, dict[str, Any]], None],
-    ) -> None:
+    def take_live_rows(self, rows: Sequence[tuple[int, Sequence[StepRow]]]) -> None:
         """Take rows while a call runs, up to the last step that all workers have committed.
 
         Args:
             rows: for each worker its committed steps of the run, and its rows after `written`.
         """
         reached = min((committed for committed, _ in rows), default=0)
-        self._take([row for _, own in rows for row in own if row.step <= reached], tell)
+        self._take([row for _, own in rows for row in own if row.step <= reached])
 
-    def finish(
-        self, reports: Sequence[Report], tell: Callable[[Callback, int, dict[str, Any]], None]
-    ) -> None:
+    def finish(self, reports: Sequence[Report]) -> None:
         """Take the remaining rows at the end of a call."""
-        self._take([row for report in reports for row in report.rows], tell)
+        self._take([row for report in reports for row in report.rows])
         has_none = all(report.sums[BATCH_COUNT] == 0 for report in reports)
         if self._listeners and has_none:
             _log.warning(
@@ -79,9 +73,7 @@ class StepMetrics:
                 self.every,
             )
 
-    def _take(
-        self, rows: Sequence[StepRow], tell: Callable[[Callback, int, dict[str, Any]], None]
-    ) -> None:
+    def _take(self, rows: Sequence[StepRow]) -> None:
         for step in sorted({row.step for row in rows if row.step > self.written}):
             found = [row for row in rows if row.step == step]
             self.written = step
@@ -91,12 +83,8 @@ class StepMetrics:
                     metrics = _mean_over_steps(gathered)
                     gathered.clear()
                     if metrics:
-                        epoch = max(row.epoch for row in found)
-                        tell(callback, step, {**metrics, "epoch": epoch})
-
-
-def _overrides_on_step(callback: Callback) -> bool:
-    return getattr(callback.on_step, "__func__", None) is not Callback.on_step
+                        metrics["epoch"] = max(row.epoch for row in found)
+                        self._callbacks.tell(callback, Callback.on_step, step, metrics)
 
 
 def _require_every(callback: Callback) -> None:

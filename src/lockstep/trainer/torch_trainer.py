@@ -144,8 +144,8 @@ class TorchTrainer:
         placement = Placement(
             resources, use_gpu, use_local, spare_workers, min_workers, hang_timeout_s
         )
-        given = checks.check_functions(initialization_hook, callbacks)
-        self._callbacks, steps = CallbackList(given, self), StepMetrics(given)
+        self._callbacks = CallbackList(checks.check_functions(initialization_hook, callbacks), self)
+        steps = StepMetrics(self._callbacks)
         processes, replicas = checks.processes_and_replicas(sync, num_workers)
         options = Options(
             precision=checks.pick_precision(precision, use_fp16),
