@@ -24,7 +24,7 @@ from lockstep.worker import LoopRequest, Outcome, Report, StartReport
 from reporting import report
 
 if TYPE_CHECKING:
-    from lockstep.engine.engine_protocol import OnProgress
+    from lockstep.engine.engine_protocol import CallListener
     from lockstep.worker import RemoteCall, Worker
 
 WORKERS = (2, 10, 100, 1_000)
@@ -72,7 +72,7 @@ class Standing:
         self,
         call: RemoteCall[Worker, Any],
         *,
-        on_progress: OnProgress | None = None,
+        listener: CallListener | None = None,
         retries: int = 3,
     ) -> list[Any]:
         arguments = dumps_or_refuse((call.args, call.kwargs), "arguments")

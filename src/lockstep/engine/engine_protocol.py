@@ -7,14 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from lockstep.operator import TrainingOperator
     from lockstep.worker import ProgressReport, RemoteCall, Snapshot, StartReport, Worker
-
-    OnProgress = Callable[[ProgressReport], int]
-    """Called several times a second with a running call's progress. It returns the latest step of
-    the run whose rows of metrics it has received; the next call brings all later rows."""
 
 R = TypeVar("R")
 
@@ -49,6 +45,21 @@ class PoolStatus:
     spares: int = 0
     generation: int = 0
     recoveries: Sequence[Mapping[str, Any]] = ()
+
+
+class CallListener(Protocol):
+    """Receives the progress of a running call, in the driver."""
+
+    @property
+    def rows_known(self) -> int:
+        """The latest step of the run whose rows of metrics the listener has received."""
+
+    def on_attempt(self, workers: int, recoveries: int) -> None:
+        """The call begins, or begins again after a recovery; see `PoolStatus`."""
+
+    def on_progress(self, report: ProgressReport) -> None:
+        """Several times a second: the progress of rank 0, and all workers' rows after `rows_known`
+        if callbacks ask for metrics of single steps."""
 
 
 class SnapshotKeeper(Protocol):
@@ -104,14 +115,13 @@ class Engine(Protocol):
         self,
         call: RemoteCall[Worker, R],
         *,
-        on_progress: OnProgress | None = None,
+        listener: CallListener | None = None,
         retries: int = 3,
     ) -> list[R]:
         """Perform `call` on every worker, concurrently; results by rank.
 
         Args:
-            on_progress: called several times a second in the driver with rank 0's progress, and
-                with all workers' rows if callbacks ask for metrics of single steps.
+            listener: receives the progress of the call.
             retries: failures of the group from which an engine that recovers may recover.
         """
 

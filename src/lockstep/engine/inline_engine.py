@@ -22,7 +22,7 @@ from lockstep.worker import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lockstep.engine.engine_protocol import OnProgress, SnapshotFetcher, SnapshotKeeper
+    from lockstep.engine.engine_protocol import CallListener, SnapshotFetcher, SnapshotKeeper
     from lockstep.operator import TrainingOperator
     from lockstep.worker import RemoteCall, WorkerSpec
 
@@ -51,10 +51,10 @@ class InlineEngine:
         self,
         call: RemoteCall[Worker, R],
         *,
-        on_progress: OnProgress | None = None,
+        listener: CallListener | None = None,
         retries: int = 0,
     ) -> list[R]:
-        self._worker.on_commit = progress_reporter(self._worker, on_progress, _PROGRESS_EVERY_S)
+        self._worker.on_commit = progress_reporter(self._worker, listener, _PROGRESS_EVERY_S)
         try:
             return [self._perform(call)]
         finally:
@@ -105,25 +105,25 @@ class InlineEngine:
 
 
 def progress_reporter(
-    worker: Worker, on_progress: OnProgress | None, every_s: float
+    worker: Worker, listener: CallListener | None, every_s: float
 ) -> Callable[[], None] | None:
     """A function for a worker in this process to call after every step; None without a listener.
 
-    It passes the worker's progress to `on_progress` at most once in `every_s` seconds.
+    It passes the worker's progress to `listener` at most once in `every_s` seconds.
     """
-    if on_progress is None:
+    if listener is None:
         return None
-    latest, rows_known = time.monotonic(), 0
+    latest = time.monotonic()
 
     def report() -> None:
-        nonlocal latest, rows_known
+        nonlocal latest
         now = time.monotonic()
         if now - latest < every_s:
             return
         latest, progress = now, progress_of(worker)
         # With peers in actors, `RayEngine` collects the rows of all workers instead.
         if worker.spec.num_workers == 1:
-            progress = replace(progress, rows=[rows_after(worker, rows_known)])
-        rows_known = on_progress(progress)
+            progress = replace(progress, rows=[rows_after(worker, listener.rows_known)])
+        listener.on_progress(progress)
 
     return report

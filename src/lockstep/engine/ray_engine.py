@@ -8,7 +8,7 @@ answers to tell its cause (see `lockstep.engine.pending_call`).
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorProxy
 
     from lockstep.engine.engine_protocol import (
-        OnProgress,
+        CallListener,
         Resources,
         SnapshotFetcher,
         SnapshotKeeper,
@@ -101,11 +101,11 @@ class RayEngine:
         self,
         call: RemoteCall[Worker, R],
         *,
-        on_progress: OnProgress | None = None,
+        listener: CallListener | None = None,
         retries: int = 0,
     ) -> list[R]:
         calls = dict.fromkeys(range(len(self.workers.members)), call)
-        return self.results(self.perform(calls, on_progress=on_progress))
+        return self.results(self.perform(calls, listener=listener))
 
     def call_rank(self, rank: int, call: RemoteCall[Worker, R]) -> R:
         return self.results(self.perform({rank: call}))[0]
@@ -160,7 +160,7 @@ class RayEngine:
         self,
         calls: Mapping[int, RemoteCall[Worker, R]],
         *,
-        on_progress: OnProgress | None = None,
+        listener: CallListener | None = None,
         on_poll: Callable[[PendingCall[R]], None] | None = None,
         on_interrupt: Callable[[BaseException], None] | None = None,
     ) -> PendingCall[R]:
@@ -168,7 +168,7 @@ class RayEngine:
 
         Args:
             calls: the call of each rank, all of the same method.
-            on_progress: see `Engine.call`.
+            listener: see `Engine.call`.
             on_poll: called several times a second meanwhile. With it, the call outlives the death
                 of a worker.
             on_interrupt: called if the driver stops waiting in the middle, on Ctrl-C for example;
@@ -185,10 +185,10 @@ class RayEngine:
         try:
             self._send(calls, pending_call)
             if local is not None:
-                self._perform_in_driver(local, calls[0], pending_call, on_progress, on_poll)
-                on_progress = None  # the worker in this process has reported its progress
+                self._perform_in_driver(local, calls[0], pending_call, listener, on_poll)
+                listener = None  # the worker in this process has reported its progress
             fetcher = self._fetcher if call.is_training else None
-            pending_call.wait(self._poll(pending_call, on_progress, on_poll, fetcher))
+            pending_call.wait(self._poll(pending_call, listener, on_poll, fetcher))
         except BaseException as error:
             # No worker may go on in the middle of a step without a driver that waits for it.
             if pending_call.pending or local is not None:
@@ -217,12 +217,12 @@ class RayEngine:
         worker: Worker,
         call: RemoteCall[Worker, R],
         pending_call: PendingCall[R],
-        on_progress: OnProgress | None,
+        listener: CallListener | None,
         on_poll: Callable[[PendingCall[R]], None] | None,
     ) -> None:
         """Perform `call` on rank 0 in this process, while actors perform it on other ranks."""
         worker.before_first_collective = partial(self._wait_for_peers, pending_call.pending)
-        worker.on_commit = progress_reporter(worker, on_progress, POLL_EVERY_S)
+        worker.on_commit = progress_reporter(worker, listener, POLL_EVERY_S)
         pending_call.local_status = partial(status_of, worker, threading.get_ident())
         polling = (
             nullcontext() if on_poll is None else poll_in_background(partial(on_poll, pending_call))
@@ -269,22 +269,20 @@ class RayEngine:
     def _poll(
         self,
         pending_call: PendingCall[R],
-        on_progress: OnProgress | None,
+        listener: CallListener | None,
         on_poll: Callable[[PendingCall[R]], None] | None,
         fetcher: RemoteSnapshotFetcher | None,
     ) -> Callable[[], None] | None:
         """A function to call between waits while the ranks perform; None if there is none."""
         actors = [member.actor for member in self.workers.members if member.actor is not None]
-        if on_poll is None and fetcher is None and (on_progress is None or not actors):
+        if on_poll is None and fetcher is None and (listener is None or not actors):
             return None
 
         wants_rows = bool(self.spec.log_every) and len(actors) == len(self.workers.members)
-        rows_known = 0 if wants_rows else None
 
         def poll() -> None:
-            nonlocal rows_known
-            if on_progress is not None and actors:
-                rows_known = _report_progress(actors, on_progress, rows_known)
+            if listener is not None and actors:
+                _report_progress(actors, listener, wants_rows)
             if on_poll is not None:
                 on_poll(pending_call)
             if fetcher is not None:
@@ -322,28 +320,17 @@ class RayEngine:
         self.workers.close(force=force)
 
 
-def _report_progress(
-    actors: Sequence[Actor], on_progress: OnProgress, rows_known: int | None
-) -> int | None:
-    """Report rank 0's progress, and all ranks' rows after step `rows_known`, to `on_progress`.
-
-    Returns:
-        The step up to which rows are known now; None where no rows are wanted.
-    """
+def _report_progress(actors: Sequence[Actor], listener: CallListener, wants_rows: bool) -> None:
+    """Report rank 0's progress to `listener`, and all ranks' new rows if it `wants_rows`."""
     asked = actors[0].progress.remote()
-    rows = [] if rows_known is None else [each.step_rows.remote(rows_known) for each in actors]
+    rows = [each.step_rows.remote(listener.rows_known) for each in actors] if wants_rows else []
     wanted: list[ObjectRef[Any]] = [asked, *rows]
     ready, _ = ray.wait(wanted, num_returns=len(wanted), timeout=POLL_EVERY_S)
-    if len(ready) < len(wanted):
-        return rows_known
-    try:
-        progress = ray.get(asked)
-        if rows_known is None:
-            on_progress(progress)
-            return None
-        return on_progress(replace(progress, rows=ray.get(rows)))
-    except RayActorError:
-        return rows_known  # the actor died: its pending call reports the death
+    # The pending call of an actor that died reports the death.
+    with suppress(RayActorError):
+        if len(ready) == len(wanted):
+            progress = ray.get(asked)
+            listener.on_progress(replace(progress, rows=ray.get(rows)) if wants_rows else progress)
 
 
 def _session_over_error() -> WorkerDiedError:

@@ -44,12 +44,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lockstep.engine import PoolStatus
-    from lockstep.engine.engine_protocol import OnProgress, SnapshotFetcher, SnapshotKeeper
+    from lockstep.engine.engine_protocol import CallListener, SnapshotFetcher, SnapshotKeeper
     from lockstep.engine.pending_call import PendingCall
     from lockstep.engine.ray_engine import RayEngine
     from lockstep.operator import TrainingOperator
     from lockstep.recovery.regrouping import NewGeneration
-    from lockstep.worker import CallContract, ProgressReport, RemoteCall, StartReport, Worker
+    from lockstep.worker import CallContract, RemoteCall, StartReport, Worker
 
 R = TypeVar("R")
 
@@ -119,10 +119,10 @@ class RecoveringEngine:
         self,
         call: RemoteCall[Worker, R],
         *,
-        on_progress: OnProgress | None = None,
+        listener: CallListener | None = None,
         retries: int = 3,
     ) -> list[R]:
-        return self._call(call, None, on_progress, retries)
+        return self._call(call, None, listener, retries)
 
     def call_rank(self, rank: int, call: RemoteCall[Worker, R]) -> R:
         return self._call(call, rank, None, 3)[0]
@@ -131,7 +131,7 @@ class RecoveringEngine:
         self,
         call: RemoteCall[Worker, R],
         rank: int | None,
-        on_progress: OnProgress | None,
+        listener: CallListener | None,
         retries: int,
     ) -> list[R]:
         self._deaths = DeathsByShard()
@@ -142,7 +142,7 @@ class RecoveringEngine:
         attempt, left = call, retries
         while True:
             ranks = range(len(self.workers.members)) if rank is None else [rank]
-            pending_call = self._perform(dict.fromkeys(ranks, attempt), on_progress)
+            pending_call = self._perform(dict.fromkeys(ranks, attempt), listener)
             self._replace_lost()
             if not pending_call.has_failed:
                 # Only loops have lost reports, and R is Report then.
@@ -163,27 +163,18 @@ class RecoveringEngine:
                 attempt = call.resume_at(new_generation.progress)
 
     def _perform(
-        self, calls: Mapping[int, RemoteCall[Worker, R]], on_progress: OnProgress | None
+        self, calls: Mapping[int, RemoteCall[Worker, R]], listener: CallListener | None
     ) -> PendingCall[R]:
         self._watchdog.begin_call()
         self._has_asked_to_leave = False
+        if listener is not None:
+            listener.on_attempt(len(self.workers.members), len(self._incidents))
         call = next(iter(calls.values()))
         return self._engine.perform(
             calls,
-            on_progress=None
-            if on_progress is None
-            else partial(self._forward_progress, on_progress),
+            listener=listener,
             on_poll=partial(self._on_poll, call),
             on_interrupt=partial(self._interrupt, call),
-        )
-
-    def _forward_progress(self, on_progress: OnProgress, progress: ProgressReport) -> int:
-        return on_progress(
-            replace(
-                progress,
-                workers=len(self.workers.members),
-                recoveries=len(self._incidents),
-            )
         )
 
     def _on_poll(self, call: RemoteCall[Worker, object], pending_call: PendingCall[Any]) -> None:

@@ -10,7 +10,7 @@ from lockstep.errors import WrongTypeError
 from lockstep.trainer.argument_checks import require_count
 from lockstep.trainer.profiler_traces import Profile, trace_workers
 from lockstep.trainer.progress_bar import ProgressBar, wants_bar
-from lockstep.trainer.progress_listeners import ProgressListeners, combine_listeners
+from lockstep.trainer.progress_listeners import ProgressListeners
 from lockstep.trainer.refused_calls import check_loader, no_batch_error
 from lockstep.trainer.report_merge import merge_reports, refuse_unused_metrics
 from lockstep.worker import LoopRequest
@@ -72,13 +72,9 @@ class LoopCalls:
             check_loader(pool.start_reports, operator_cls.__name__, purpose)
         bar = ProgressBar(purpose) if wants_bar(pool.spec.options.use_tqdm) else None
         with trace_workers(pool, profile, method.contract.name), bar or nullcontext():
-            listeners = ProgressListeners(self._callbacks, purpose, self._steps)
-            on_progress = combine_listeners(
-                None if bar is None else bar.on_progress,
-                listeners.on_progress if listeners.has_listeners else None,
-            )
-            call = method.with_args(request)
-            reports = pool.call(call, on_progress=on_progress, retries=retries)
+            listeners = ProgressListeners(self._callbacks, purpose, self._steps, bar)
+            listener = listeners if listeners.has_listeners else None
+            reports = pool.call(method.with_args(request), listener=listener, retries=retries)
             listeners.finish(reports)
         if not any(report.steps for report in reports):
             raise no_batch_error(operator_cls, purpose, pool.start_reports)

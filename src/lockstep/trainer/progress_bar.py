@@ -48,10 +48,10 @@ class ProgressBar:
         self._bar = _bar_class()(desc=description, unit="step", leave=False)
         self._began = time.monotonic()
 
-    def on_progress(self, progress: ProgressReport) -> int:
+    def show(self, progress: ProgressReport) -> None:
         """Show what rank 0 reports; the other ranks are in the same step."""
         if not progress.steps:
-            return 0
+            return
         seconds = max(time.monotonic() - self._began, 1e-9)
         shown = {"samples/s": f"{progress.samples / seconds:.0f}"}
         if progress.loss is not None:
@@ -59,7 +59,6 @@ class ProgressBar:
         self._bar.total = progress.total_steps
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(progress.steps - self._bar.n)
-        return 0
 
     def __enter__(self) -> ProgressBar:
         return self

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ProgressListeners`: calls callbacks with the progress of a running call."""
+"""`ProgressListeners`: passes the progress of a running call on to callbacks and a bar."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lockstep.worker import ProgressReport
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lockstep.engine.engine_protocol import OnProgress
     from lockstep.trainer.callback_list import CallbackList
+    from lockstep.trainer.progress_bar import ProgressBar
     from lockstep.trainer.step_metrics import StepMetrics
     from lockstep.worker import Report
 
@@ -21,7 +21,7 @@ _TELL_EVERY_S: Final = 1.0
 
 
 class ProgressListeners:
-    """Calls callbacks with one call's progress, and with its steps.
+    """Passes one call's progress on to callbacks and a progress bar; a `CallListener`.
 
     No exception of a callback may leave `on_progress`: an error in the driver would interrupt
     workers in the middle of a step. The first error is kept and raised at the end of the call.
@@ -30,24 +30,38 @@ class ProgressListeners:
         callbacks: the trainer's callbacks.
         purpose: "train" or "validation".
         steps: merges metrics of single steps.
+        bar: the progress bar of the call, if there is one.
     """
 
-    def __init__(self, callbacks: CallbackList, purpose: str, steps: StepMetrics) -> None:
+    def __init__(
+        self, callbacks: CallbackList, purpose: str, steps: StepMetrics, bar: ProgressBar | None
+    ) -> None:
         self._callbacks = callbacks
         self._listeners = callbacks.overriding(Callback.on_progress)
         self._steps = steps
+        self._bar = bar
         self._purpose = purpose
+        self._group: dict[str, int] = {}
         self._began = self._told_at = time.monotonic()
         self._error: Exception | None = None
         self._tell(ProgressReport())
 
     @property
     def has_listeners(self) -> bool:
-        """Whether a callback listens to this call's progress or steps."""
-        return bool(self._listeners) or (self._purpose == "train" and self._steps.every > 0)
+        """Whether a callback or the bar listens to this call's progress or steps."""
+        wants_steps = self._purpose == "train" and self._steps.every > 0
+        return bool(self._listeners) or wants_steps or self._bar is not None
 
-    def on_progress(self, progress: ProgressReport) -> int:
-        """See `OnProgress`."""
+    @property
+    def rows_known(self) -> int:
+        return self._steps.written
+
+    def on_attempt(self, workers: int, recoveries: int) -> None:
+        self._group = {"workers": workers, "recoveries": recoveries}
+
+    def on_progress(self, progress: ProgressReport) -> None:
+        if self._bar is not None:
+            self._bar.show(progress)
         if progress.rows is not None and self._error is None:
             try:
                 self._steps.take_live_rows(progress.rows)
@@ -57,7 +71,6 @@ class ProgressListeners:
         if progress.steps and now - self._told_at >= _TELL_EVERY_S:
             self._told_at = now
             self._tell(progress)
-        return self._steps.written
 
     def _tell(self, progress: ProgressReport) -> None:
         if self._error is not None:
@@ -68,9 +81,8 @@ class ProgressListeners:
             "steps": progress.steps,
             "samples": progress.samples,
             "loss": progress.loss,
+            **self._group,
         }
-        if progress.workers is not None:
-            told |= {"workers": progress.workers, "recoveries": progress.recoveries}
         try:
             for callback in self._listeners:
                 self._callbacks.tell(callback, Callback.on_progress, dict(told))
@@ -79,19 +91,7 @@ class ProgressListeners:
 
     def finish(self, reports: Sequence[Report]) -> None:
         """Report the remaining steps, and raise the first error of a callback."""
-        if not self.has_listeners:
-            return
         if self._error is None and self._purpose == "train":
             self._steps.finish(reports)
         if self._error is not None:
             raise self._error
-
-
-def combine_listeners(*listeners: OnProgress | None) -> OnProgress | None:
-    """One function that calls all `listeners` that are not None; None if there are none."""
-    there = [each for each in listeners if each is not None]
-
-    def tell_all(progress: ProgressReport) -> int:
-        return max(each(progress) for each in there)
-
-    return tell_all if there else None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from lockstep.engine import Engine
-    from lockstep.engine.engine_protocol import OnProgress
+    from lockstep.engine.engine_protocol import CallListener
     from lockstep.operator import TrainingOperator
     from lockstep.worker import RemoteCall, StartReport, Worker, WorkerSpec
 
@@ -60,13 +60,13 @@ class WorkerPool:
         self,
         call: RemoteCall[Worker, R],
         *,
-        on_progress: OnProgress | None = None,
+        listener: CallListener | None = None,
         retries: int = 3,
     ) -> list[R]:
         """See `Engine.call`."""
         engine = self.open_engine()
         with self._one_call_at_a_time(call.contract.name):
-            return engine.call(call, on_progress=on_progress, retries=retries)
+            return engine.call(call, listener=listener, retries=retries)
 
     def call_rank_0(self, call: RemoteCall[Worker, R]) -> R:
         """See `Engine.call_rank`."""

@@ -26,8 +26,6 @@ class ProgressReport:
         total_steps: global batches that the call will commit; None if that is unknown.
         rows: for every worker the committed steps of the run, and its rows of metrics after the
             step that the driver named; None without metrics of single steps.
-        workers: the number of workers; None for one worker in the driver's process.
-        recoveries: the number of recoveries of this run; None as for `workers`.
     """
 
     steps: int = 0
@@ -35,8 +33,6 @@ class ProgressReport:
     loss: float | None = None
     total_steps: int | None = None
     rows: Sequence[tuple[int, Sequence[StepRow]]] | None = None
-    workers: int | None = None
-    recoveries: int | None = None
 
 
 def progress_of(worker: Worker) -> ProgressReport:
