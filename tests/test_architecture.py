@@ -290,7 +290,7 @@ def test_the_picture_has_the_layers_that_imports_are_held_to() -> None:
 def test_a_way_that_leads_nowhere_is_found() -> None:
     page = (
         "## The way of a thing\n\nWords.\n\n"
-        "1. `trainer.loop_calls.LoopCalls.run`: asks the workers\n"
+        "1. `trainer.loop_calls.run_loop`: asks the workers\n"
         "   in two lines.\n"
         "2. `trainer.worker_pool.WorkerPool.call`: one call at a time.\n"
         "3. `worker.worker.Worker.train` (by a remote call): on each worker.\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LoopCalls`: runs `train` or `validate` on all workers, and reports progress to callbacks."""
+"""Runs `train` or `validate` on all workers, and reduces their reports to the call's result."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import WrongTypeError
 from lockstep.trainer.argument_checks import require_count
+from lockstep.trainer.loader_checks import no_batch_error
 from lockstep.trainer.profiler_traces import Profile, trace_workers
 from lockstep.trainer.progress_bar import ProgressBar, wants_bar
 from lockstep.trainer.progress_listeners import ProgressListeners
-from lockstep.trainer.refused_calls import check_loader, no_batch_error
 from lockstep.trainer.report_merge import merge_reports, refuse_unused_metrics
-from lockstep.worker import LoopRequest
+from lockstep.worker import LoopRequest, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from lockstep.trainer.callback_list import CallbackList
-    from lockstep.trainer.ray_dataset_feed import RayDatasetFeed
     from lockstep.trainer.step_metrics import StepMetrics
     from lockstep.trainer.worker_pool import WorkerPool
-    from lockstep.worker import RemoteMethod, Report, Worker
+    from lockstep.worker import Report
 
 
 def loop_request(purpose: str, num_steps: Any, profile: Profile, info: Any) -> LoopRequest:
@@ -34,51 +33,37 @@ def loop_request(purpose: str, num_steps: Any, profile: Profile, info: Any) -> L
     return LoopRequest(purpose, num_steps, bool(profile), dict(info or {}))
 
 
-class LoopCalls:
-    """Lets all workers run a loop, and reports its progress to callbacks and a progress bar."""
+def run_loop(
+    pool: WorkerPool,
+    callbacks: CallbackList,
+    steps: StepMetrics,
+    request: LoopRequest,
+    profile: Profile,
+    retries: int = 3,
+) -> list[Report]:
+    """Let all workers run a loop, and report its progress to callbacks and a progress bar.
 
-    def __init__(
-        self,
-        pool: WorkerPool,
-        dataset: RayDatasetFeed,
-        callbacks: CallbackList,
-        steps: StepMetrics,
-    ) -> None:
-        self._pool = pool
-        self._dataset = dataset
-        self._callbacks = callbacks
-        self._steps = steps
+    Args:
+        profile: see `TorchTrainer.train`.
+        retries: see `Engine.call`.
 
-    def run(
-        self,
-        method: RemoteMethod[Worker, [LoopRequest], Report],
-        request: LoopRequest,
-        profile: Profile,
-        retries: int = 3,
-    ) -> list[Report]:
-        """Run the loop; return the reports of all workers, lost workers included.
+    Returns:
+        The reports of all workers, lost workers included.
 
-        Args:
-            method: `Worker.train` or `Worker.validate`.
-            profile: see `TorchTrainer.train`.
-            retries: see `Engine.call`.
-
-        Raises:
-            ConfigurationError: no worker has a loader, or none has read a batch.
-        """
-        pool, purpose = self._pool, request.purpose
-        operator_cls = pool.spec.operator_cls
-        if purpose != "train" or not self._dataset.has_dataset:
-            check_loader(pool.start_reports, operator_cls.__name__, purpose)
-        bar = ProgressBar(purpose) if wants_bar(pool.spec.options.use_tqdm) else None
-        with trace_workers(pool, profile, method.contract.name), bar or nullcontext():
-            listeners = ProgressListeners(self._callbacks, purpose, self._steps, bar)
-            listener = listeners if listeners.has_listeners else None
-            reports = pool.call(method.with_args(request), listener=listener, retries=retries)
-            listeners.finish(reports)
-        if not any(report.steps for report in reports):
-            raise no_batch_error(operator_cls, purpose, pool.start_reports)
-        return reports
+    Raises:
+        ConfigurationError: no worker has read a batch.
+    """
+    purpose = request.purpose
+    method = Worker.train if purpose == "train" else Worker.validate
+    bar = ProgressBar(purpose) if wants_bar(pool.spec.options.use_tqdm) else None
+    with trace_workers(pool, profile, method.contract.name), bar or nullcontext():
+        listeners = ProgressListeners(callbacks, purpose, steps, bar)
+        listener = listeners if listeners.has_listeners else None
+        reports = pool.call(method.with_args(request), listener=listener, retries=retries)
+        listeners.finish(reports)
+    if not any(report.steps for report in reports):
+        raise no_batch_error(pool, purpose)
+    return reports
 
 
 def reduce_reports(

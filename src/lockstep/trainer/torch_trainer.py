@@ -16,7 +16,8 @@ from lockstep.trainer.audit_comparison import AuditComparison
 from lockstep.trainer.callback_list import CallbackList
 from lockstep.trainer.checkpoint_writer import CheckpointWriter
 from lockstep.trainer.launch import Placement, start_workers
-from lockstep.trainer.loop_calls import LoopCalls, loop_request, reduce_reports
+from lockstep.trainer.loader_checks import check_loader
+from lockstep.trainer.loop_calls import loop_request, reduce_reports, run_loop
 from lockstep.trainer.prediction_order import order_predictions
 from lockstep.trainer.ray_dataset_feed import RayDatasetFeed
 from lockstep.trainer.run_directory import RunDirectory
@@ -145,7 +146,7 @@ class TorchTrainer:
             resources, use_gpu, use_local, spare_workers, min_workers, hang_timeout_s
         )
         self._callbacks = CallbackList(checks.check_functions(initialization_hook, callbacks), self)
-        steps = StepMetrics(self._callbacks)
+        self._steps = StepMetrics(self._callbacks)
         processes, replicas = checks.processes_and_replicas(sync, num_workers)
         options = Options(
             precision=checks.pick_precision(precision, use_fp16),
@@ -173,10 +174,10 @@ class TorchTrainer:
             use_gpu=checks.pick_gpu(use_gpu, backend),
             options=options,
             audit=checks.require_choice("audit", audit, ("off", "watch", "full")),
-            log_every=steps.every,
+            log_every=self._steps.every,
         )
         directory = RunDirectory(checkpoint_dir, checkpoint_every, keep_checkpoints, resume, sync)
-        self._start(spec, placement, directory, explicit, steps)
+        self._start(spec, placement, directory, explicit)
 
     def _start(
         self,
@@ -184,7 +185,6 @@ class TorchTrainer:
         placement: Placement,
         directory: RunDirectory,
         explicit: Mapping[str, Any],
-        steps: StepMetrics,
     ) -> None:
         """Start the workers, and go on from the state that the directory holds."""
         spec = placement.resolve_gpus(directory.adjust_spec(spec, explicit))
@@ -192,8 +192,7 @@ class TorchTrainer:
         engine = start_workers(spec, placement)
         self._pool = WorkerPool(spec, engine)
         self._dataset = RayDatasetFeed()
-        self._state = StateTransfer(self._pool, explicit, self._dataset, steps)
-        self._loops = LoopCalls(self._pool, self._dataset, self._callbacks, steps)
+        self._state = StateTransfer(self._pool, explicit, self._dataset, self._steps)
         self._writer: CheckpointWriter | None = None
         try:
             if directory.found is not None:
@@ -243,12 +242,16 @@ class TorchTrainer:
         checks.require_count("max_retries", max_retries, least=0)
         self._pool.open_engine()
         self._dataset.set_dataset(dataset, self._pool)
-        # No retries on a Ray dataset: Ray gives each row to one worker, and only once.
-        retries = 0 if self._dataset.has_dataset else max_retries
         request = loop_request("train", num_steps, profile, info)
+        if self._dataset.has_dataset:
+            max_retries = 0  # Ray gives each row to one worker, and only once
+        else:
+            check_loader(self._pool, "train")
         writer = self._writer
         with nullcontext() if writer is None else writer.during_training(self.state_dict):
-            reports = self._loops.run(Worker.train, request, profile, retries)
+            reports = run_loop(
+                self._pool, self._callbacks, self._steps, request, profile, max_retries
+            )
         self._audit.judge(reports)
         self._state.update_users_objects()
         result = reduce_reports(reports, self._callbacks.train_end, reduce_results)
@@ -266,9 +269,9 @@ class TorchTrainer:
         Every sample counts exactly once, at any number of workers. Arguments and result are
         those of `train`, without ``epoch``.
         """
-        self._pool.open_engine()
+        check_loader(self._pool, "validation")
         request = loop_request("validation", num_steps, profile, info)
-        reports = self._loops.run(Worker.validate, request, profile)
+        reports = run_loop(self._pool, self._callbacks, self._steps, request, profile)
         return reduce_reports(reports, self._callbacks.validate_end, reduce_results)
 
     @property

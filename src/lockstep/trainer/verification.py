@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lockstep.errors import NotAvailableError
 from lockstep.parity import NO_NUMBERS, NOT_SYNCHRONISED, ParityReport, ParityRow, compare
 from lockstep.trainer.argument_checks import require_count
-from lockstep.trainer.refused_calls import check_loader
+from lockstep.trainer.loader_checks import check_loader
 from lockstep.worker import verify
 
 if TYPE_CHECKING:
@@ -40,11 +40,10 @@ def refuse_unverifiable(spec: WorkerSpec) -> None:
 
 def verify_steps(pool: WorkerPool, num_steps: Any) -> ParityReport:
     """See `TorchTrainer.verify`."""
-    started, spec = pool.start_reports, pool.spec
     require_count("num_steps", num_steps, expected="a positive number of steps")
-    refuse_unverifiable(spec)
-    check_loader(started, spec.operator_cls.__name__, "train")
-    return report(pool.call(verify.with_args(num_steps)), spec)
+    refuse_unverifiable(pool.spec)
+    check_loader(pool, "train")
+    return report(pool.call(verify.with_args(num_steps)), pool.spec)
 
 
 def report(trials: Sequence[Trial], spec: WorkerSpec) -> ParityReport:

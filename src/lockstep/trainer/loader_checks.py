@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuses a loop whose workers have no loader, and one that has read no batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lockstep.errors import ConfigurationError
+from lockstep.operator import TrainingOperator
+
+if TYPE_CHECKING:
+    from lockstep.trainer.worker_pool import WorkerPool
+
+
+def check_loader(pool: WorkerPool, purpose: str) -> None:
+    """Raise if a worker has no loader for `purpose`, or if all of them are empty.
+
+    Checked in the driver and not by the workers: a failed step ends them, a missing loader should
+    not.
+    """
+    operator, started = pool.spec.operator_cls.__name__, pool.start_reports
+    for rank, worker in enumerate(started):
+        if purpose not in worker.steps_per_epoch:
+            raise ConfigurationError(
+                f"{operator} registered no {purpose} loader",
+                where=f"rank {rank}",
+                fix=f"call self.register_data({purpose}_loader=...) inside setup",
+            )
+    if all(worker.steps_per_epoch[purpose] == 0 for worker in started):
+        raise _empty_loader_error(operator, purpose)
+
+
+def no_batch_error(pool: WorkerPool, purpose: str) -> ConfigurationError:
+    """The error for a call that ended without a step."""
+    operator_cls = pool.spec.operator_cls
+    operator = operator_cls.__name__
+    method = TrainingOperator.train_epoch if purpose == "train" else TrainingOperator.validate
+    if not operator_cls._lockstep_overrides(method) or not any(
+        worker.steps_per_epoch[purpose] for worker in pool.start_reports
+    ):
+        return _empty_loader_error(operator, purpose)
+    loop = method.__name__
+    return ConfigurationError(
+        f"{operator}.{loop} ended without having read a batch",
+        got=f"a {purpose} loader with batches",
+        cause="it does not iterate over its first argument, from where batches come",
+        fix=f"def {loop}(self, iterator, info): for batch in iterator: ...",
+    )
+
+
+def _empty_loader_error(operator: str, purpose: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the {purpose} loader of {operator} has not one batch",
+        cause="an empty dataset, or drop_last=True with fewer samples than a global batch",
+        fix="drop_last=False, or a smaller batch size",
+    )
