@@ -136,9 +136,7 @@ class RecoveringEngine:
     ) -> list[R]:
         self._deaths = DeathsByShard()
         self._regroup_before_call(call.contract)
-        lost_counts = LostSampleCounts(
-            self._engine, None if call.loop is None else call.loop.purpose
-        )
+        lost_counts = LostSampleCounts(self._engine, call.purpose)
         attempt, left = call, retries
         while True:
             ranks = range(len(self.workers.members)) if rank is None else [rank]
@@ -245,8 +243,7 @@ class RecoveringEngine:
         if cause is None or call is None:
             return
         try:
-            purpose = None if call.loop is None else call.loop.purpose
-            new_generation = self._regrouping.run(purpose, [], given_up_for=cause)
+            new_generation = self._regrouping.run(call.purpose, [], given_up_for=cause)
         except LockstepError as error:
             error.__cause__ = error.__cause__ or cause
             self._engine.end(error)
@@ -266,11 +263,9 @@ class RecoveringEngine:
     ) -> NewGeneration:
         """Form the group anew after a failure of `call`; None for a ping between calls."""
         began = pending_call.failed_at or time.monotonic()
-        loop = None if call is None else call.loop
+        purpose = None if call is None else call.purpose
         try:
-            new_generation = self._regrouping.run(
-                None if loop is None else loop.purpose, self._lost_workers(pending_call)
-            )
+            new_generation = self._regrouping.run(purpose, self._lost_workers(pending_call))
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 self._interrupt(call, error)
@@ -279,8 +274,8 @@ class RecoveringEngine:
             raise
         seconds, name = time.monotonic() - began, pending_call.contract.name
         self._record_recovery(name, new_generation, seconds, has_failed=pending_call.has_failed)
-        if loop is not None:
-            self._refuse_poisoned_batch(loop.purpose, new_generation)
+        if purpose is not None:
+            self._refuse_poisoned_batch(purpose, new_generation)
         self._to_replace += new_generation.lost_workers
         return new_generation
 
