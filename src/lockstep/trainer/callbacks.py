@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
-
-if TYPE_CHECKING:
-    from lockstep.operator import TrainingOperator
+from typing import Any, TypeAlias
 
 Trainer: TypeAlias = Any
 """The `TorchTrainer`, which imports this module. Not a protocol: a callback that says
@@ -42,7 +39,8 @@ class Callback:
                 None before there is one); ``workers`` and ``recoveries`` of the run, where
                 workers are processes of their own and it can go on without one.
 
-        What it raises ends the call only when the workers are through with it.
+        An exception raised here is raised by `train` or `validate` after the workers have finished
+        the call.
         """
 
     def on_step(self, trainer: Trainer, step: int, metrics: dict[str, Any]) -> None:
@@ -50,7 +48,8 @@ class Callback:
 
         Called while the call runs, some tenths of a second late, and at its end for those that are
         left; once for each step, also where a recovery computes steps again. As in `on_progress`,
-        the trainer's methods cannot be called, and an error ends the call when it is through.
+        the trainer's methods cannot be called, and `train` raises an exception of this method
+        after the workers have finished the call.
 
         Args:
             step: steps since the run began; `every` divides it.
@@ -74,13 +73,3 @@ class Callback:
 
     def on_shutdown(self, trainer: Trainer) -> None:
         """The trainer is about to end its workers, whose last call came to its end."""
-
-
-def steps_done(trainer: Trainer) -> int:
-    """Optimizer steps (global batches) since the run began, also before it was loaded."""
-    steps: int = trainer.apply_all_operators(_global_step)[0]
-    return steps
-
-
-def _global_step(operator: TrainingOperator) -> int:
-    return operator.global_step

@@ -14,7 +14,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.keys import BATCH_COUNT
 from lockstep.metrics.metric_values import as_number
 from lockstep.trainer.argument_checks import require, require_choice, require_count
-from lockstep.trainer.callbacks import Callback, steps_done
+from lockstep.trainer.callbacks import Callback
 
 if TYPE_CHECKING:
     import os
@@ -140,7 +140,7 @@ class KeepBest(MetricMonitor):
         super().on_train_end(trainer, result)
 
     def judge(self, trainer: TorchTrainer, value: float) -> None:
-        step = steps_done(trainer)
+        step = trainer.status()["step"]
         if not self._has_looked:
             self._has_looked = True
             self._look_back(step)

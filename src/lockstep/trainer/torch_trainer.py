@@ -90,7 +90,8 @@ class TorchTrainer:
         keep_checkpoints: how many of them stay.
         resume: "auto" goes on from the newest good checkpoint in `checkpoint_dir`, if there is
             one; a path from that one. `num_shards` and `seed` come from it.
-        audit: "watch", "full" (every step, at a cost) or "off": what looks whether replicas agree.
+        audit: how often ranks are compared: "watch" (the first steps more often, then every 64th),
+            "full" (every step, slower), "off".
         callbacks: `Callback` objects.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.metrics.metric_values import as_number, read_numbers
 from lockstep.trainer.argument_checks import require_count
-from lockstep.trainer.callbacks import Callback, steps_done
+from lockstep.trainer.callbacks import Callback
 
 if TYPE_CHECKING:
     from lockstep.trainer import TorchTrainer
@@ -68,10 +68,10 @@ class Logger(Callback):
 
     def on_train_end(self, trainer: TorchTrainer, result: dict[str, Any]) -> None:
         self._epoch = result.get("epoch", self._epoch)
-        self._write_row(trainer, "train", steps_done(trainer), result)
+        self._write_row(trainer, "train", trainer.status()["step"], result)
 
     def on_validate_end(self, trainer: TorchTrainer, result: dict[str, Any]) -> None:
-        self._write_row(trainer, "validation", steps_done(trainer), result)
+        self._write_row(trainer, "validation", trainer.status()["step"], result)
 
     def _write_row(
         self, trainer: TorchTrainer, phase: str, step: int, result: Mapping[str, Any]
