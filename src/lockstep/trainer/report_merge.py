@@ -71,18 +71,14 @@ def _unchanged_metrics(report: Report) -> set[str]:
         key
         for metrics, summary in zip(report.metrics, report.summaries, strict=True)
         for key, value in metrics.items()
-        if summary is not None and key in summary and _is_same_value(summary[key], value)
+        if _is_unchanged(key, value, summary)
     }
 
 
 def _own_results(report: Report) -> dict[str, Any]:
     """The results that the user's own loop returned, or added to the results of lockstep's loop."""
     passes = [
-        {
-            key: value
-            for key, value in metrics.items()
-            if summary is None or key not in summary or not _is_same_value(summary[key], value)
-        }
+        {key: value for key, value in metrics.items() if not _is_unchanged(key, value, summary)}
         for metrics, summary in zip(report.metrics, report.summaries, strict=True)
     ]
     return _merge_by_samples(passes, report.samples_by_pass)
@@ -92,13 +88,17 @@ def _merge_by_samples(results: Sequence[dict[str, Any]], samples: Sequence[int])
     """As `merge_user_results`, but ``num_samples`` only if a user's loop returned it."""
     if not any(results):
         return {}
-    merge_reports = merge_user_results(results, samples)
+    merged = merge_user_results(results, samples)
     if not any(NUM_SAMPLES in each for each in results):
-        del merge_reports[NUM_SAMPLES]
-    return merge_reports
+        del merged[NUM_SAMPLES]
+    return merged
 
 
-def _is_same_value(before: Any, after: Any) -> bool:
+def _is_unchanged(key: str, after: Any, summary: dict[str, Any] | None) -> bool:
+    """Whether the user's loop returned a metric as it is in the `summary` of lockstep's loop."""
+    if summary is None or key not in summary:
+        return False
+    before = summary[key]
     # NaN is not equal to itself, and comparing tensors of several elements gives no answer.
     if before is after:
         return True

@@ -56,8 +56,7 @@ class RayMetricsLogger(Logger):
         self._ray = import_optional("ray", extra="cluster", by="RayMetricsLogger")
         self._metrics: dict[str, Any] = {}
         self._began: dict[str, float] = {}
-        self._counted = 0.0
-        self._recoveries = 0
+        self._counted: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
 
     def on_start(self, trainer: TorchTrainer) -> None:
         if not self._ray.is_initialized():
@@ -77,27 +76,27 @@ class RayMetricsLogger(Logger):
     def on_progress(self, trainer: TorchTrainer, progress: dict[str, Any]) -> None:
         phase, steps, seconds = progress["phase"], progress["steps"], progress["seconds"]
         if not steps:
-            self._began[phase], self._counted = time.monotonic() - seconds, 0.0
+            self._began[phase], self._counted["samples"] = time.monotonic() - seconds, 0.0
             return
         self._set("loss", progress["loss"], phase)
         self._set("samples_per_second", progress["samples"] / seconds, phase)
-        self._count_samples(progress["samples"], phase)
+        self._count("samples", progress["samples"], phase)
         if "recoveries" in progress:
             self._set("workers", progress["workers"], "train")
-            self._count_recoveries(progress["recoveries"])
+            self._count("recoveries", progress["recoveries"], "train")
 
     def write(self, trainer: TorchTrainer, row: Row) -> None:
         phase, values = row.phase, row.numbers
         seconds = max(time.monotonic() - self._began[phase], 1e-9)
         self._set("samples_per_second", values[NUM_SAMPLES] / seconds, phase)
-        self._count_samples(values[NUM_SAMPLES], phase)
+        self._count("samples", values[NUM_SAMPLES], phase)
         self._set("step", row.step, phase)
         self._set("loss", values.get(_LOSSES[phase]), phase)
         for name, value in values.items():
             self._set("metric", value, phase, metric=name)
         status = trainer.status()
         self._set("workers", status["workers"], "train")
-        self._count_recoveries(len(status["recoveries"]))
+        self._count("recoveries", len(status["recoveries"]), "train")
 
     def on_failure(self, trainer: TorchTrainer, error: BaseException) -> None:
         self._reset_gauges()
@@ -116,15 +115,9 @@ class RayMetricsLogger(Logger):
         if value is not None and not math.isnan(value) and name in self._metrics:
             self._metrics[name].set(value, {"run": self.run, "phase": phase, **labels})
 
-    def _count_samples(self, in_call: float, phase: str) -> None:
-        """Count the new samples; a step that is computed again may lower `in_call`."""
-        if in_call > self._counted:
-            tags = {"run": self.run, "phase": phase}
-            self._metrics["samples"].inc(in_call - self._counted, tags)
-            self._counted = in_call
-
-    def _count_recoveries(self, so_far: int) -> None:
-        if so_far > self._recoveries:
-            tags = {"run": self.run, "phase": "train"}
-            self._metrics["recoveries"].inc(so_far - self._recoveries, tags)
-            self._recoveries = so_far
+    def _count(self, name: str, so_far: float, phase: str) -> None:
+        """Add what is new to a counter; a step that is computed again may lower `so_far`."""
+        new = so_far - self._counted[name]
+        if new > 0:
+            self._metrics[name].inc(new, {"run": self.run, "phase": phase})
+            self._counted[name] = so_far
