@@ -69,9 +69,11 @@ class _MetricsRecorder:
         partial, step.partial_weights = step.partial_weights, {}
         if log is not None and step.purpose == "train":
             log.add(metrics, samples, partial)
-        self._pass.update(metrics, n=samples, partial=partial)
-        if self._call is not self._pass:
-            self._call.update(metrics, n=samples, partial=partial)
+        both = (self._pass,) if self._call is self._pass else (self._pass, self._call)
+        for meters in both:
+            # The number in the run: a worker that joined after a failure has seen fewer batches.
+            meters.begin_step(self._state.committed + 1)
+            meters.update(metrics, n=samples, partial=partial)
         self._state.latest = metrics
 
     def summary(self) -> dict[str, Any]:
