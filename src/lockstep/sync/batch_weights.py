@@ -112,7 +112,7 @@ class BatchWeights:
 
     def __init__(self, group: Group, num_shards: int | None, *, averages: bool) -> None:
         self.averages = averages
-        self._place = f"rank {group.rank} of {group.size}"
+        self._place = group.place
         self._num_batches = num_shards or group.size
         # With a fixed order of shards no number may depend on the number of ranks.
         self._has_learned_units = averages and num_shards is None

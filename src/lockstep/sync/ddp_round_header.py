@@ -90,7 +90,7 @@ def exchange_headers(group: Group, own: Header, mine: Contribution) -> Header:
     if is_apart and not sums.faults:
         raise GradientNotReducedError(
             "the ranks came with gradients of different models, or of different steps",
-            where=f"rank {group.rank} of {group.size}",
+            where=group.place,
             expected="every rank in the same backward of the same step",
             cause="one rank ran more backwards than another, left one out, took a branch that"
             " leaves a whole model out, or froze other layers",

@@ -88,7 +88,7 @@ class ReductionRounds:
         num_shards: int | None,
         after_round: Callable[[], None] | None,
     ) -> None:
-        self.place = f"rank {group.rank} of {group.size}"
+        self.place = group.place
         self._num_shards = num_shards
         self.weights = BatchWeights(group, num_shards, averages=averages)
         self.num_rounds = self.last_full_round = 0
@@ -426,7 +426,7 @@ class ReductionRounds:
 
     def join(self, group: Group) -> None:
         """Belong to `group`, after `leave`."""
-        self.place = f"rank {group.rank} of {group.size}"
+        self.place = group.place
         self.weights = BatchWeights(group, self._num_shards, averages=self.weights.averages)
         self._grad_watch = AutogradGradWatch(self.slots)  # a step that is made again asks again
         self._step = self._steps_taken = 0  # a rank that is new has taken none

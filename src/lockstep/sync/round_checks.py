@@ -50,7 +50,7 @@ def judge(sums: Sums, mine: Contribution, group: Group, *, together: bool) -> No
         SparseGradientError: and others, by the kind of fault.
         WeightError: the weights add up to zero.
     """
-    place = f"rank {group.rank} of {group.size}"
+    place = group.place
     if is_out_of_step(sums, mine, group):
         raise GradientNotReducedError(
             "the ranks reduced different rounds together",
