@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lockstep.errors import PeerLostError
+from lockstep.errors import ConfigurationError, PeerLostError
 from lockstep.sync import round_checks
 from lockstep.sync.ddp_round import DDPRound, gradient_twice_error
 from lockstep.sync.ddp_wrapper import DDPWrapper
 from lockstep.sync.end_of_backward import nesting_depth
+from lockstep.sync.local_parameters import is_local
 from lockstep.sync.round_contribution import WEIGHTED, Fault
-from lockstep.sync.synced_tensors import refuse_shared
 from lockstep.sync.transport import RoundResult, Transport
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class DDPTransport(Transport):
     def _wrap_models(
         self, modules: Sequence[torch.nn.Module], arguments: Mapping[str, Any]
     ) -> list[torch.nn.Module]:
-        refuse_shared(modules, 'put both into one module, or leave out sync="ddp"')
+        _refuse_shared(modules)
         wrapped: list[torch.nn.Module] = []
         for place, module in enumerate(modules):
             slots = [s for p in module.parameters() if (s := self._slot_of_param.get(id(p)))]
@@ -293,3 +293,20 @@ class DDPTransport(Transport):
 def _kind(param: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     """The properties of a parameter on which DDP's buckets depend."""
     return param.shape, param.dtype, param.device
+
+
+def _refuse_shared(modules: Sequence[torch.nn.Module]) -> None:
+    """Refuse a parameter of two modules, each of which a wrapper of its own reduces.
+
+    Raises:
+        ConfigurationError: names the first such parameter.
+    """
+    owners: dict[int, int] = {}
+    for place, module in enumerate(modules):
+        for name, param in module.named_parameters():
+            if owners.setdefault(id(param), place) != place and not is_local(param):
+                raise ConfigurationError(
+                    f"`{name}` belongs to two registered modules",
+                    cause="each is reduced by itself, and this gradient would be reduced twice",
+                    fix='put both into one module, or leave out sync="ddp"',
+                )
