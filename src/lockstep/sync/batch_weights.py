@@ -98,8 +98,8 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
 class BatchWeights:
     """The weights of one rank's batches, in units that all ranks have in common.
 
-    A unit is about the mean weight of a batch: in units of it a weight is a number near 1. Where
-    `expect` was not called, or with samples where batches count tokens, a unit follows the
+    A unit is about the mean weight of a batch: in units of it a weight is a number near 1. Without
+    `set_expected_total`, or with samples where batches count tokens, a unit follows the
     power of two nearest to the last round's weights, for each kind of backward: a power of
     two, so that the result does not depend on what that round was.
 

@@ -16,7 +16,7 @@ Invariants:
 - A rank that has to refuse something contributes zeros and a fault. All ranks then refuse
   together, after the round's last collective, so that none waits for one that has raised.
 - Once a part of a round has been sent and the rest has not, the ranks are at different places:
-  nothing more is reduced over this group (`broken`).
+  nothing more is reduced over this group (`mark_broken`).
 - After a refusal or a failure, gradients that earlier rounds have left are back in
   ``parameter.grad``.
 """
