@@ -32,7 +32,7 @@ from lockstep.operator.default_forward import (
 )
 from lockstep.operator.operator_protocol import Operator, PassIterator, rank_and_step
 from lockstep.operator.registration import step_schedulers
-from lockstep.operator.running_statistics import BufferSnapshot, RunningStatistics
+from lockstep.operator.shard_buffers import BufferSnapshot, ShardBuffers
 from lockstep.operator.shard_results import BY_SAMPLES, ShardResults
 from lockstep.operator.sync_batch_norm_refusal import is_computed_per_shard
 from lockstep.phases import Phase, in_phase
@@ -158,7 +158,7 @@ def train_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> d
         _open_window(state, run, optimizer)
     in_order = state.context.options.reproducible
     own_weights = state.weighed_by.get("train") != BY_SAMPLES
-    buffers = RunningStatistics(run.modules(), len(shards), sync, may_discard=own_weights)
+    buffers = ShardBuffers(run.modules(), len(shards), sync, may_discard=own_weights)
     results = ShardResults(operator, "train")
     for position, shard in enumerate(shards):
         buffers.begin_shard(position)

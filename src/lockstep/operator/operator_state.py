@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from lockstep.metrics.step_log import StepLog
     from lockstep.operator.rank_context import RankContext
-    from lockstep.operator.running_statistics import BufferSnapshot
     from lockstep.operator.shard_batch import ShardBatch
+    from lockstep.operator.shard_buffers import BufferSnapshot
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.sync import Synchroniser
 

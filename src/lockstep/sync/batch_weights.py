@@ -21,7 +21,7 @@ from lockstep.sync.round_contribution import PLAIN, WEIGHTED
 
 if TYPE_CHECKING:
     from lockstep.group import Group
-    from lockstep.sync.round_contribution import Sums
+    from lockstep.sync.round_contribution import RoundTotals
 
 
 def as_weight(weight: Any, where: str) -> float:
@@ -128,7 +128,7 @@ class BatchWeights:
         """See `GradientSync.expect_weight`; equal weights then need no division."""
         self._mean = total / self._num_batches if total and self.averages else 1.0
 
-    def update_units(self, sums: Sums) -> None:
+    def update_units(self, sums: RoundTotals) -> None:
         """Take the next unit from a round's sums; they are the same on every rank."""
         if not self._has_learned_units:
             return
@@ -153,11 +153,8 @@ class BatchWeights:
 
     @property
     def is_borrowed(self) -> bool:
-        """Whether the current batch is borrowed: this rank has no samples in this step.
-
-        A rank without samples in this step computes on another rank's batch with weight 0, so that
-        it takes part in the collectives.
-        """
+        """Whether the current batch is borrowed (see `lockstep.data.sharded_loader`): this rank
+        has no samples in this step."""
         return self._delivered == 0.0
 
     def root(
