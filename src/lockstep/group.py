@@ -56,19 +56,17 @@ _ENVELOPE: Final = 504
 class Pending:
     """A collective in flight. `wait` makes the current stream (on CPU: the caller) wait for it."""
 
-    __slots__ = ("_group", "_stash", "_what", "_where", "_work")
+    __slots__ = ("_group", "_stash", "_what", "_work")
 
     def __init__(
         self,
         work: Any,
         what: str,
-        where: str,
         stash: TensorStash | None = None,
         group: Group | None = None,
     ) -> None:
         self._work = work
         self._what = what
-        self._where = where
         self._stash = stash
         self._group = group
 
@@ -85,7 +83,7 @@ class Pending:
             with in_phase(Phase.WAITING):
                 self._work.wait()
         except RuntimeError as error:
-            raise _peer_lost(self._what, self._where, error) from error
+            raise _peer_lost(self._what, self._group, error) from error
         finally:
             self._work = None
             if self._stash is not None:
@@ -103,7 +101,7 @@ class Pending:
         self._work = self._stash = None
 
 
-_DONE = Pending(None, "", "")
+_DONE = Pending(None, "")
 
 
 class Group:
@@ -125,6 +123,7 @@ class Group:
         self._is_unconfirmed = False
         self.rank: int = 0 if process_group is None else process_group.rank()
         self.size: int = 1 if process_group is None else process_group.size()
+        self.place = f"rank {self.rank} of {self.size}"  # as errors say where
         self.device = device or metadata_device(process_group)
 
     def __repr__(self) -> str:
@@ -376,7 +375,7 @@ class Group:
             f"rank {', '.join(map(str, missing))} did not come to {_AWAITED[before]}"
             if missing
             else "the ranks did not all hear from each other",
-            where=f"rank {self.rank} of {self.size}",
+            where=self.place,
             expected=f"the same {before} on every rank",
             got=str(failure).splitlines()[0],
             cause=f"it left the {before} out (a NaN guard, an early `continue`), raised, or died",
@@ -451,7 +450,7 @@ class Group:
         if self._is_given_up:
             raise PeerLostError(
                 f"{what} over a group that was given up",
-                where=f"rank {self.rank} of {self.size}",
+                where=self.place,
                 cause="another rank was lost, or left the call that runs",
                 fix="look for the first failure among the other ranks",
             )
@@ -460,7 +459,7 @@ class Group:
         if self._closed:
             raise PeerLostError(
                 f"{what} on a group that was closed",
-                where=f"rank {self.rank} of {self.size}",
+                where=self.place,
                 cause="the group was left after a failure or at shutdown",
                 fix="form a new group and attach to it",
             )
@@ -468,14 +467,14 @@ class Group:
         return self._process_group is None
 
     def _start(self, what: str, method: str, *arguments: Sequence[Any] | Any) -> Pending:
-        where, stash = f"rank {self.rank} of {self.size}", TensorStash(arguments)
+        stash = TensorStash(arguments)
         try:
             # The first collective of a group connects the ranks.
             with in_phase(Phase.WAITING):
                 work = getattr(self._process_group, method)(*arguments)
-            return Pending(work, what, where, stash, self)
+            return Pending(work, what, stash, self)
         except RuntimeError as error:
-            raise _peer_lost(what, where, error) from error
+            raise _peer_lost(what, self, error) from error
 
 
 def resolve_group(group: Any | Group | None = None) -> Group:
@@ -490,10 +489,10 @@ def resolve_group(group: Any | Group | None = None) -> Group:
     return Group(group)
 
 
-def _peer_lost(what: str, where: str, error: RuntimeError) -> PeerLostError:
+def _peer_lost(what: str, group: Group | None, error: RuntimeError) -> PeerLostError:
     return PeerLostError(
         f"{what} failed",
-        where=where,
+        where=None if group is None else group.place,
         got=str(error).splitlines()[0] if str(error) else type(error).__name__,
         cause="another rank died, raised, closed its group, or did not come within the timeout",
         fix="look for the first failure among the other ranks",

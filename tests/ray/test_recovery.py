@@ -134,6 +134,10 @@ def test_beside_rank_0_in_the_driver():
         assert trainer.get_local_operator() is operator
     assert got == bits
     assert counts(results) == counts(expected)
+    # The spare's rows of the last batch are in it, although the spare has seen fewer batches.
+    assert [each["last_train_loss"] for each in results] == pytest.approx(
+        [each["last_train_loss"] for each in expected], rel=1e-6
+    )
     assert recovery["same_bits"]
 
 

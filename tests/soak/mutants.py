@@ -48,7 +48,7 @@ MUTANTS = {
         "is_used = False",
     ),
     "borrowed_rows_count": Mutant(
-        "sync/accumulation_window.py", "discards=self.delivered == 0.0", "discards=False"
+        "sync/accumulation_window.py", "is_borrowed=self.delivered == 0.0", "is_borrowed=False"
     ),
     "a_graph_of_gradients_is_let_through": Mutant(
         "sync/reduction_rounds.py",

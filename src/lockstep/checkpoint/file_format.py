@@ -213,8 +213,8 @@ class _FailureKeepingWriter:
         """Do nothing: torch calls this at the end, and the file's owner flushes the file."""
 
 
-def _make_mark(sha256: str, version: int = VERSION) -> bytes:
-    fields = json.dumps({"sha256": sha256, "version": version}, separators=(",", ":"))
+def _make_mark(sha256: str) -> bytes:
+    fields = json.dumps({"sha256": sha256, "version": VERSION}, separators=(",", ":"))
     body = _NAME + fields.encode("ascii") + b" "
     return body + b"%08x" % zlib.crc32(body)
 

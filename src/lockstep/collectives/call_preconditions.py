@@ -60,10 +60,7 @@ def require_mean_reduction(function: str) -> None:
 
 
 def has_no_samples() -> bool:
-    """Whether this rank has no samples in this step: its batch is borrowed.
-
-    A rank without samples in this step computes on another rank's batch with weight 0, so that it
-    takes part in the collectives; that batch is called borrowed.
-    """
+    """Whether this rank has no samples in this step: its batch is borrowed (see
+    `lockstep.data.sharded_loader`)."""
     current = reduction_context.active()
     return current is not None and current.weight == 0.0

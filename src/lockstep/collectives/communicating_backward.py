@@ -20,6 +20,7 @@ import torch
 
 from lockstep import reduction_context
 from lockstep._torch_compat import current_graph_task
+from lockstep.collectives.row_layout import format_ranks
 from lockstep.errors import (
     CrossedWeightsError,
     LossesDifferError,
@@ -126,7 +127,7 @@ class CommunicatingBackward:
         if [int(one.call_id) for one in infos] != list(self.layout.call_ids):
             raise RowsDifferError(
                 f"the ranks run backward through different calls of {self.function}",
-                where=f"rank {self.group.rank} of {self.group.size}",
+                where=self.group.place,
                 cause="their losses use the outputs of several calls in another order",
                 fix="compute the loss by the same code on every rank",
             )
@@ -143,7 +144,7 @@ class CommunicatingBackward:
         if torch.is_grad_enabled():
             raise WrongUseError(
                 f"{self.function} can be differentiated once",
-                where=f"rank {self.group.rank} of {self.group.size}",
+                where=self.group.place,
                 cause="backward(create_graph=True), or autograd.grad(create_graph=True)",
                 fix="leave create_graph out; for a gradient penalty, differentiate the part"
                 " before the ranks meet",
@@ -177,7 +178,7 @@ class CommunicatingBackward:
         )
         raise CrossedWeightsError(
             f"the gradients of {self.function} cross ranks before unequal weights are applied",
-            where=f"rank {self.group.rank} of {self.group.size}",
+            where=self.group.place,
             expected="weights at the root of backward, or equal ones",
             got=listed,
             cause="a plain loss.backward() carries its batch's weight at the reduction",
@@ -188,8 +189,7 @@ class CommunicatingBackward:
     def _different_losses(self, ranks: list[int]) -> LossesDifferError:
         return LossesDifferError(
             f'{self.function} with backward="replicated" needs one loss of all ranks',
-            where=f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} against the"
-            " first one",
+            where=f"{format_ranks(ranks)} against the first one",
             expected="the same function of all gathered rows on every rank",
             cause="a loss over this rank's rows, or random numbers of its own, such as negatives",
             fix='backward="adjoint"',

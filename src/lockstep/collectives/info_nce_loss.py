@@ -37,7 +37,7 @@ from lockstep.group import MAX
 
 if TYPE_CHECKING:
     from lockstep.collectives.contrastive_call import ContrastiveCall, Reduction
-    from lockstep.collectives.similarity_tiles import Sums, Tile
+    from lockstep.collectives.similarity_tiles import RunningLogSumExp, Tile
     from lockstep.group import Group, Pending
 
 
@@ -181,7 +181,7 @@ class _InfoNCE(torch.autograd.Function):
         return of_a, of_b, of_scale, None, None
 
 
-def _over_ranks(group: Group, mine: Sums) -> torch.Tensor:
+def _over_ranks(group: Group, mine: RunningLogSumExp) -> torch.Tensor:
     """log sum exp over the parts of all ranks.
 
     Collective:

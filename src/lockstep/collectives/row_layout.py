@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from lockstep import reduction_context
 from lockstep.collectives.call_preconditions import has_no_samples
 from lockstep.errors import (
     ConfigurationError,
@@ -41,14 +40,12 @@ class RowLayout:
     Attributes:
         counts: numbers of rows of the first tensor, by rank.
         call_ids: the number that each rank gave this call; its backward is recognised by it.
-        weights: of each rank's current batch; None for a rank whose program set no weight.
         extras: of `agree_on_rows`, by rank.
         others: the further tensors' `counts`.
     """
 
     counts: tuple[int, ...]
     call_ids: tuple[int, ...]
-    weights: tuple[float | None, ...]
     extras: tuple[list[Any], ...]
     others: tuple[tuple[int, ...], ...] = ()
 
@@ -108,8 +105,8 @@ def agree_on_rows(
     """
     called = [function, *settings]
     described = [_Description.of(tensor, dim) for tensor in tensors]
-    mine = [called, next(_call_ids), reduction_context.batch_weight(), extras, described]
-    calls, call_ids, weights, all_extras, descriptions = zip(*group.exchange(mine), strict=True)
+    mine = [called, next(_call_ids), extras, described]
+    calls, call_ids, all_extras, descriptions = zip(*group.exchange(mine), strict=True)
     _compare_settings(function, calls)
     by_tensor = [[_Description(*one) for one in ranks] for ranks in zip(*descriptions, strict=True)]
     for position, by_rank in enumerate(by_tensor):
@@ -122,7 +119,7 @@ def agree_on_rows(
             cause="a loss over nothing is NaN",
             fix="leave out a step for which no rank has a sample",
         )
-    return RowLayout(rows, call_ids, weights, all_extras, tuple(others))
+    return RowLayout(rows, call_ids, all_extras, tuple(others))
 
 
 class _Description(NamedTuple):

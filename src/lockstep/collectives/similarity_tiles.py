@@ -90,7 +90,7 @@ class Similarities:
         return found
 
 
-class Sums:
+class RunningLogSumExp:
     """Running log sum exp of the rows or the columns; each tile is added to it.
 
     Attributes:
@@ -128,14 +128,16 @@ class Sums:
         return (self.largest + self.sum.log2()) / LOG2_E
 
 
-def sums_of_exponentials(block: Similarities, *, of_columns: bool) -> tuple[Sums, Sums]:
+def sums_of_exponentials(
+    block: Similarities, *, of_columns: bool
+) -> tuple[RunningLogSumExp, RunningLogSumExp]:
     """Sums for log sum exp over each row, and over this block's part of each column.
 
     Returns:
         For the rows, and for the columns (untouched without `of_columns`).
     """
-    of_rows = Sums(block.rows, len(block.rows))
-    columns = Sums(block.rows, len(block.columns))
+    of_rows = RunningLogSumExp(block.rows, len(block.rows))
+    columns = RunningLogSumExp(block.rows, len(block.columns))
     buffer, scratch = block.scratch(), block.scratch()
     for strip in block.strips():
         for part in block.parts():
@@ -150,9 +152,9 @@ def sums_of_exponentials(block: Similarities, *, of_columns: bool) -> tuple[Sums
 
 
 def _add_both(
-    rows: Sums,
+    rows: RunningLogSumExp,
     strip: slice,
-    columns: Sums,
+    columns: RunningLogSumExp,
     part: slice,
     tile: torch.Tensor,
     memory: torch.Tensor,

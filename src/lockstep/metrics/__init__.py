@@ -9,9 +9,8 @@ of RaySGD 1.3.
 Invariants:
 
 - A metric's mean is over the workers that reported it; the others change nothing.
-- A batch with weight 0 changes no metric, and counts as a step. (A rank without samples in a step
-  computes on another rank's batch with weight 0, so that it takes part in the collectives: it
-  *borrows* the batch.)
+- A batch with weight 0 (a borrowed one, see `lockstep.data.sharded_loader`) changes no metric, and
+  counts as a step.
 - NaN is a result. It is never filtered out, or a diverged run would report a good loss.
 - Only `state` and `summary` wait for a device.
 """

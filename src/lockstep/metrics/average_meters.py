@@ -54,8 +54,9 @@ class AverageMeterCollection:
     """Weighted means of whatever metrics a loop reports, in constant memory.
 
     By default every `update` is one step. A loop that runs several parts (shards) of one
-    global batch calls `begin_step` before the first part; from then on only `begin_step`
-    starts a step, and the ``last_*`` results are means over all parts of the latest one.
+    global batch, or that several workers share, calls `begin_step` before the first part; from
+    then on only `begin_step` starts a step, and the ``last_*`` results are means over all parts of
+    the latest one.
 
     Attributes:
         n: the samples so far.
@@ -86,19 +87,18 @@ class AverageMeterCollection:
         other._others = dict(self._others)
         return other
 
-    def begin_step(self, step: int | None = None) -> None:
+    def begin_step(self, step: int = 0) -> None:
         """Start a step: one global batch, of which this worker may report several parts.
 
         Args:
-            step: the step's number, growing, the same on every worker; by default one more
-                than the last. The numbers let `merge` compare workers that joined at different
-                steps.
+            step: the step's number, the same on every worker, so that `merge` can compare workers
+                that joined at different steps; at least one more than the last step's is taken.
         """
         self._has_explicit_steps = True
         self._start_step(step)
 
-    def _start_step(self, step: int | None = None) -> None:
-        self._step = self._step + 1 if step is None else step
+    def _start_step(self, step: int) -> None:
+        self._step = max(step, self._step + 1)
         self._batch_count += 1
 
     def update(
@@ -125,7 +125,7 @@ class AverageMeterCollection:
         n = as_weight(n)
         weight = as_weight(metrics.get(WEIGHT, n)) if n else 0
         if not self._has_explicit_steps:
-            self._start_step()
+            self._start_step(0)
         self.n += n
         if weight == 0:
             return

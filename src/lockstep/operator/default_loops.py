@@ -32,7 +32,7 @@ from lockstep.operator.default_forward import (
 )
 from lockstep.operator.operator_protocol import Operator, PassIterator, rank_and_step
 from lockstep.operator.registration import step_schedulers
-from lockstep.operator.running_statistics import BufferSnapshot, RunningStatistics
+from lockstep.operator.shard_buffers import BufferSnapshot, ShardBuffers
 from lockstep.operator.shard_results import BY_SAMPLES, ShardResults
 from lockstep.operator.sync_batch_norm_refusal import is_computed_per_shard
 from lockstep.phases import Phase, in_phase
@@ -69,9 +69,11 @@ class _MetricsRecorder:
         partial, step.partial_weights = step.partial_weights, {}
         if log is not None and step.purpose == "train":
             log.add(metrics, samples, partial)
-        self._pass.update(metrics, n=samples, partial=partial)
-        if self._call is not self._pass:
-            self._call.update(metrics, n=samples, partial=partial)
+        both = (self._pass,) if self._call is self._pass else (self._pass, self._call)
+        for meters in both:
+            # The number in the run: a worker that joined after a failure has seen fewer batches.
+            meters.begin_step(self._state.committed + 1)
+            meters.update(metrics, n=samples, partial=partial)
         self._state.latest = metrics
 
     def summary(self) -> dict[str, Any]:
@@ -156,7 +158,7 @@ def train_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> d
         _open_window(state, run, optimizer)
     in_order = state.context.options.reproducible
     own_weights = state.weighed_by.get("train") != BY_SAMPLES
-    buffers = RunningStatistics(run.modules(), len(shards), sync, may_discard=own_weights)
+    buffers = ShardBuffers(run.modules(), len(shards), sync, may_discard=own_weights)
     results = ShardResults(operator, "train")
     for position, shard in enumerate(shards):
         buffers.begin_shard(position)

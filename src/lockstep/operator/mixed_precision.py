@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
-from lockstep.errors import ConfigurationError
 from lockstep.phases import Phase, in_phase
 
 if TYPE_CHECKING:
@@ -27,13 +26,7 @@ class Precision:
     same infinities and skips, or takes, the same steps.
     """
 
-    def __init__(self, name: str, device: torch.device) -> None:
-        if name not in get_args(PrecisionName):
-            raise ConfigurationError(
-                "unknown precision",
-                expected='"fp32", "bf16" or "fp16"',
-                got=repr(name),
-            )
+    def __init__(self, name: PrecisionName, device: torch.device) -> None:
         self.name = name
         self._device_type = device.type
         self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None

@@ -21,6 +21,7 @@ from lockstep._torch_compat import sparse_indices_and_values
 from lockstep.errors import NonFiniteError
 from lockstep.operator.state_copy import StateCopy
 from lockstep.sync import is_local
+from lockstep.sync.optimizer_inspection import optimizer_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,8 +38,6 @@ FIX: Final = (
     "look at these samples and layers (log or sqrt of 0, a division by an empty count, a learning"
     f" rate that is too large); {SKIP_CHECK}"
 )
-
-_Parameters = list[torch.nn.Parameter]
 
 
 def add_non_finite_checks(operator: Operator, run: TrainingParts) -> list[RemovableHandle]:
@@ -68,20 +67,20 @@ class _StepCheck:
         if getattr(optimizer, "found_inf", None) is not None:
             return  # a fused optimizer, which skips a step with infinities by itself
         if is_given_closure(args, kwargs):
-            self._before = StateCopy(_parameters_of(optimizer), [optimizer])
+            self._before = StateCopy(optimizer_parameters(optimizer), [optimizer])
             return
-        gradients = [p.grad for p in _parameters_of(optimizer) if p.grad is not None]
+        gradients = [p.grad for p in optimizer_parameters(optimizer) if p.grad is not None]
         norm = _norm(gradients)
         if not math.isfinite(norm) and not _are_finite(gradients):
             self._refuse_gradients(optimizer)
         if _may_overflow(optimizer, norm):
-            self._before = StateCopy(_parameters_of(optimizer), [optimizer])
+            self._before = StateCopy(optimizer_parameters(optimizer), [optimizer])
 
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         before, self._before = self._before, None
-        if before is None or _are_finite(_parameters_of(optimizer)):
+        if before is None or _are_finite(optimizer_parameters(optimizer)):
             return
-        found = [p for p in _parameters_of(optimizer) if not _are_finite([p])]
+        found = [p for p in optimizer_parameters(optimizer) if not _are_finite([p])]
         before.restore()
         self._operator._lockstep.steps_taken_back += 1
         rates = ", ".join(f"{rate:g}" for rate in _learning_rates(optimizer))
@@ -97,7 +96,9 @@ class _StepCheck:
 
     def _refuse_gradients(self, optimizer: Optimizer) -> None:
         found = [
-            p for p in _parameters_of(optimizer) if p.grad is not None and not _are_finite([p.grad])
+            p
+            for p in optimizer_parameters(optimizer)
+            if p.grad is not None and not _are_finite([p.grad])
         ]
         raise self._error(
             "a step would put NaN or infinity into the weights, and was not taken",
@@ -106,7 +107,7 @@ class _StepCheck:
             found,
         )
 
-    def _format_names(self, found: _Parameters) -> str:
+    def _format_names(self, found: list[torch.Tensor]) -> str:
         run = self._run
         names = {
             id(p): f"{number}.{name}" if len(run.models) > 1 else name
@@ -116,7 +117,7 @@ class _StepCheck:
         shown = ", ".join(f"`{names.get(id(p), tuple(p.shape))}`" for p in found[:4])
         return shown + (f" and {len(found) - 4} more" if len(found) > 4 else "")
 
-    def _error(self, what: str, got: str, cause: str, found: _Parameters) -> NonFiniteError:
+    def _error(self, what: str, got: str, cause: str, found: list[torch.Tensor]) -> NonFiniteError:
         operator = self._operator
         found_on_all_ranks = any(not is_local(p) for p in found)
         # Reduced gradients are equal on all ranks: the error names a rank only for local ones.
@@ -125,10 +126,6 @@ class _StepCheck:
         error = NonFiniteError(what, where=where, got=got, cause=cause, fix=FIX)
         error.found_on_all_ranks = found_on_all_ranks
         return error
-
-
-def _parameters_of(optimizer: Optimizer) -> _Parameters:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _learning_rates(optimizer: Optimizer) -> list[float]:
@@ -147,7 +144,7 @@ def is_given_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 def _may_overflow(optimizer: Optimizer, norm: float) -> bool:
     """Whether a squared gradient, or one times the learning rate, may leave the dtype's range."""
     # The dtypes of gradients, not of weights: weights in four bits are held as integers.
-    dtypes = {p.grad.dtype for p in _parameters_of(optimizer) if p.grad is not None}
+    dtypes = {p.grad.dtype for p in optimizer_parameters(optimizer) if p.grad is not None}
     rate = max(_learning_rates(optimizer), default=1.0)
     largest = max(norm, 1.0) * max(rate, 1.0)
     return any(not largest < math.sqrt(torch.finfo(dtype).max) for dtype in dtypes)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`from_creators` and `from_model`: operator classes made from functions, or around objects."""
+"""Class methods of `TrainingOperator`: operator classes made from functions, or around objects."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,18 +22,15 @@ if TYPE_CHECKING:
     from lockstep.operator.operator_protocol import Operator
 
 
-_Operator = TypeVar("_Operator", bound="Operator")
-
-
 def from_creators(
-    base: type[_Operator],
+    base: type[Any],
     model_creator: Callable[[Any], Any],
     optimizer_creator: Callable[[Any, Any], Any],
     data_creator: Callable[[Any], Any] | None = None,
     loss_creator: Any = None,
     scheduler_creator: Callable[[Any, Any], Any] | None = None,
     serialize_data_creation: bool = True,
-) -> type[_Operator]:
+) -> type[Any]:
     """An operator class whose `setup` calls these functions, as RaySGD's did.
 
     Args:
@@ -56,7 +53,7 @@ def from_creators(
         if not callable(function):
             raise WrongTypeError(f"{name} is not callable", got=repr(function))
 
-    class CreatorOperator(base):  # type: ignore[valid-type, misc]
+    class CreatorOperator(base):  # type: ignore[misc]
         def setup(self, config: Any) -> None:
             models = model_creator(config)
             optimizers = optimizer_creator(models, config)
@@ -107,13 +104,14 @@ def _register_data(operator: Operator, loaders: Any) -> None:
 
 
 def from_model(
-    base: type[_Operator],
+    base: type[Any],
     model: nn.Module,
+    *,
     optimizer: torch.optim.Optimizer,
     criterion: Any = None,
     train_loader: Any = None,
     validation_loader: Any = None,
-) -> type[_Operator]:
+) -> type[Any]:
     """An operator class around your own objects.
 
     One worker trains the very objects. Several train copies, pickled together so that the
@@ -133,7 +131,7 @@ def from_model(
                 fix="for several, write a TrainingOperator and register lists in setup",
             )
 
-    class ModelOperator(base):  # type: ignore[valid-type, misc]
+    class ModelOperator(base):  # type: ignore[misc]
         def setup(self, config: Any) -> None:
             given = (model, optimizer, criterion)
             if self._lockstep.context.is_trial:

@@ -3,8 +3,7 @@
 
 A loop may read a batch before it trains on the previous one. Lockstep cannot see to which of the
 read batches a backward belongs. That matters if the batches have different weights: the last ones
-of an epoch, or a borrowed one (a rank without samples in this step computes on another rank's batch
-with weight 0, so that it takes part in the collectives).
+of an epoch, or a borrowed one (see `lockstep.data.sharded_loader`).
 """
 
 from __future__ import annotations

@@ -38,9 +38,8 @@ class ShardBatch:
 
     Attributes:
         batch: what the user's loader collated.
-        num_samples: samples in it that count; 0 for a borrowed batch: a rank without samples in
-            this step computes on another rank's batch with weight 0, so that it takes part in the
-            collectives.
+        num_samples: samples in it that count; 0 for a borrowed batch, see
+            `lockstep.data.sharded_loader`.
         seed: seeds every global generator before the batch is computed on.
         shard: the number of the shard; of the first one, if the batch holds several.
         origin: epoch, step and samples of the batch; None for a batch that no worker delivered.

@@ -37,10 +37,8 @@ def is_computed_per_shard(operator: Operator, batch: Any) -> bool:
 
 
 def refuse_borrowed_batch(operator: Operator) -> None:
-    """Refuse a borrowed batch, whose rows would enter the batch statistics twice.
-
-    A rank without samples in this step computes on another rank's batch with weight 0, so that it
-    takes part in the collectives; that batch is called borrowed.
+    """Refuse a borrowed batch (see `lockstep.data.sharded_loader`), whose rows would enter the
+    batch statistics twice.
 
     Raises:
         PerShardLossError: a module shares statistics between workers.

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.errors import ConfigurationError, NotOverriddenError
 from lockstep.metrics import TimerCollection
-from lockstep.operator import default_forward, default_loops
+from lockstep.operator import default_forward, default_loops, operator_factories
 from lockstep.operator.operator_state import OperatorState
 from lockstep.operator.rank_context import RankContext
 from lockstep.operator.registration import (
@@ -26,8 +26,6 @@ from lockstep.tensor_tree import children_of, rebuild_container
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
-
-    from torch import nn
 
     from lockstep.operator.rank_context import Options
 
@@ -377,28 +375,8 @@ class TrainingOperator:
 
     # ---------------------------------------------------------------- other ways to make one
 
-    @classmethod
-    def from_creators(
-        cls,
-        model_creator: Callable[[Any], Any],
-        optimizer_creator: Callable[[Any, Any], Any],
-        data_creator: Callable[[Any], Any] | None = None,
-        loss_creator: Any = None,
-        scheduler_creator: Callable[[Any, Any], Any] | None = None,
-        serialize_data_creation: bool = True,
-    ) -> type[TrainingOperator]:
-        """An operator class from functions; see `operator_factories.from_creators`."""
-        from lockstep.operator import operator_factories
-
-        return operator_factories.from_creators(
-            cls,
-            model_creator,
-            optimizer_creator,
-            data_creator,
-            loss_creator,
-            scheduler_creator,
-            serialize_data_creation,
-        )
+    from_creators = classmethod(operator_factories.from_creators)
+    from_model = classmethod(operator_factories.from_model)
 
     @classmethod
     def from_lightning(cls, module_cls: Any, *args: Any, **kwargs: Any) -> type[TrainingOperator]:
@@ -409,24 +387,6 @@ class TrainingOperator:
         return lightning.from_lightning(cls, module_cls, *args, **kwargs)
 
     from_ptl = from_lightning
-
-    @classmethod
-    def from_model(
-        cls,
-        model: nn.Module,
-        *,
-        optimizer: torch.optim.Optimizer,
-        criterion: Any = None,
-        train_loader: Any = None,
-        validation_loader: Any = None,
-    ) -> type[TrainingOperator]:
-        """An operator class around your own objects, which hold the trained state afterwards;
-        see `operator_factories.from_model`."""
-        from lockstep.operator import operator_factories
-
-        return operator_factories.from_model(
-            cls, model, optimizer, criterion, train_loader, validation_loader
-        )
 
 
 def _no_setup(operator_cls: type[TrainingOperator]) -> NotOverriddenError:

@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from lockstep._torch_compat import buffers_of, lerp_each
 from lockstep.errors import ConfigurationError
 from lockstep.operator.model_copies import copy_models
+from lockstep.sync.optimizer_inspection import optimizer_parameters
 from lockstep.tensor_copies import fits, write_into
 
 if TYPE_CHECKING:
@@ -158,5 +159,4 @@ def update_averages(run: TrainingParts, stepped: Sequence[torch.optim.Optimizer]
 
 def _holds_any(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> bool:
     own = set(map(id, model.parameters()))
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return any(id(parameter) in own for group in groups for parameter in group["params"])
+    return any(id(held) in own for each in optimizers for held in optimizer_parameters(each))

@@ -99,7 +99,7 @@ class AccumulationWindow:
             self.delivered = counts
         elif self.delivered != counts:
             got = f"whether the batch counts changed from {self.delivered} to {counts}"
-            self.faults.append(Fault("emptied", got))
+            self.faults.append(Fault("empty_batch_in_window", got))
         self.weight += 1.0 if counts is None else counts
 
     def contribution(self, weights: BatchWeights, earlier: EarlierGradients) -> Contribution:
@@ -109,7 +109,7 @@ class AccumulationWindow:
             faults=self.faults,
             earlier=earlier.number,
             is_edited=earlier.is_edited,
-            discards=self.delivered == 0.0,
+            is_borrowed=self.delivered == 0.0,
         )
         if self.kind == WEIGHTED:
             made.weight = self.weight

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches for traces of gradients that a program computed with ``torch.autograd.grad``.
+"""Detects that a gradient from `torch.autograd.grad`, which no round reduced, got into a weight or
+a ``parameter.grad``.
 
 Such gradients belong to this rank alone: no round reduces them. Lockstep cannot see a program use
 them, but it sees the traces: weights that have changed although no gradient was reduced and no

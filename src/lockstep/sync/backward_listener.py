@@ -32,7 +32,7 @@ class BackwardListener:
 
     Args:
         slots: the parameters.
-        transport: its `listener` hears of each gradient that was accumulated.
+        transport: its `on_accumulated` is called for each gradient that was accumulated.
         on_backward: called when a task that adds to ``parameter.grad`` brings its first gradient.
         on_autograd_grad: called when ``torch.autograd.grad`` computes gradients of parameters.
 

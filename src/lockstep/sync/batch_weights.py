@@ -21,7 +21,7 @@ from lockstep.sync.round_contribution import PLAIN, WEIGHTED
 
 if TYPE_CHECKING:
     from lockstep.group import Group
-    from lockstep.sync.round_contribution import Sums
+    from lockstep.sync.round_contribution import RoundTotals
 
 
 def as_weight(weight: Any, where: str) -> float:
@@ -98,8 +98,8 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
 class BatchWeights:
     """The weights of one rank's batches, in units that all ranks have in common.
 
-    A unit is about the mean weight of a batch: in units of it a weight is a number near 1. Where
-    `expect` was not called, or with samples where batches count tokens, a unit follows the
+    A unit is about the mean weight of a batch: in units of it a weight is a number near 1. Without
+    `set_expected_total`, or with samples where batches count tokens, a unit follows the
     power of two nearest to the last round's weights, for each kind of backward: a power of
     two, so that the result does not depend on what that round was.
 
@@ -112,7 +112,7 @@ class BatchWeights:
 
     def __init__(self, group: Group, num_shards: int | None, *, averages: bool) -> None:
         self.averages = averages
-        self._place = f"rank {group.rank} of {group.size}"
+        self._place = group.place
         self._num_batches = num_shards or group.size
         # With a fixed order of shards no number may depend on the number of ranks.
         self._has_learned_units = averages and num_shards is None
@@ -128,7 +128,7 @@ class BatchWeights:
         """See `GradientSync.expect_weight`; equal weights then need no division."""
         self._mean = total / self._num_batches if total and self.averages else 1.0
 
-    def update_units(self, sums: Sums) -> None:
+    def update_units(self, sums: RoundTotals) -> None:
         """Take the next unit from a round's sums; they are the same on every rank."""
         if not self._has_learned_units:
             return
@@ -153,11 +153,8 @@ class BatchWeights:
 
     @property
     def is_borrowed(self) -> bool:
-        """Whether the current batch is borrowed: this rank has no samples in this step.
-
-        A rank without samples in this step computes on another rank's batch with weight 0, so that
-        it takes part in the collectives.
-        """
+        """Whether the current batch is borrowed (see `lockstep.data.sharded_loader`): this rank
+        has no samples in this step."""
         return self._delivered == 0.0
 
     def root(

@@ -16,7 +16,7 @@ from lockstep._torch_compat import version_of
 from lockstep.sync import round_checks
 from lockstep.sync.ordered_reducer import OrderedReducer
 from lockstep.sync.reducer import Reducer
-from lockstep.sync.round_contribution import WEIGHTED, Contribution, UnreadSums
+from lockstep.sync.round_contribution import WEIGHTED, Contribution, UnreadTotals
 from lockstep.sync.transport import RoundResult, Transport
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from lockstep.group import Group, Pending
     from lockstep.sync.buckets import Bucket, Slot
-    from lockstep.sync.round_contribution import Fault, Sums
+    from lockstep.sync.round_contribution import Fault, RoundTotals
     from lockstep.sync.shard_tree_sum import ShardOrder
-    from lockstep.sync.transport import Gradients, RoundOwner
+    from lockstep.sync.transport import Gradients, RoundController
 
 _STALE: Final = (
     "assigned by hand (after autograd.grad?), or no backward since the last step",
@@ -40,7 +40,7 @@ class BucketTransport(Transport):
     """Reduces gradients in flat buckets; see `Transport`.
 
     Args:
-        owner: the objective.
+        controller: defines the rounds in which the transport moves gradients.
         slots: the synchronised parameters.
         signature: tells the rounds of one model from those of another; below 64.
         cap_bytes: how large a bucket may grow.
@@ -58,7 +58,7 @@ class BucketTransport(Transport):
 
     def __init__(
         self,
-        owner: RoundOwner,
+        controller: RoundController,
         slots: Sequence[Slot],
         signature: int,
         cap_bytes: int,
@@ -67,7 +67,7 @@ class BucketTransport(Transport):
         combine: Callable[[Group, Bucket], Pending] | None = None,
         wait_for_peers: Callable[[], None] | None = None,
     ) -> None:
-        self._owner = owner
+        self._controller = controller
         self._slots = slots
         self._signature = signature
         self._cap_bytes = cap_bytes
@@ -92,7 +92,7 @@ class BucketTransport(Transport):
         self._arrivals: dict[int, int] | None = {} if self.reducer.can_overlap else None
 
     def _make_reducer(self, slots: Sequence[Slot]) -> Reducer:
-        group, divides = self._owner.attached_group(), self._owner.weights.averages
+        group, divides = self._controller.attached_group(), self._controller.weights.averages
         how = (slots, group, self._cap_bytes, self._signature)
         if self._order is not None:
             return OrderedReducer(*how, order=self._order, divides=divides)
@@ -103,7 +103,7 @@ class BucketTransport(Transport):
         """Whether a parameter that has no bucket requires a gradient now."""
         return any(slot.param.requires_grad for slot in self._unbucketed)
 
-    def _reduce_unfrozen(self, first: Contribution) -> tuple[Sums, Contribution]:
+    def _reduce_unfrozen(self, first: Contribution) -> tuple[RoundTotals, Contribution]:
         """A second round, for unfrozen parameters; from the next backward on they have buckets.
 
         Returns:
@@ -116,7 +116,7 @@ class BucketTransport(Transport):
             Every rank: one exchange, and the all-reduces of the new buckets.
         """
         mine = [slot.number for slot in self._unbucketed if slot.param.requires_grad]
-        numbers = set().union(*self._owner.attached_group().exchange(mine))
+        numbers = set().union(*self._controller.attached_group().exchange(mine))
         second = self._make_reducer([slot for slot in self._slots if slot.number in numbers])
         contribution = replace(first, faults=list(first.faults), has_unfrozen=False)
         second.start(contribution)
@@ -160,15 +160,15 @@ class BucketTransport(Transport):
         """See `Transport`: under a shard order a backward has to be that of a shard."""
         if self._order is None:
             return
-        if not self._owner.is_paused and self._last_shard is None:
-            raise round_checks.out_of_order_error(self._owner.place)
+        if not self._controller.is_paused and self._last_shard is None:
+            raise round_checks.out_of_order_error(self._controller.place)
         # Unfrozen since the buckets were made: every worker runs the same operator.
         if is_first and self._has_unfrozen:
             self._make_buckets([slot for slot in self._slots if slot.param.requires_grad])
 
-    def backward(self, stand_in: Gradients | None) -> AbstractContextManager[None]:
-        """See `Transport`: a stand-in is in ``parameter.grad`` before `finish`."""
-        if stand_in is not None:
+    def backward(self, replacement_gradients: Gradients | None) -> AbstractContextManager[None]:
+        """See `Transport`: replacements are in ``parameter.grad`` before `finish`."""
+        if replacement_gradients is not None:
             self._on_accumulated = None
         return nullcontext()
 
@@ -206,7 +206,7 @@ class BucketTransport(Transport):
         verdicts = [] if sums is None else [(sums, contribution)]
         unread = None
         if sums is None:
-            unread = UnreadSums(reducer.layout.sums_on_device, contribution)
+            unread = UnreadTotals(reducer.layout.sums_on_device, contribution)
         if contribution.has_unfrozen or (sums is not None and sums.unfrozen):
             verdicts.append(self._reduce_unfrozen(contribution))
         self._end_counting()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lockstep._torch_compat import copy_each, storage_use_count, version_of, zero_each
-from lockstep.sync.round_contribution import Sums
+from lockstep.sync.round_contribution import RoundTotals
 from lockstep.sync.tensor_reference_counts import (
     are_all_fresh,
     cpp_references,
@@ -247,7 +247,7 @@ class Layout:
             for key in keys
             for piece in _cut_into_buckets(groups[key], cap_bytes, key[1].itemsize)
         ]
-        size = len(slots) + len(Sums._fields)
+        size = len(slots) + len(RoundTotals._fields)
         if not pieces or pieces[-1][0][1] not in _EXACT:
             device = pieces[-1][0][0] if pieces else torch.device("cpu")
             exact = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
@@ -270,7 +270,7 @@ class Layout:
         """The part of the tail behind the flags."""
         return self.tail[len(self.slots) :]
 
-    def write_tail(self, sums: Sums) -> None:
+    def write_tail(self, sums: RoundTotals) -> None:
         """Put this rank's flags and sums behind the last bucket."""
         values: list[float] = [flag for bucket in self.buckets for flag in bucket.used]
         values += sums[:-3]
@@ -290,9 +290,9 @@ class Layout:
         """Whether a sum of weights is 1, up to the rounding of the tail's dtype."""
         return abs(weight - 1.0) <= 4.0 * torch.finfo(self.tail.dtype).eps
 
-    def read_sums(self) -> Sums:
+    def read_sums(self) -> RoundTotals:
         """The sums over all ranks. On an accelerator this waits for the device."""
-        return Sums(*self.sums_on_device.tolist())
+        return RoundTotals(*self.sums_on_device.tolist())
 
     def read_flags(self) -> list[bool]:
         """Which parameters were used by any rank. On an accelerator this waits for the device."""

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from lockstep.group import Pending
     from lockstep.sync.buckets import Slot
     from lockstep.sync.ddp_wrapper import DDPWrapper
-    from lockstep.sync.round_contribution import Sums
-    from lockstep.sync.transport import Gradients, RoundOwner
+    from lockstep.sync.round_contribution import RoundTotals
+    from lockstep.sync.transport import Gradients, RoundController
 
 
 @dataclass
@@ -68,14 +68,15 @@ class DDPRound:
     """The reductions of one backward, or of the peers' backward, which this rank follows.
 
     Args:
-        owner: the objective.
+        controller: defines the rounds in which the transport moves gradients.
         models: all of them, in an order that is the same on every rank.
         slots: the synchronised parameters, by the ids of the tensors.
         used: the parameters that got a gradient on this rank since the last round; it grows.
         finds_unused: the ranks exchange which parameters were used.
 
     Attributes:
-        stand_in: while a backward of weight zero runs, the window's gradients before it.
+        replacement_gradients: while a backward of weight zero runs, the window's gradients from
+            before it.
         contribution: of this rank.
         sums: of all ranks' contributions; None before the first turn.
         refusal: an exception of a turn, kept where raising it would lose its type.
@@ -83,14 +84,14 @@ class DDPRound:
 
     def __init__(
         self,
-        owner: RoundOwner,
+        controller: RoundController,
         models: Sequence[DDPWrapper],
         slots: Mapping[int, Slot],
         used: Collection[Slot],
         *,
         finds_unused: bool,
     ) -> None:
-        self._owner = owner
+        self._controller = controller
         self._models = models
         self._slots = slots
         self._used = used
@@ -99,8 +100,8 @@ class DDPRound:
         self._ends_together = False
         self._step = 0
         self.contribution = Contribution()
-        self.stand_in: Gradients | None = None
-        self.sums: Sums | None = None
+        self.replacement_gradients: Gradients | None = None
+        self.sums: RoundTotals | None = None
         self.refusal: BaseException | None = None
         self._sent: set[Slot] = set()
         self._late: list[Slot] = []
@@ -114,7 +115,7 @@ class DDPRound:
         slot = self._slots.get(id(param))
         if slot is None:
             fault = Fault.of("unknown", [f"one of shape {tuple(param.shape)}"])
-            raise round_checks.fault_error(*fault, where=self._owner.place)
+            raise round_checks.fault_error(*fault, where=self._controller.place)
         return slot
 
     def note_arrival(self, slot: Slot) -> None:
@@ -174,16 +175,16 @@ class DDPRound:
     def _send(self, model: DDPWrapper, turn: Turn, is_last: bool) -> None:
         if not (is_last or len(self._models) == 1):
             return
-        if reduction_context.is_exchange_expected(self._owner.attached_group()):
+        if reduction_context.is_exchange_expected(self._controller.attached_group()):
             return  # `_complete` sends them: a gather's gradients go first, on every rank
         self._send_all(model, turn, is_last)
 
     def _send_all(self, model: DDPWrapper, turn: Turn, is_last: bool) -> None:
         if not turn.is_led:
             mine = self.contribution
-            late = self._owner.has_late_parameters
+            late = self._controller.has_late_parameters
             header = make_header(mine, self._step, model=model.signature(), late=late)
-            self._note(exchange_headers(self._owner.attached_group(), header, mine))
+            self._note(exchange_headers(self._controller.attached_group(), header, mine))
             turn.is_led = True
         for bucket in turn.buckets:
             if bucket.pending is None:
@@ -193,7 +194,7 @@ class DDPRound:
 
     def _note(self, header: Header) -> None:
         self.sums = self.sums or header.sums
-        follow = header.leads < self._owner.attached_group().size
+        follow = header.leads < self._controller.attached_group().size
         self._ends_together = self._ends_together or follow or header.late > 0
 
     def _send_bucket(self, bucket: _BucketInFlight) -> None:
@@ -201,18 +202,18 @@ class DDPRound:
         mine, flat = self.contribution, bucket.flat
         if mine.has_zero_weight:
             flat.zero_()
-        elif self.stand_in is not None:
+        elif self.replacement_gradients is not None:
             for param, view in bucket.views():
-                write_to_view(view, self.stand_in.get(self._slot_of(param)))
+                write_to_view(view, self.replacement_gradients.get(self._slot_of(param)))
         if mine.scale != 1.0 and not mine.has_zero_weight:
             flat.mul_(mine.scale)
-        bucket.pending = self._owner.attached_group().all_reduce(flat)
+        bucket.pending = self._controller.attached_group().all_reduce(flat)
 
     def _reduce_used_flags(self, model: DDPWrapper, turn: Turn) -> None:
-        counts = not self.contribution.discards
+        counts = not self.contribution.is_borrowed
         used = [float(counts and slot in self._used) for slot in model.slots]
-        turn.used = torch.tensor(used, device=self._owner.attached_group().device)
-        turn.used_pending = self._owner.attached_group().all_reduce(turn.used)
+        turn.used = torch.tensor(used, device=self._controller.attached_group().device)
+        turn.used_pending = self._controller.attached_group().all_reduce(turn.used)
 
     def _complete(self, model: DDPWrapper, turn: Turn) -> None:
         """Wait for a model's buckets, divide them and give them to DDP."""
@@ -224,7 +225,7 @@ class DDPRound:
         for bucket in turn.buckets:
             assert bucket.pending is not None
             bucket.pending.wait()
-            if self._owner.weights.averages and self.sums.weight != 1.0:
+            if self._controller.weights.averages and self.sums.weight != 1.0:
                 bucket.flat.div_(self.sums.weight)
             if bucket.future is not None:
                 bucket.future.set_result(bucket.flat)
@@ -244,7 +245,7 @@ class DDPRound:
         Raises:
             GradientNotReducedError: the peers lead with a model that is another one here.
         """
-        group, mine = self._owner.attached_group(), self.contribution
+        group, mine = self._controller.attached_group(), self.contribution
         for model in self._models:
             model.follow_frozen()
         while True:
@@ -267,7 +268,7 @@ class DDPRound:
                 return model
         raise GradientNotReducedError(
             "other ranks reduce a model that is another one here",
-            where=self._owner.place,
+            where=self._controller.place,
             cause="layers were frozen or unfrozen on some ranks only",
             fix="freeze the same layers on every rank",
         )
@@ -302,7 +303,7 @@ class DDPRound:
         if self.refusal is not None:
             raise self.refusal
         if self._late:
-            raise gradient_twice_error(self._owner.place, f"`{self._late[0].name}`")
+            raise gradient_twice_error(self._controller.place, f"`{self._late[0].name}`")
         mine, halves = self.contribution, self._half_sent()
         if self._ends_together:
             for model in halves:
@@ -310,7 +311,7 @@ class DDPRound:
         # If this rank led no model, peers may wait for its faults.
         if self._ends_together if halves or self.models_reduced_by_backward() else mine.faults:
             ending = make_header(mine, self._step, ends=True)
-            exchange_headers(self._owner.attached_group(), ending, mine)
+            exchange_headers(self._controller.attached_group(), ending, mine)
         for model, turn in self._turns.items():
             if turn.is_reduced and turn.used is not None:
                 self._write_gradients(model, turn)

@@ -14,7 +14,7 @@ import torch
 
 from lockstep.errors import GradientNotReducedError
 from lockstep.sync import round_checks
-from lockstep.sync.round_contribution import Sums
+from lockstep.sync.round_contribution import RoundTotals
 
 if TYPE_CHECKING:
     from lockstep.group import Group
@@ -34,7 +34,7 @@ class Header(NamedTuple):
             other ranks.
     """
 
-    sums: Sums
+    sums: RoundTotals
     leads: float
     ends: float
     model: float
@@ -81,7 +81,7 @@ def exchange_headers(group: Group, own: Header, mine: Contribution) -> Header:
     numbers = torch.tensor([*own.sums, *own[1:]], dtype=torch.float64, device=group.device)
     group.all_reduce(numbers).wait()
     added = numbers.tolist()
-    header = Header(Sums(*added[: len(own.sums)]), *added[len(own.sums) :])
+    header = Header(RoundTotals(*added[: len(own.sums)]), *added[len(own.sums) :])
     sums = header.sums
     together = header.step_squared * group.size == header.step**2
     one_model = header.model_squared * header.leads == header.model**2
@@ -90,7 +90,7 @@ def exchange_headers(group: Group, own: Header, mine: Contribution) -> Header:
     if is_apart and not sums.faults:
         raise GradientNotReducedError(
             "the ranks came with gradients of different models, or of different steps",
-            where=f"rank {group.rank} of {group.size}",
+            where=group.place,
             expected="every rank in the same backward of the same step",
             cause="one rank ran more backwards than another, left one out, took a branch that"
             " leaves a whole model out, or froze other layers",

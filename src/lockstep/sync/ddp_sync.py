@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from lockstep.group import Group
     from lockstep.sync.buckets import Slot
-    from lockstep.sync.transport import RoundOwner, Transport
+    from lockstep.sync.transport import RoundController, Transport
 
 
 class DDPSync(GradientSync):
@@ -48,9 +48,9 @@ class DDPSync(GradientSync):
         self._keeps_buffers = bool(arguments.get("broadcast_buffers", forward_buffers))
 
         def make_transport(
-            owner: RoundOwner, slots: Sequence[Slot], _signature: int, _cap_bytes: int
+            controller: RoundController, slots: Sequence[Slot], _signature: int, _cap_bytes: int
         ) -> Transport:
-            transport = DDPTransport(owner, slots, modules, arguments)
+            transport = DDPTransport(controller, slots, modules, arguments)
             self.models = transport.models
             return transport
 

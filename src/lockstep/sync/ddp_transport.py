@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lockstep.errors import PeerLostError
+from lockstep.errors import ConfigurationError, PeerLostError
 from lockstep.sync import round_checks
 from lockstep.sync.ddp_round import DDPRound, gradient_twice_error
 from lockstep.sync.ddp_wrapper import DDPWrapper
 from lockstep.sync.end_of_backward import nesting_depth
+from lockstep.sync.local_parameters import is_local
 from lockstep.sync.round_contribution import WEIGHTED, Fault
-from lockstep.sync.synced_tensors import refuse_shared
 from lockstep.sync.transport import RoundResult, Transport
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from lockstep.sync.buckets import Slot
     from lockstep.sync.round_contribution import Contribution
-    from lockstep.sync.transport import Gradients, RoundOwner
+    from lockstep.sync.transport import Gradients, RoundController
 
 _STALE: Final = (
     "it did not come out of the forward of the model that register() returned (model.module,"
@@ -43,7 +43,7 @@ class DDPTransport(Transport):
     """See `Transport`.
 
     Args:
-        owner: the objective.
+        controller: defines the rounds in which the transport moves gradients.
         slots: the synchronised parameters.
         modules: those that the parameters are of.
         arguments: what DDP is made with.
@@ -58,12 +58,12 @@ class DDPTransport(Transport):
 
     def __init__(
         self,
-        owner: RoundOwner,
+        controller: RoundController,
         slots: Sequence[Slot],
         modules: Sequence[torch.nn.Module],
         arguments: Mapping[str, Any],
     ) -> None:
-        self._owner = owner
+        self._controller = controller
         self._slots = slots
         self._finds_unused = bool(arguments.get("find_unused_parameters"))
         self._has_bucket_views = bool(arguments.get("gradient_as_bucket_view"))
@@ -80,7 +80,7 @@ class DDPTransport(Transport):
     def _wrap_models(
         self, modules: Sequence[torch.nn.Module], arguments: Mapping[str, Any]
     ) -> list[torch.nn.Module]:
-        refuse_shared(modules, 'put both into one module, or leave out sync="ddp"')
+        _refuse_shared(modules)
         wrapped: list[torch.nn.Module] = []
         for place, module in enumerate(modules):
             slots = [s for p in module.parameters() if (s := self._slot_of_param.get(id(p)))]
@@ -92,7 +92,7 @@ class DDPTransport(Transport):
         self._used.clear()
         self._arrived.clear()
         self._round = DDPRound(
-            self._owner,
+            self._controller,
             self._reduced,
             self._slot_of_param,
             self._used,
@@ -104,15 +104,15 @@ class DDPTransport(Transport):
     @property
     def is_paused(self) -> bool:
         """Whether `no_sync` is active."""
-        return self._owner.is_paused
+        return self._controller.is_paused
 
     def refuse_broken(self) -> None:
         """Before a forward: raise if its backward could not be reduced."""
-        self._owner.attached_group()
+        self._controller.attached_group()
         pairs = zip(self._slots, self._kinds, strict=True)
         moved = [slot.name for slot, kind in pairs if _kind(slot.param) != kind]
         if moved:
-            raise round_checks.fault_error(*Fault.of("moved", moved), where=self._owner.place)
+            raise round_checks.fault_error(*Fault.of("moved", moved), where=self._controller.place)
         addresses = [slot.param.data_ptr() for slot in self._slots]
         if addresses != self._addresses:
             # After `.to` another dtype and back, autograd accumulates in nodes without DDP's hooks.
@@ -122,7 +122,7 @@ class DDPTransport(Transport):
 
     def reduce_bucket(self, model: DDPWrapper, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """DDP's communication hook: reduce a full bucket."""
-        if not self._owner.is_paused:
+        if not self._controller.is_paused:
             return self._round.reduce_bucket(model, bucket)
         # The forward ran outside `no_sync` and its backward inside: these stay local.
         flat = bucket.buffer()
@@ -137,7 +137,7 @@ class DDPTransport(Transport):
 
     def on_accumulated(self, slot: Slot) -> None:
         """See `Transport`."""
-        if self._round.stand_in is None or not self._owner.weights.is_borrowed:
+        if self._round.replacement_gradients is None or not self._controller.weights.is_borrowed:
             self._used.add(slot)
         slot.last_round = 0
         self._arrived.add(slot)
@@ -149,25 +149,27 @@ class DDPTransport(Transport):
         """See `Transport`: refuses what DDP would fail at in C++."""
         if torch.is_grad_enabled():
             fault = Fault.of("graph", [slot.name])
-            raise round_checks.fault_error(*fault, where=self._owner.place)
+            raise round_checks.fault_error(*fault, where=self._controller.place)
         # DDP takes parameters that a reentrant checkpoint hides for unused, and fails when their
         # gradients come after all.
         is_awaited = slot in self._model_of and self._model_of[slot].is_waiting
         if self._finds_unused and nesting_depth() > 0 and is_awaited:
-            raise gradient_twice_error(self._owner.place, slot.name)
+            raise gradient_twice_error(self._controller.place, slot.name)
 
     @contextmanager
-    def backward(self, stand_in: Gradients | None) -> Iterator[None]:
+    def backward(self, replacement_gradients: Gradients | None) -> Iterator[None]:
         """See `Transport`."""
-        self._round.stand_in = stand_in
+        self._round.replacement_gradients = replacement_gradients
         try:
             yield
         except RuntimeError as error:
             if "mark a variable ready only once" not in str(error):
                 raise
-            raise gradient_twice_error(self._owner.place, str(error).splitlines()[0]) from error
+            raise gradient_twice_error(
+                self._controller.place, str(error).splitlines()[0]
+            ) from error
         finally:
-            self._round.stand_in = None
+            self._round.replacement_gradients = None
 
     def own_memory(self, gradients: Gradients) -> Gradients:
         """See `Transport`: copies, where DDP's next bucket uses the memory of the last one's."""
@@ -213,7 +215,7 @@ class DDPTransport(Transport):
             slot.set_reduced(slot.param.grad)
         sums, mine = self._round.sums, self._round.contribution
         own = set(self._slots).difference(reduced)
-        if not self._owner.needs_guard:
+        if not self._controller.needs_guard:
             # A rank alone has whole gradients, also where DDP has not looked at them.
             self._divide(own, mine)
             own = set()
@@ -236,7 +238,7 @@ class DDPTransport(Transport):
         self._round.contribution.faults += found
         refusal = None
         if found:
-            refusal = round_checks.fault_error(*found[0], where=self._owner.place)
+            refusal = round_checks.fault_error(*found[0], where=self._controller.place)
         try:
             self._round.finish()
         except PeerLostError as lost:
@@ -249,13 +251,13 @@ class DDPTransport(Transport):
         left = self._arrived.difference(self.already_reduced)
         halves = [m for m in self._reduced if m.is_waiting and not left.isdisjoint(m.reduced)]
         missing = {s.name: None for m in halves for s in m.reduced if s not in self._arrived}
-        waits = self._owner.has_user_hooks
-        hooked = [s.name for s in left if waits(s) and self._owner.needs_guard]
+        waits = self._controller.has_user_hooks
+        hooked = [s.name for s in left if waits(s) and self._controller.needs_guard]
         found = {"unfinished": list(missing), "waiting": sorted(hooked)}
         return [Fault.of(kind, names[:8]) for kind, names in found.items() if names]
 
     def _divide(self, slots: Collection[Slot], mine: Contribution) -> None:
-        if self._owner.weights.averages and mine.kind == WEIGHTED and mine.weight > 0.0:
+        if self._controller.weights.averages and mine.kind == WEIGHTED and mine.weight > 0.0:
             for slot in slots:
                 if slot.param.grad is not None:
                     slot.param.grad.div_(mine.weight)
@@ -293,3 +295,20 @@ class DDPTransport(Transport):
 def _kind(param: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     """The properties of a parameter on which DDP's buckets depend."""
     return param.shape, param.dtype, param.device
+
+
+def _refuse_shared(modules: Sequence[torch.nn.Module]) -> None:
+    """Refuse a parameter of two modules, each of which a wrapper of its own reduces.
+
+    Raises:
+        ConfigurationError: names the first such parameter.
+    """
+    owners: dict[int, int] = {}
+    for place, module in enumerate(modules):
+        for name, param in module.named_parameters():
+            if owners.setdefault(id(param), place) != place and not is_local(param):
+                raise ConfigurationError(
+                    f"`{name}` belongs to two registered modules",
+                    cause="each is reduced by itself, and this gradient would be reduced twice",
+                    fix='put both into one module, or leave out sync="ddp"',
+                )

@@ -44,8 +44,7 @@ def average_gradients(model: Any, weight: float | None = None, *, group: Any = N
         PeerLostError: another rank went away.
     """
     ranks = resolve_group(group)
-    place = f"rank {ranks.rank} of {ranks.size}"
-    share = 1.0 if weight is None else as_weight(weight, place)
+    share = 1.0 if weight is None else as_weight(weight, ranks.place)
     found = find_synced_tensors(as_modules(model))
     optimizer_guard.refuse_attached(found.parameters, "leave average_gradients out")
     compare_structures(ranks, found, [])

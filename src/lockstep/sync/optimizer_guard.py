@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lockstep.compiler_disable import disable_dynamo
 from lockstep.errors import ConfigurationError, GradientNotReducedError, UnknownParameterError
 from lockstep.sync.local_parameters import is_local
+from lockstep.sync.optimizer_inspection import optimizer_parameters
 from lockstep.sync.round_checks import judge_losses
 from lockstep.sync.tensor_bits import sum_of_bits
 
@@ -141,7 +142,7 @@ def refuse_attached(parameters: dict[str, torch.nn.Parameter], fix: str) -> None
 
 def _parameter_ids(optimizer: Optimizer) -> list[int]:
     # Identities and not numbers: `group["params"] = [...]` may exchange one for another.
-    return [id(param) for group in optimizer.param_groups for param in group["params"]]
+    return [id(param) for param in optimizer_parameters(optimizer)]
 
 
 def _before_step(

@@ -21,7 +21,7 @@ import torch
 
 from lockstep import reduction_context
 from lockstep.sync.buckets import Bucket, Layout, Slot
-from lockstep.sync.round_contribution import Contribution, Fault, Sums
+from lockstep.sync.round_contribution import Contribution, Fault, RoundTotals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -52,8 +52,8 @@ class Reducer:
         divides: bool = True,
     ) -> None:
         self._divides = divides
-        # Most of the division happens while gradients are packed: with equal weights, whose
-        # sum in units is then 1, all of it.
+        # Gradients are multiplied by 1/size when packed; with equal weights the sum then needs no
+        # division.
         self._share = 1.0 / group.size if divides and combine is None else 1.0
         self.layout = Layout(slots, cap_bytes)
         self._group: Group | None = group
@@ -139,7 +139,7 @@ class Reducer:
 
     def _pack(self, bucket: Bucket) -> None:
         scale = self.contribution.scale * self._share
-        if not self._pack_or_note_fault(bucket, scale) or self.contribution.discards:
+        if not self._pack_or_note_fault(bucket, scale) or self.contribution.is_borrowed:
             bucket.fill_with_zeros()
 
     def _pack_or_note_fault(self, bucket: Bucket, scale: float) -> bool:
@@ -154,7 +154,7 @@ class Reducer:
             return False
         return True
 
-    def finish(self, *, must_read: bool = False) -> Sums | None:
+    def finish(self, *, must_read: bool = False) -> RoundTotals | None:
         """Send the rest, wait for everything, divide and deliver.
 
         Args:
@@ -185,7 +185,7 @@ class Reducer:
         with torch.no_grad():
             return self._write_gradients(must_read or self._must_read())
 
-    def _write_gradients(self, read: bool) -> Sums | None:
+    def _write_gradients(self, read: bool) -> RoundTotals | None:
         sums = self.layout.read_sums() if read else None
         if sums is not None and (sums.faults or not sums.weight > 0.0):
             for slot in self.layout.slots:
@@ -218,7 +218,7 @@ class Reducer:
         """Whether this rank had a gradient for every parameter."""
         return all(all(bucket.used) for bucket in self.layout.buckets)
 
-    def _divide(self, sums: Sums | None) -> None:
+    def _divide(self, sums: RoundTotals | None) -> None:
         if not self._divides or (sums is not None and self.layout.is_unit_weight(sums.weight)):
             return
         for bucket in self.layout.buckets:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ReductionRounds`: what the global gradient is, and when optimizers may use it (the objective).
+"""`ReductionRounds`: what the global gradient is, and when optimizers may use it.
 
 Backwards come in windows. A window holds the backwards since the last round: one, or several
 under `no_sync`. The backward that closes it is the only one with a round of reduction, in which
@@ -16,7 +16,7 @@ Invariants:
 - A rank that has to refuse something contributes zeros and a fault. All ranks then refuse
   together, after the round's last collective, so that none waits for one that has raised.
 - Once a part of a round has been sent and the rest has not, the ranks are at different places:
-  nothing more is reduced over this group (`broken`).
+  nothing more is reduced over this group (`mark_broken`).
 - After a refusal or a failure, gradients that earlier rounds have left are back in
   ``parameter.grad``.
 """
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from lockstep.group import Group
-    from lockstep.sync.round_contribution import Sums, UnreadSums
+    from lockstep.sync.round_contribution import RoundTotals, UnreadTotals
     from lockstep.sync.synced_tensors import SyncedTensors
     from lockstep.sync.transport import Gradients, RoundResult, TransportFactory
 
@@ -88,7 +88,7 @@ class ReductionRounds:
         num_shards: int | None,
         after_round: Callable[[], None] | None,
     ) -> None:
-        self.place = f"rank {group.rank} of {group.size}"
+        self.place = group.place
         self._num_shards = num_shards
         self.weights = BatchWeights(group, num_shards, averages=averages)
         self.num_rounds = self.last_full_round = 0
@@ -103,7 +103,7 @@ class ReductionRounds:
         self._step = 0  # of the run, or of the optimizers, to which rounds belong
         self._steps_taken = 0
         self._watched_from = 0
-        self._unread: UnreadSums | None = None
+        self._unread: UnreadTotals | None = None
         self._accumulated: list[Slot] = []  # whose gradient is a sum with those of earlier rounds
         self._grad_watch = AutogradGradWatch(self.slots)
         self._late = LateParameters(modules, found.parameters.values())
@@ -189,7 +189,7 @@ class ReductionRounds:
         # The program cannot zero gradients that were set aside: it may have meant to.
         is_hidden = not self._window.has_gradients_of(self._earlier.by_slot)
         if is_hidden or any(bool(grad.any()) for grad in grads):
-            self._window.faults.append(Fault("touched"))
+            self._window.faults.append(Fault("edited_in_window"))
         else:
             self.forget_window()
 
@@ -236,7 +236,8 @@ class ReductionRounds:
         driving, group = reduction_context.active(), self._group
         # Other ranks may be threads of this process.
         if driving and driving.at_root and group and driving.group.rank == group.rank:
-            raise round_checks.fault_error(*Fault.of("driven", [slot.name]), where=self.place)
+            fault = Fault.of("weighted_by_other_sync", [slot.name])
+            raise round_checks.fault_error(*fault, where=self.place)
 
     def _at_end(self, function: Callable[[], None]) -> None:
         """Call `function` when the running backward has ended and its gradients are in place."""
@@ -253,28 +254,28 @@ class ReductionRounds:
 
     def _run_backward(self, run: Callable[[], None], weight: float | None) -> None:
         """Run a backward whose root carries `weight`; the round begins before it."""
-        stand_in: Gradients | None = None
+        replacement_gradients: Gradients | None = None
         self.listener.is_running = True
         try:
             if weight == 0.0:
                 # No value of this backward may stay; scaling by zero would keep NaN.
-                stand_in = self._take_gradients()
+                replacement_gradients = self._take_gradients()
             if not self.is_paused:
                 self._begin_round()
             by_id = {id(slot.param): grad for slot, grad in self._earlier.by_slot.items()}
             around = reduction_context.activate_for_backward(self.attached_group(), weight, by_id)
-            with self.transport.backward(stand_in), around:
+            with self.transport.backward(replacement_gradients), around:
                 run()
         except BaseException:
-            if stand_in is not None:
+            if replacement_gradients is not None:
                 for slot in self.slots:
-                    slot.param.grad = stand_in.get(slot)
+                    slot.param.grad = replacement_gradients.get(slot)
             self._fail()
             raise
         finally:
             self.listener.is_running = False
-        if stand_in is not None:
-            self._return_gradients(stand_in)
+        if replacement_gradients is not None:
+            self._return_gradients(replacement_gradients)
         if self.is_paused:
             self._leave_window_open()
         else:
@@ -353,7 +354,7 @@ class ReductionRounds:
         if earlier.by_slot or self.listener.hooked or self._grad_watch.is_pending:
             self._add_to_earlier(result, earlier)
 
-    def _judge(self, sums: Sums, mine: Contribution, *, together: bool) -> None:
+    def _judge(self, sums: RoundTotals, mine: Contribution, *, together: bool) -> None:
         group = self.attached_group()
         self._is_broken = round_checks.is_out_of_step(sums, mine, group)
         round_checks.judge(sums, mine, group, together=together)
@@ -426,7 +427,7 @@ class ReductionRounds:
 
     def join(self, group: Group) -> None:
         """Belong to `group`, after `leave`."""
-        self.place = f"rank {group.rank} of {group.size}"
+        self.place = group.place
         self.weights = BatchWeights(group, self._num_shards, averages=self.weights.averages)
         self._grad_watch = AutogradGradWatch(self.slots)  # a step that is made again asks again
         self._step = self._steps_taken = 0  # a rank that is new has taken none

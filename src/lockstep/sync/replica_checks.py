@@ -32,7 +32,7 @@ def compare_structures(group: Group, found: SyncedTensors, settings: list[Any]) 
     if found.refused:
         raise WrongTypeError(
             "this model cannot be synchronised by replicate",
-            where=f"rank {group.rank} of {group.size}",
+            where=group.place,
             got="; ".join(found.refused[:5]),
             fix="hand over the plain module, or mark what is each rank's own: lockstep.local(...)",
         )

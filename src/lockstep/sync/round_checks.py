@@ -23,16 +23,16 @@ from lockstep.errors import (
 
 if TYPE_CHECKING:
     from lockstep.group import Group
-    from lockstep.sync.round_contribution import Contribution, Fault, Sums
+    from lockstep.sync.round_contribution import Contribution, Fault, RoundTotals
 
 
-def is_out_of_step(sums: Sums, mine: Contribution, group: Group) -> bool:
+def is_out_of_step(sums: RoundTotals, mine: Contribution, group: Group) -> bool:
     """Whether the ranks reduced different rounds together; all ranks find the same answer."""
     expected = mine.check * group.size, mine.check_squared * group.size
     return (sums.check, sums.check_squared) != expected
 
 
-def judge(sums: Sums, mine: Contribution, group: Group, *, together: bool) -> None:
+def judge(sums: RoundTotals, mine: Contribution, group: Group, *, together: bool) -> None:
     """Raise if the gradients of this round must not be used.
 
     Args:
@@ -50,7 +50,7 @@ def judge(sums: Sums, mine: Contribution, group: Group, *, together: bool) -> No
         SparseGradientError: and others, by the kind of fault.
         WeightError: the weights add up to zero.
     """
-    place = f"rank {group.rank} of {group.size}"
+    place = group.place
     if is_out_of_step(sums, mine, group):
         raise GradientNotReducedError(
             "the ranks reduced different rounds together",
@@ -68,7 +68,7 @@ def judge(sums: Sums, mine: Contribution, group: Group, *, together: bool) -> No
         _refuse_alone(place, mine.faults)
     if 0 < sums.delivered < sums.plain:
         got = f"{sums.delivered:.0f} ranks know the weight of their batch, others do not"
-        raise fault_error("another", got, where=place)
+        raise fault_error("weights_known_on_some_ranks", got, where=place)
     if sums.earlier != mine.earlier * group.size:
         raise fault_error("by_hand", where=place)
     if sums.plain and sums.weighted:
@@ -147,7 +147,7 @@ _FAULTS: Final = {
         " failed midway",
         "optimizer.zero_grad() before the backward; or add up the losses",
     ),
-    "touched": _FaultKind(
+    "edited_in_window": _FaultKind(
         "gradients were changed between the backwards of one accumulation window",
         "clipped, scaled or assigned under no_sync(): this rank's part alone, of which nobody"
         " knows afterwards what it counts for",
@@ -166,7 +166,7 @@ _FAULTS: Final = {
         "call the model that register() returned; one backward for each forward; or leave out"
         ' sync="ddp"',
     ),
-    "driven": _FaultKind(
+    "weighted_by_other_sync": _FaultKind(
         "a backward with a weight reaches parameters of another GradientSync",
         "two replicate() calls, one loss, and the backward(loss, weight=...) of one of them: the"
         " other does not know what the loss counts for",
@@ -200,12 +200,14 @@ _FAULTS: Final = {
     "mixed": _mixed_weights(
         "loss.backward() and gradients.backward(loss, weight=...) were both used"
     ),
-    "another": _mixed_weights("some ranks ran another backward than the others"),
+    "weights_known_on_some_ranks": _mixed_weights(
+        "some ranks ran another backward than the others"
+    ),
     "changed": _mixed_weights(
         "loss.backward() adds up batches of different sizes (is one the last of an epoch?) as if"
         " each counted the same"
     ),
-    "emptied": _mixed_weights(
+    "empty_batch_in_window": _mixed_weights(
         "one batch of the window holds no samples, and what loss.backward() added for it cannot"
         " be told from the others"
     ),

@@ -36,7 +36,7 @@ class Fault(NamedTuple):
         return cls(kind, ", ".join(f"`{name}`" for name in names))
 
 
-class Sums(NamedTuple):
+class RoundTotals(NamedTuple):
     """The ranks' contributions, added up; every field is a sum over ranks.
 
     Attributes:
@@ -75,9 +75,8 @@ class Contribution:
         earlier: see `EarlierGradients.number`; the same on all ranks, or they refuse.
         is_edited: the program has changed gradients of earlier rounds.
         is_delivered: the program has set the weight of its plain backwards beforehand.
-        discards: the rank's batch is borrowed: its gradients count as if there were none. (A rank
-            without samples in this step computes on another rank's batch with weight 0, so that it
-            takes part in the collectives.)
+        is_borrowed: the rank's batch is borrowed (see `lockstep.data.sharded_loader`): its
+            gradients count as if there were none.
         has_unfrozen: this rank unfroze a parameter that is not in any bucket yet.
         check: number of the model and the round to which the contribution belongs.
     """
@@ -89,7 +88,7 @@ class Contribution:
     earlier: int = 0
     is_edited: bool = False
     is_delivered: bool = False
-    discards: bool = False
+    is_borrowed: bool = False
     has_unfrozen: bool = False
     check: int = 0
 
@@ -102,9 +101,9 @@ class Contribution:
     def has_zero_weight(self) -> bool:
         return self.weight == 0.0
 
-    def sums(self, share: float) -> Sums:
-        """The contribution as `Sums` of one rank, whose gradients are multiplied by `share`."""
-        return Sums(
+    def sums(self, share: float) -> RoundTotals:
+        """The contribution as totals of one rank, whose gradients are multiplied by `share`."""
+        return RoundTotals(
             weight=self.weight * share,
             plain=float(self.kind == PLAIN),
             weighted=float(self.kind == WEIGHTED),
@@ -117,7 +116,7 @@ class Contribution:
         )
 
 
-class UnreadSums:
+class UnreadTotals:
     """Sums of a round that travel from an accelerator to the host, which need not wait for them.
 
     Args:
@@ -132,7 +131,7 @@ class UnreadSums:
         self._arrived = torch.cuda.Event()
         self._arrived.record(torch.cuda.current_stream(sums.device))
 
-    def read(self) -> Sums:
+    def read(self) -> RoundTotals:
         """The sums; waits for the accelerator, which has usually computed them by then."""
         self._arrived.synchronize()
-        return Sums(*self._host.tolist())
+        return RoundTotals(*self._host.tolist())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep._torch_compat import buffers_of, parameters_of
-from lockstep.errors import ConfigurationError, WrongTypeError
+from lockstep.errors import WrongTypeError
 from lockstep.sync.buffer_broadcast import BufferPlace
 from lockstep.sync.local_parameters import is_local
 from lockstep.tensor_copies import is_block
@@ -117,23 +117,6 @@ def find_synced_tensors(modules: Sequence[torch.nn.Module]) -> SyncedTensors:
 
 def _holds_tensors(module: torch.nn.Module) -> bool:
     return next(chain(module.parameters(), module.buffers()), None) is not None
-
-
-def refuse_shared(modules: Sequence[torch.nn.Module], fix: str) -> None:
-    """Refuse a parameter of two modules, for a sync that reduces each module by itself.
-
-    Raises:
-        ConfigurationError: names the first such parameter.
-    """
-    owners: dict[int, int] = {}
-    for place, module in enumerate(modules):
-        for name, param in module.named_parameters():
-            if owners.setdefault(id(param), place) != place and not is_local(param):
-                raise ConfigurationError(
-                    f"`{name}` belongs to two registered modules",
-                    cause="each is reduced by itself, and this gradient would be reduced twice",
-                    fix=fix,
-                )
 
 
 def _collect(found: SyncedTensors, owner: torch.nn.Module, prefix: str, seen: set[int]) -> None:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Transport`: the interface of the ways in which gradients travel between the ranks.
 
-`ReductionRounds` is the objective: it knows which backwards belong to one round, what each rank's
-gradients weigh, which faults make the ranks refuse, and whether they may use a round's gradients. A
-transport moves numbers: it sums the ranks' gradients, divides them by the sum of the weights, and
-puts them into ``parameter.grad``. A transport knows no windows and no hooks of the user's.
+`ReductionRounds` is the round controller: it knows which backwards belong to one round, what each
+rank's gradients weigh, which faults make the ranks refuse, and whether they may use a round's
+gradients. A transport moves numbers: it sums the ranks' gradients, divides them by the sum of the
+weights, and puts them into ``parameter.grad``. A transport knows no windows and no hooks of the
+user's.
 
-A new transport (one that scatters the sums over the ranks, say) implements `Transport`; the
-objective, the guard before the optimizers and the tests of the oracle hold for it as they are.
+A new transport (one that scatters the sums over the ranks, say) implements `Transport`; the round
+controller, the guard before the optimizers and the tests of the oracle hold for it as they are.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ if TYPE_CHECKING:
     from lockstep.group import Group
     from lockstep.sync.batch_weights import BatchWeights
     from lockstep.sync.buckets import Slot
-    from lockstep.sync.round_contribution import Contribution, Fault, Sums, UnreadSums
+    from lockstep.sync.round_contribution import Contribution, Fault, RoundTotals, UnreadTotals
 
 Gradients = dict["Slot", "torch.Tensor"]
 
 
-class RoundOwner(Protocol):
-    """The part of the objective that a transport may use."""
+class RoundController(Protocol):
+    """The part of the round controller, `ReductionRounds`, that a transport may use."""
 
     @property
     def place(self) -> str: ...
@@ -50,13 +51,13 @@ class RoundOwner(Protocol):
 
 @dataclass(frozen=True)
 class RoundResult:
-    """The outcome of a round, from the transport; the objective judges it.
+    """The outcome of a round, from the transport; the round controller judges it.
 
     Attributes:
         took_place: the ranks have met, and compared what earlier rounds left.
         has_gradients: some rank has brought gradients.
         used_all: this rank has brought a gradient for every parameter.
-        verdicts: sums over the ranks that the objective has to judge, each with this rank's
+        verdicts: sums over the ranks that the round controller has to judge, each with this rank's
             contribution to them.
         unread: sums that are judged later, so that the host need not wait for an accelerator.
         read_together: every rank reads these sums at this place, so that the ranks can exchange
@@ -67,8 +68,8 @@ class RoundResult:
     took_place: bool
     has_gradients: bool
     used_all: bool
-    verdicts: Sequence[tuple[Sums, Contribution]] = ()
-    unread: UnreadSums | None = None
+    verdicts: Sequence[tuple[RoundTotals, Contribution]] = ()
+    unread: UnreadTotals | None = None
     read_together: bool = True
     unreduced: Collection[Slot] = ()
 
@@ -119,12 +120,12 @@ class Transport(Protocol):
         """Called at the first gradient of a backward, that of `slot`; may refuse the backward."""
         return
 
-    def backward(self, stand_in: Gradients | None) -> AbstractContextManager[None]:
-        """A context around a backward that the objective runs.
+    def backward(self, replacement_gradients: Gradients | None) -> AbstractContextManager[None]:
+        """A context around a backward that the round controller runs.
 
         Args:
-            stand_in: of a backward of weight zero: the gradients that the ranks reduce instead
-                of those which arrive.
+            replacement_gradients: of a backward of weight zero: the gradients that the ranks reduce
+                instead of those which arrive.
         """
 
     def own_memory(self, gradients: Gradients) -> Gradients:
@@ -138,9 +139,9 @@ class Transport(Protocol):
         """End the round whose backward has ended.
 
         Args:
-            faults: that the objective has found since `begin`. Under ``sync="ddp"`` the peers hear
-                of them in this round only where gradients wait for its end (late parameters,
-                halves of a shared one); else in the next round.
+            faults: that the round controller has found since `begin`. Under ``sync="ddp"`` the
+                peers hear of them in this round only where gradients wait for its end (late
+                parameters, halves of a shared one); else in the next round.
 
         Gradient:
             ``parameter.grad`` becomes the sum over the ranks, divided by the sum of their
@@ -185,6 +186,6 @@ def _no_shards() -> WrongUseError:
     return WrongUseError('sums over shards in a fixed order need sync="replicate"')
 
 
-TransportFactory = Callable[[RoundOwner, Sequence["Slot"], int, int], Transport]
-"""Makes a transport for an objective and its parameters; the two numbers are one that tells its
-model from others (below 64), and the most bytes of a bucket."""
+TransportFactory = Callable[[RoundController, Sequence["Slot"], int, int], Transport]
+"""Makes a transport for a round controller and its parameters; the two numbers are one that tells
+its model from others (below 64), and the most bytes of a bucket."""

@@ -4,9 +4,6 @@
 A step is committed when the operator asks for the next batch or leaves its loop: everything that
 the operator does with a batch lies before. Only then do the position in the data and the step count
 move, so that a step which failed half-way has not happened.
-
-A rank without samples in a step computes on another rank's batch with weight 0 (a borrowed batch),
-so that it takes part in the collectives.
 """
 
 from __future__ import annotations

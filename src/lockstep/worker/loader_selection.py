@@ -19,9 +19,8 @@ def open_loader(operator: TrainingOperator, loader: Any, purpose: str) -> StepSo
     assignment = context.shard_assignment
     if not context.options.add_dist_sampler:
         return UserShardedLoader(loader, assignment)
-    # A borrowed batch: a rank without samples in a step computes on another rank's batch with
-    # weight 0, so that it takes part in the collectives. A user's own validation loop would count
-    # such a batch, and has collectives only with a joint loss.
+    # A user's own validation loop would count a borrowed batch (see `ShardedLoader`'s module), and
+    # has collectives only with a joint loss.
     borrows = (
         purpose == "train"
         or operator.joint_loss

@@ -4,7 +4,6 @@ after."""
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +13,11 @@ from lockstep.content_digest import content_digest
 from lockstep.operator.non_finite_check import is_given_closure
 from lockstep.randomness import RandomState, preserve_rng_state
 from lockstep.sync import is_local
+from lockstep.sync.optimizer_inspection import optimizer_parameters
 from lockstep.worker.state_dict import copy_to_cpu
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from lockstep.operator import TrainingOperator
     from lockstep.operator.training_parts import TrainingParts
@@ -43,14 +43,7 @@ class StepRecord:
 
     def digest(self) -> str:
         """A hash, equal for two ranks whose gradients and weights are equal bit for bit."""
-        sha = hashlib.sha256()
-        tables: list[Mapping[str, torch.Tensor | None]] = [*self.gradients, self.weights]
-        for table in tables:
-            for name, value in table.items():
-                sha.update(f"{name} {None if value is None else tuple(value.shape)}".encode())
-                if value is not None:
-                    sha.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return sha.hexdigest()
+        return content_digest([self.gradients, self.weights])
 
 
 class OptimizerRecorder:
@@ -101,10 +94,9 @@ class OptimizerRecorder:
     def _named_parameters(
         self, optimizer: torch.optim.Optimizer
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) in self._names:
-                    yield self._names[id(parameter)][1], parameter
+        for parameter in optimizer_parameters(optimizer):
+            if id(parameter) in self._names:
+                yield self._names[id(parameter)][1], parameter
 
 
 def parameter_names(run: TrainingParts) -> dict[int, tuple[torch.Tensor, str]]:

@@ -127,6 +127,15 @@ def test_a_worker_that_joined_late_names_the_step() -> None:
     assert merged["batch_count"] == 4
 
 
+def test_a_step_whose_number_does_not_grow_is_a_step_of_its_own() -> None:
+    """A loop that has read ahead computes every batch under the number of the last one read."""
+    meters = AverageMeterCollection()
+    for step, loss in ((7, 1.0), (7, 2.0), (8, 3.0), (8, 4.0)):
+        meters.begin_step(step)
+        meters.update({"loss": loss}, n=1)
+    assert meters.summary()["last_loss"] == 4.0
+
+
 def test_nan_stays_nan() -> None:
     merged = merge(
         [collect(({"loss": math.nan}, 1)).state(), collect(({"loss": 1.0}, 100)).state()]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models with buffers, random numbers or parameters in the loss; what is drawn and moved.
 
-`lockstep.operator.registration` and `lockstep.operator.running_statistics` in whole runs.
+`lockstep.operator.registration` and `lockstep.operator.shard_buffers` in whole runs.
 """
 
 import subprocess

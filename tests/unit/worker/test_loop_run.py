@@ -67,6 +67,16 @@ def test_the_sum_behind_the_metrics_does_not_depend_on_the_cut():
     assert cut[-1]["last_train_loss"] == whole[-1]["last_train_loss"]
 
 
+def test_metrics_have_the_numbers_of_the_runs_steps():
+    """By them the last loss is found of workers that have seen different parts of a call."""
+    with trainer() as one:
+        one.train(num_steps=3)
+        one.train(num_steps=2)
+        assert (
+            one.get_local_operator()._lockstep.meters.state()["sums"]["train_loss"].last_step == 5
+        )
+
+
 @pytest.mark.parametrize("operator", [Scheduled, ScheduledStream])
 @pytest.mark.parametrize("calls", [[9], [4, 4, 1], [4, 5], [8, 1], [3, WHOLE, 5], [1] * 9])
 def test_an_epoch_schedule_steps_once_an_epoch_however_calls_are_cut(operator, calls):

@@ -5,8 +5,7 @@ During a pass over the data `LoggingCapture` replaces `self.log` of the module b
 collects the values, and gives each torchmetrics object lockstep's process group to gather over. At
 the end of the pass all ranks exchange the collected values.
 
-A rank without samples in a step computes on another rank's batch with weight 0, so that it takes
-part in the collectives: that batch is *borrowed*, and the values logged for it are dropped.
+The values logged for a borrowed batch (see `lockstep.data.sharded_loader`) are dropped.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def _split_result(result: Any, where: str) -> tuple[list[Any], list[Any], str | 
         return [result], [], None
     if isinstance(result, Mapping):
         return (
-            [_optimizer_in(result, "optimizer", where)],
+            [_optimizer_in(result, where)],
             _schedulers_in(result),
             result.get("monitor"),
         )
@@ -95,7 +95,7 @@ def _split_result(result: Any, where: str) -> tuple[list[Any], list[Any], str | 
             second = result[1]
             return list(result[0]), list(second) if isinstance(second, list) else [second], None
         if all(isinstance(each, Mapping) for each in result):
-            optimizers = [_optimizer_in(each, "optimizer", where) for each in result]
+            optimizers = [_optimizer_in(each, where) for each in result]
             return optimizers, [one for each in result for one in _schedulers_in(each)], None
         if all(map(_is_optimizer, result)):
             return list(result), [], None
@@ -110,11 +110,11 @@ def _schedulers_in(result: Mapping[str, Any]) -> list[Any]:
     return [] if result.get("lr_scheduler") is None else [result["lr_scheduler"]]
 
 
-def _optimizer_in(result: Mapping[str, Any], key: str, where: str) -> Any:
+def _optimizer_in(result: Mapping[str, Any], where: str) -> Any:
     extra = result.keys() - {"optimizer", "lr_scheduler", "monitor", "frequency"}
-    if extra or not _is_optimizer(result.get(key)):
+    if extra or not _is_optimizer(result.get("optimizer")):
         raise _unknown_form_error(f"a dict with {sorted(result)}", where)
-    return result[key]
+    return result["optimizer"]
 
 
 def _unknown_form_error(got: str, where: str) -> ConfigurationError:

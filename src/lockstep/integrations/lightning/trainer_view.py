@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep.errors import NotAvailableError
+from lockstep.sync.optimizer_inspection import optimizer_parameters
 
 if TYPE_CHECKING:
     from lockstep.integrations.lightning.module_factory import ModuleFactory
@@ -166,7 +167,7 @@ class _StrategyView:
         """Clip the global gradients, for `LightningModule.clip_gradients(...)`."""
         if not clip_val:
             return
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = optimizer_parameters(optimizer)
         if str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value":
             torch.nn.utils.clip_grad_value_(parameters, clip_val)
         else:

@@ -66,7 +66,7 @@ class ParameterServerSync(GradientSync):
         if address is None and group.size > 1:
             raise ConfigurationError(
                 "several ranks need one parameter server, and nobody says where it listens",
-                where=f"rank {group.rank} of {group.size}",
+                where=group.place,
                 fix='TorchTrainer(..., sync="parameter_server") starts one',
             )
         self._channel: Channel = (
@@ -138,7 +138,7 @@ class ParameterServerSync(GradientSync):
         if group.size > 1:
             answer = self._channel.ask(Message("all_reduce", tensors=[bucket.flat]))
             bucket.flat.copy_(answer.tensors[0])
-        return Pending(None, "", "")
+        return Pending(None, "")
 
     def detach(self) -> None:
         """Take the hooks off, make the optimizers ordinary ones, leave the server.

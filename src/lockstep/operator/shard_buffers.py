@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lockstep.sync import Synchroniser
 
 
-class RunningStatistics:
+class ShardBuffers:
     """The buffers of `modules` during one step of a worker.
 
     Args:
