@@ -30,9 +30,7 @@ from lockstep.errors import PeerLostError, WorkerDiedError
 from lockstep.phases import Phase, in_phase
 from lockstep.serialization import dumps_or_refuse
 from lockstep.worker import (
-    CallContract,
     Communication,
-    OnFailure,
     Worker,
     add_rank,
     is_peer_lost,
@@ -64,8 +62,6 @@ _LAST_SNAPSHOT_S: Final = 2.0
 _CHECK_ARRIVALS_S: Final = 0.02
 _LARGE_ARGUMENTS: Final = 100_000
 """Arguments of more bytes are put into Ray's object store once, and not into each message."""
-
-_PING: Final = CallContract("roll call", Communication.NONE, OnFailure.REPEAT)
 
 
 class RayEngine:
@@ -295,16 +291,6 @@ class RayEngine:
     def start_snapshot_fetcher(self, to: SnapshotKeeper) -> SnapshotFetcher:
         self._fetcher = RemoteSnapshotFetcher(lambda: self.workers.rank_0, to)
         return self._fetcher
-
-    def ping_workers(self) -> PendingCall[None]:
-        """Ask each member for a sign of life; the returned call's `deaths` hold the dead ones."""
-        self._check_session()
-        pending_call: PendingCall[None] = PendingCall(_PING, outlives_deaths=True)
-        for rank, member in enumerate(self.workers.members):
-            if member.actor is not None:
-                pending_call.pending[member.actor.ping.remote()] = rank
-        pending_call.wait(None)
-        return pending_call
 
     # --------------------------------------------------------------------------------- ending
 

@@ -84,14 +84,6 @@ class WorkerActor:
             return failed_outcome(self._rank, error)
 
     @ray.method(concurrency_group="control")
-    def ping(self) -> Outcome:
-        """Return None at once, whatever the training thread does, as a sign of life."""
-        from lockstep.serialization import dumps_or_refuse
-        from lockstep.worker import Outcome
-
-        return Outcome(dumps_or_refuse(None, "nothing"))
-
-    @ray.method(concurrency_group="control")
     def node(self) -> str:
         """The id of the node that the process runs on."""
         node: str = ray.get_runtime_context().get_node_id()

@@ -38,10 +38,10 @@ from lockstep.recovery.lost_worker import LostWorker
 from lockstep.recovery.poisoned_batch import DeathsByShard
 from lockstep.recovery.regrouping import Regrouping
 from lockstep.recovery.watchdog import Watchdog
-from lockstep.worker import Communication, OnFailure, items_ahead
+from lockstep.worker import Communication, OnFailure, Worker, items_ahead
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from lockstep.engine import PoolStatus
     from lockstep.engine.engine_protocol import OnProgress, SnapshotFetcher, SnapshotKeeper
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
     from lockstep.recovery.policy import Policy
     from lockstep.recovery.regrouping import NewGeneration
-    from lockstep.worker import CallContract, ProgressReport, RemoteCall, StartReport, Worker
+    from lockstep.worker import CallContract, ProgressReport, RemoteCall, StartReport
 
 R = TypeVar("R")
 
@@ -141,8 +141,7 @@ class RecoveringEngine:
         )
         attempt, left = call, retries
         while True:
-            ranks = range(len(self.workers.members)) if rank is None else [rank]
-            pending_call = self._perform(dict.fromkeys(ranks, attempt), on_progress)
+            pending_call = self._perform(attempt, rank, on_progress)
             self._replace_lost()
             if not pending_call.has_failed:
                 # Only loops have lost reports, and R is Report then.
@@ -163,13 +162,13 @@ class RecoveringEngine:
                 attempt = call.resume_at(new_generation.progress)
 
     def _perform(
-        self, calls: Mapping[int, RemoteCall[Worker, R]], on_progress: OnProgress | None
+        self, call: RemoteCall[Worker, R], rank: int | None, on_progress: OnProgress | None
     ) -> PendingCall[R]:
         self._watchdog.begin_call()
         self._has_asked_to_leave = False
-        call = next(iter(calls.values()))
+        ranks = range(len(self.workers.members)) if rank is None else [rank]
         return self._engine.perform(
-            calls,
+            dict.fromkeys(ranks, call),
             on_progress=None
             if on_progress is None
             else partial(self._forward_progress, on_progress),
@@ -204,9 +203,10 @@ class RecoveringEngine:
         may_fail = contract.may_be_repeated and not forms_group
         if may_fail and not self._regrouping.can_grow:
             return
-        pending_call = self._engine.ping_workers()
+        ping = Worker.ping.with_args()
+        pending_call = self._perform(ping, None, None)
         if pending_call.deaths or self._regrouping.can_grow:
-            self._recover(None, pending_call)
+            self._recover(ping, pending_call)
 
     # ------------------------------------------------------------------------ interrupting
 
@@ -225,14 +225,14 @@ class RecoveringEngine:
             self._interrupt(call, cause)
             raise cause
 
-    def _interrupt(self, call: RemoteCall[Worker, object] | None, error: BaseException) -> None:
+    def _interrupt(self, call: RemoteCall[Worker, object], error: BaseException) -> None:
         """Leave the workers in the middle of `call`, and free ranks that wait for others in it.
 
         Does not wait for workers: the error arrives at once, and `undo_interrupted_call` rolls the
         workers back when there is a next call.
         """
-        may_be_interrupted = call is not None and call.contract.may_be_interrupted
-        if not may_be_interrupted or not isinstance(error, Exception | KeyboardInterrupt):
+        is_interruption = isinstance(error, Exception | KeyboardInterrupt)
+        if not call.contract.may_be_interrupted or not is_interruption:
             self._engine.end(error)
             return
         self.interrupted_by, self._interrupted = error, call
@@ -271,11 +271,11 @@ class RecoveringEngine:
     # ------------------------------------------------------------------------- recovering
 
     def _recover(
-        self, call: RemoteCall[Worker, object] | None, pending_call: PendingCall[Any]
+        self, call: RemoteCall[Worker, object], pending_call: PendingCall[Any]
     ) -> NewGeneration:
-        """Form the group anew after a failure of `call`; None for a ping between calls."""
+        """Form the group anew after a failure of `call`, or for a spare."""
         began = pending_call.failed_at or time.monotonic()
-        loop = None if call is None else call.loop
+        loop = call.loop
         try:
             new_generation = self._regrouping.run(
                 None if loop is None else loop.purpose, self._lost_workers(pending_call)

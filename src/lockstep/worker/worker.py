@@ -133,6 +133,10 @@ class Worker(StateAccess):
         self._build_operator(device, is_spare=True)
         return self._start_report(device)
 
+    @remote_method(Communication.NONE, OnFailure.REPEAT)
+    def ping(self) -> None:
+        """Return at once, as a sign of life."""
+
     @property
     def is_built(self) -> bool:
         """Whether there is an operator: after `start` or `stand_by`, and before `stop`."""
