@@ -60,14 +60,14 @@ class Formation:
     Attributes:
         source: the rank whose state counts.
         stale: ranks that load the state of `source`.
-        local_ranks: each rank's index among the ranks of its host; empty if they stay.
+        local_ranks: each rank's index among the ranks of its host.
     """
 
     rendezvous: Rendezvous
     size: int
     source: int
     stale: tuple[int, ...]
-    local_ranks: tuple[int, ...] = ()
+    local_ranks: tuple[int, ...]
 
 
 @remote_method(Communication.NONE, OnFailure.RAISE, is_timed=True)
@@ -178,7 +178,7 @@ def join(worker: Worker, rank: int, formation: Formation) -> None:
 
 def _join_group(worker: Worker, rank: int, formation: Formation) -> None:
     operator = worker.operator
-    worker.take_rank(rank, formation.size)
+    worker.take_rank(rank, formation.size, formation.local_ranks[rank])
     before = operator._lockstep.context
     if worker.before_first_collective is not None:
         worker.before_first_collective()
@@ -188,7 +188,7 @@ def _join_group(worker: Worker, rank: int, formation: Formation) -> None:
         before,
         world_rank=rank,
         world_size=formation.size,
-        local_rank=formation.local_ranks[rank] if formation.local_ranks else before.local_rank,
+        local_rank=worker.local_rank,
         group=group,
         shard_assignment=assignment,
         is_spare=False,

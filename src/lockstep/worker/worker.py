@@ -341,9 +341,9 @@ class Worker(StateAccess):
         """Start the audit of this generation, from `step` of the run on."""
         self._audit.attach(self.rank, self.spec.num_workers, step)
 
-    def take_rank(self, rank: int, size: int) -> None:
-        """Become rank `rank` of `size`."""
-        self.rank = rank
+    def take_rank(self, rank: int, size: int, local_rank: int) -> None:
+        """Become rank `rank` of `size`. The worker's device stays."""
+        self.rank, self.local_rank = rank, local_rank
         self.spec = replace(self.spec, num_workers=size)
         self._num_copies = 0
         self._is_asked_to_leave = False
@@ -369,22 +369,23 @@ class Worker(StateAccess):
             Unless `alone`, every rank: forms the group.
         """
         copy = Worker(spec, 0 if alone else self.rank, self.local_rank)
-        if self._rendezvous is not None and self._group_handle is not None:
+        if self._rendezvous is not None:
             self._num_copies += not alone
             name = f"copy-{self._num_copies}"
             with self._sockets.record_new_sockets():
                 copy._group = form_second_group(
                     self._rendezvous, name, self.rank, self.spec.num_workers, alone=alone
                 )
-            if not alone:
-                copy._group_handle = Group(copy._group, self._group_handle.device)
-                self._sockets.find_peer_sockets(copy._group_handle)
-            copy._rendezvous = None if alone else self._rendezvous
+        copy._group_handle = Group(copy._group, self.operator.device)
+        if self._rendezvous is not None and not alone:
+            self._sockets.find_peer_sockets(copy._group_handle)
+            copy._rendezvous = self._rendezvous
         return copy
 
     def build_as_trial(self) -> None:
         """Run `setup` again, for an operator that is dropped after a few steps."""
-        self._build_operator(pick_device(self.spec.use_gpu, self.local_rank), is_trial=True)
+        assert self._group_handle is not None, "only a copy is a trial"
+        self._build_operator(self._group_handle.device, is_trial=True)
 
     def as_default_group(self) -> AbstractContextManager[None]:
         """Inside, torch's default group is this worker's group, for the user's code."""
