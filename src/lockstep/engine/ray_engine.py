@@ -81,7 +81,7 @@ class RayEngine:
         self._fetcher: RemoteSnapshotFetcher | None = None
         self.workers = WorkerGroup(spec, resources, use_local=use_local, num_spares=num_spares)
         try:
-            rendezvous = self.workers.rendezvous(0) if spec.num_workers > 1 else None
+            rendezvous = self.workers.open_rendezvous() if spec.num_workers > 1 else None
             self.start_reports = self.call(Worker.start.with_args(rendezvous))
             self.workers.await_spares()
         except BaseException as error:

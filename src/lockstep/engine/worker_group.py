@@ -56,6 +56,7 @@ class WorkerGroup:
         members: the workers with a rank, by rank.
         spares: workers without a rank that run their `setup`, or have run it.
         server: the parameter server, if there is one.
+        generation: the number of the latest generation of the process group; the first one is 0.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class WorkerGroup:
         self._resources = resources
         self._use_local = use_local
         self._num_started = 0
-        self._generation = 0
+        self.generation = -1  # none has formed yet
         self._store: RendezvousStore | None = None
         self._pool: ActorPool | None = None
         payload = spec.to_bytes()
@@ -136,9 +137,10 @@ class WorkerGroup:
 
     # ------------------------------------------------------------------------ generations
 
-    def rendezvous(self, generation: int) -> Rendezvous:
-        """Open the rendezvous of generation `generation`, with a store of its own."""
-        resources, self._generation = self._resources, generation
+    def open_rendezvous(self) -> Rendezvous:
+        """Open the rendezvous of the next generation, with a store of its own."""
+        resources = self._resources
+        self.generation += 1
         is_one_node = all(member.is_here for member in self.members)
         only_node = this_node() if is_one_node else None
         host = LOOPBACK if is_one_node else ray.util.get_node_ip_address()
@@ -149,7 +151,7 @@ class WorkerGroup:
         return Rendezvous(
             self._store.host,
             self._store.port,
-            generation=generation,
+            generation=self.generation,
             backend=resources.backend,
             one_node=is_one_node,
             timeout_s=resources.timeout_s,
@@ -177,7 +179,7 @@ class WorkerGroup:
         if self.server is not None:
             self.server.stop()
         for rank in ranks:
-            self.members[rank].break_group(self._generation)
+            self.members[rank].break_group(self.generation)
 
     def start_spare(self, bundle: int, local_rank: int) -> None:
         """Start another worker in a free bundle, as a spare."""

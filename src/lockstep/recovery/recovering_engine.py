@@ -108,7 +108,7 @@ class RecoveringEngine:
     def status(self) -> PoolStatus:
         return replace(
             self._engine.status(),
-            generation=self._regrouping.generation,
+            generation=self.workers.generation,
             spares=len(self._regrouping.spares.ready_workers()),
             recoveries=[incident.as_dict() for incident in self._incidents],
         )
@@ -158,8 +158,9 @@ class RecoveringEngine:
             if call.contract.on_failure is OnFailure.RAISE:
                 self._replace_lost()
                 raise _partial_call_error(pending_call)
-            if call.contract.on_failure is OnFailure.RESUME and new_generation.progress is not None:
-                attempt = call.resume_at(new_generation.progress)
+            progress = new_generation.source.progress
+            if call.contract.on_failure is OnFailure.RESUME and progress is not None:
+                attempt = call.resume_at(progress)
 
     def _perform(
         self, call: RemoteCall[Worker, R], rank: int | None, on_progress: OnProgress | None
@@ -264,8 +265,8 @@ class RecoveringEngine:
             seconds = time.monotonic() - began
             self._record_recovery(call.contract.name, new_generation, seconds, has_failed=False)
             self._to_replace += new_generation.lost_workers
-            if new_generation.is_cut_short:
-                warn_of_cut_short_step(new_generation.point[0], cause)
+            if new_generation.source.is_cut_short:
+                warn_of_cut_short_step(new_generation.position.steps, cause)
         self.interrupted_by = None
 
     # ------------------------------------------------------------------------- recovering
@@ -320,24 +321,24 @@ class RecoveringEngine:
     ) -> None:
         """Log a recovery in the call of the method `name`, and record the incident."""
         lost_workers, spec = new_generation.lost_workers, self._engine.spec
-        is_whole = new_generation.size == spec.num_workers
+        generation, size = self.workers.generation, len(self.workers.members)
+        is_whole = size == spec.num_workers
         self._has_same_bits &= spec.options.reproducible or is_whole
         if not lost_workers and (self._has_asked_to_leave or not has_failed):
-            _log.info(
-                "generation %d has %d workers", new_generation.generation, new_generation.size
-            )
+            _log.info("generation %d has %d workers", generation, size)
             return
+        progress = new_generation.source.progress
         incident = Incident(
             at=time.time(),
             lost=tuple(f"{each.worker}, rank {each.rank}" for each in lost_workers),
             why="; ".join(self._loss_reason(each) for each in lost_workers)
             or "the connections broke",
             during=_describe_call(name, lost_workers),
-            step=new_generation.point[0],
-            replayed=new_generation.replayed,
+            step=new_generation.position.steps,
+            replayed=int(progress is not None and not progress.is_over),
             seconds=seconds,
-            generation=new_generation.generation,
-            workers=new_generation.size,
+            generation=generation,
+            workers=size,
             same_bits=self._has_same_bits,
         )
         self._incidents.append(incident)
@@ -348,7 +349,7 @@ class RecoveringEngine:
 
     def _refuse_poisoned_batch(self, purpose: str, new_generation: NewGeneration) -> None:
         for each in new_generation.lost_workers:
-            fatal = self._deaths.count_death((purpose, *new_generation.point), each.shards)
+            fatal = self._deaths.count_death((purpose, *new_generation.position), each.shards)
             if fatal:
                 error = self._poisoned_step_error(purpose, fatal, new_generation, each)
                 self._engine.end(error)
@@ -360,7 +361,7 @@ class RecoveringEngine:
         items = self._engine.call_rank(0, items_ahead.with_args(purpose, shards))
         return PoisonedStepError(
             "the same samples have ended the worker that computed them, and two in its place",
-            where=f"step {new_generation.point[0]}, shard {', '.join(map(str, shards))}",
+            where=f"step {new_generation.position.steps}, shard {', '.join(map(str, shards))}",
             got=f"samples {items}" if items else None,
             cause=self._loss_reason(lost),
             fix="look at these samples (too large for the memory? a crash in native code?), leave"

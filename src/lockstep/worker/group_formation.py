@@ -14,7 +14,7 @@ The state that travels is that of a checkpoint (see `state`), and what a checkpo
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.group import Group
 from lockstep.operator.sync_setup import rejoin
@@ -32,8 +32,17 @@ if TYPE_CHECKING:
     from lockstep.worker.process_group import Rendezvous
     from lockstep.worker.worker import Worker
 
-Point = tuple[int, int]
-"""The committed steps of the run, and the epoch; a worker that is further has a larger point."""
+
+class RunPosition(NamedTuple):
+    """How far a worker has come; a worker that is further has a larger position.
+
+    Attributes:
+        steps: the committed steps of the run.
+        epoch: the epoch of the training data.
+    """
+
+    steps: int
+    epoch: int
 
 
 @dataclass(frozen=True)
@@ -41,14 +50,14 @@ class SurvivorState:
     """How far a worker has come, after it has left its group.
 
     Attributes:
-        point: the point of its state; None if it has no state of the run (it is a spare, or an
-            optimizer stepped in the middle of a batch that cannot be computed again).
+        position: how far its state has come; None if it has no state of the run (it is a spare, or
+            an optimizer stepped in the middle of a batch that cannot be computed again).
         progress: the progress of the interrupted call; None without one.
         is_cut_short: a loop of the user's own failed after the last step's optimizers, so that its
             code after them did not run.
     """
 
-    point: Point | None
+    position: RunPosition | None
     progress: LoopProgress | None = None
     is_cut_short: bool = False
 
@@ -82,12 +91,12 @@ def stand_down(
         is_given_up: the call does not go on: it has ended with the last committed step.
     """
     survivor = _stand_down(worker, interrupted)
-    if is_given_up and survivor.point is not None:
+    if is_given_up and survivor.position is not None:
         call, worker.loop_run, worker.before_call = worker.loop_run, None, None
         if call is not None and interrupted == "train":
             # The first batches of the open window belong to an earlier call, which counted them.
             worker.owed = max(worker.owed, -call.tally.steps)
-        return SurvivorState(survivor.point, is_cut_short=survivor.is_cut_short)
+        return SurvivorState(survivor.position, is_cut_short=survivor.is_cut_short)
     return survivor
 
 
@@ -98,10 +107,10 @@ def go_back_alone(worker: Worker, interrupted: str | None) -> SurvivorState:
         interrupted: as for `stand_down`.
 
     Returns:
-        How far the worker has come; `point` is None if an optimizer's change cannot be undone.
+        How far the worker has come; `position` is None if an optimizer's change cannot be undone.
     """
     survivor = stand_down(worker, interrupted, is_given_up=True)
-    if survivor.point is None:
+    if survivor.position is None:
         return survivor
     state = worker.operator._lockstep
     state.context = replace(state.context, group=Group(None, state.context.device))
@@ -131,7 +140,7 @@ def _stand_down(worker: Worker, interrupted: str | None) -> SurvivorState:
     # A rank that has trained to the end of the call is ahead. A validation is done again by all
     # ranks: the counts of a lost worker are lost.
     if call is None or (call.is_over and interrupted == "train"):
-        return SurvivorState(_point(worker), None if call is None else call.progress)
+        return SurvivorState(_position(worker), None if call is None else call.progress)
     undone = worker.undo(call)
     if undone == "nothing":
         worker.has_state = False
@@ -141,14 +150,14 @@ def _stand_down(worker: Worker, interrupted: str | None) -> SurvivorState:
         # Negative where the call begins with batches of a window that was open before it.
         steps = call.cursor.step - call.first_step
         return SurvivorState(
-            _point(worker), LoopProgress(call.first_epoch, call.first_step, steps, 0, False)
+            _position(worker), LoopProgress(call.first_epoch, call.first_step, steps, 0, False)
         )
-    return SurvivorState(_point(worker), call.progress, is_cut_short=undone == "cut short")
+    return SurvivorState(_position(worker), call.progress, is_cut_short=undone == "cut short")
 
 
-def _point(worker: Worker) -> Point:
+def _position(worker: Worker) -> RunPosition:
     epoch = worker.cursors["train"].epoch if "train" in worker.cursors else 0
-    return worker.operator._lockstep.committed, epoch
+    return RunPosition(worker.operator._lockstep.committed, epoch)
 
 
 @remote_method(Communication.RUN_GROUP, OnFailure.RAISE, is_timed=True)
