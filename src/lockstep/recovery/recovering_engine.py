@@ -256,7 +256,7 @@ class RecoveringEngine:
             return
         try:
             purpose = None if call.loop is None else call.loop.purpose
-            new_generation = self._regrouping.run(purpose, [], given_up_for=cause)
+            new_generation = self._regrouping.run(purpose, [], abandoned_because=cause)
         except LockstepError as error:
             error.__cause__ = error.__cause__ or cause
             self._engine.end(error)

@@ -97,14 +97,14 @@ class Regrouping:
         self,
         purpose: str | None,
         lost_workers: Sequence[LostWorker],
-        given_up_for: BaseException | None = None,
+        abandoned_because: BaseException | None = None,
     ) -> NewGeneration:
         """Form the next generation from the workers that are left.
 
         Args:
             purpose: of the loop that was interrupted; None if it was another call.
             lost_workers: the workers that are known to be lost.
-            given_up_for: the error for which the interrupted call ends; None if the call goes on.
+            abandoned_because: the error for which the call ends; None if the call goes on.
 
         Raises:
             TrainerClosedError: no worker is lost, and none can go back to a committed step.
@@ -116,10 +116,10 @@ class Regrouping:
             table.mark_lost(each)
             self._workers.forget(each.worker)
         for _ in range(_ATTEMPTS):
-            survivors = self._stand_down(purpose, given_up_for is not None, table)
+            survivors = self._stand_down(purpose, abandoned_because is not None, table)
             furthest = _find_furthest(survivors)
-            if furthest is None and not table.lost_workers and given_up_for is not None:
-                raise rollback_impossible_error(given_up_for)
+            if furthest is None and not table.lost_workers and abandoned_because is not None:
+                raise rollback_impossible_error(abandoned_because)
             if furthest is None:
                 raise _no_worker_left_error(table.lost_workers, list(survivors))
             self._workers.set_members(self._members(table))
@@ -132,10 +132,10 @@ class Regrouping:
         )
 
     def _stand_down(
-        self, purpose: str | None, is_given_up: bool, table: RankTable
+        self, purpose: str | None, is_abandoned: bool, table: RankTable
     ) -> dict[WorkerHandle, SurvivorState]:
         """Let all members leave the group; a member that fails is lost. Empty if all are lost."""
-        call = stand_down.with_args(purpose, is_given_up=is_given_up)
+        call = stand_down.with_args(purpose, is_abandoned=is_abandoned)
         while members := list(self._workers.members):
             self._watchdog.begin_call()
             pending_call = self._engine.perform(

@@ -81,17 +81,17 @@ class Formation:
 
 @remote_method(Communication.NONE, OnFailure.RAISE, is_timed=True)
 def stand_down(
-    worker: Worker, interrupted: str | None, *, is_given_up: bool = False
+    worker: Worker, interrupted: str | None, *, is_abandoned: bool = False
 ) -> SurvivorState:
     """Leave the group and undo the step that was not committed. Idempotent.
 
     Args:
         interrupted: the purpose of the loop that not all workers have completed; None if another
             call was interrupted.
-        is_given_up: the call does not go on: it has ended with the last committed step.
+        is_abandoned: the call does not go on: it has ended with the last committed step.
     """
     survivor = _stand_down(worker, interrupted)
-    if is_given_up and survivor.position is not None:
+    if is_abandoned and survivor.position is not None:
         call, worker.loop_run, worker.before_call = worker.loop_run, None, None
         if call is not None and interrupted == "train":
             # The first batches of the open window belong to an earlier call, which counted them.
@@ -109,7 +109,7 @@ def go_back_alone(worker: Worker, interrupted: str | None) -> SurvivorState:
     Returns:
         How far the worker has come; `position` is None if an optimizer's change cannot be undone.
     """
-    survivor = stand_down(worker, interrupted, is_given_up=True)
+    survivor = stand_down(worker, interrupted, is_abandoned=True)
     if survivor.position is None:
         return survivor
     state = worker.operator._lockstep
