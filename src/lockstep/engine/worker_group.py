@@ -26,12 +26,12 @@ from lockstep.engine.actor_pool import (
 )
 from lockstep.engine.actor_termination import end_actor, kill_worker, wait_until_gone
 from lockstep.engine.cluster import connect, session, this_node
-from lockstep.engine.rendezvous_store import LOOPBACK, RendezvousStore
+from lockstep.engine.rendezvous_store import LOOPBACK, open_store
 from lockstep.engine.server_actor import ServerProcess
 from lockstep.engine.spare_worker import Readiness, Spare
 from lockstep.engine.worker_handle import WorkerHandle
 from lockstep.serialization import dumps_or_refuse
-from lockstep.worker import Rendezvous, Worker
+from lockstep.worker import Rendezvous, Worker, arrival_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -69,7 +69,7 @@ class WorkerGroup:
         self._use_local = use_local
         self._num_started = 0
         self.generation = -1  # none has formed yet
-        self._store: RendezvousStore | None = None
+        self._store: dist.TCPStore | None = None
         self._pool: ActorPool | None = None
         payload = spec.to_bytes()
         own_cluster = connect()
@@ -147,7 +147,7 @@ class WorkerGroup:
         self.close_rendezvous()
         server = self.server
         server_address = None if server is None else server.listen(len(self.members), only_node)
-        self._store = RendezvousStore(host, resources.timeout_s)
+        self._store = open_store(host, resources.timeout_s)
         return Rendezvous(
             self._store.host,
             self._store.port,
@@ -162,13 +162,11 @@ class WorkerGroup:
     def have_arrived(self, ranks: Iterable[int]) -> bool:
         """Whether all of `ranks` have arrived at the rendezvous; never blocks."""
         assert self._store is not None
-        return self._store.have_arrived(ranks)
+        return self._store.check([arrival_key(rank) for rank in ranks])
 
     def close_rendezvous(self) -> None:
         """Close the store, which frees members that wait there for a member that will not come."""
-        store, self._store = self._store, None
-        if store is not None:
-            store.close()
+        self._store = None
 
     def break_group(self, ranks: Iterable[int]) -> None:
         """Free those of `ranks` that wait for a peer which neither answers nor closes its sockets.
