@@ -7,7 +7,7 @@ entered it. So the surviving ranks are at most one step apart, and the state of 
 furthest counts: the other ranks take it over, and the step that no rank has committed is computed
 again.
 
-The state that travels is that of a checkpoint (see `state`), and what a checkpoint leaves to
+The state that travels is that of a checkpoint (see `state_dict`), and what a checkpoint leaves to
 `setup`: which parameters train, buffers that are not persistent, gradients of an open window.
 """
 
@@ -23,6 +23,7 @@ from lockstep.worker.loader_selection import open_loader
 from lockstep.worker.loop_run import LoopProgress
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 from lockstep.worker.saved_gradients import SavedGradients
+from lockstep.worker.worker import Undone
 
 if TYPE_CHECKING:
     import torch
@@ -122,14 +123,15 @@ def go_back_alone(worker: Worker, interrupted: str | None) -> SurvivorState:
 
 
 def _stand_down(worker: Worker, interrupted: str | None) -> SurvivorState:
-    holds_unreduced_gradients = worker.holds_unreduced_gradients
+    cursor = worker.cursors.get("train")
+    is_unreduced = cursor is not None and worker.rollback.holds_unreduced_gradients(cursor)
     worker.leave()
     if not worker.has_state:
         return SurvivorState(None)
     # A dataset of Ray's was split for the ranks of the group that is left.
     worker.feed(None, None)
     call = worker.loop_run if interrupted is not None else None
-    if holds_unreduced_gradients:
+    if is_unreduced:
         # No other rank has these gradients, and those of a lost worker are lost: all ranks begin
         # the window anew.
         if call is not None and interrupted == "train":
@@ -142,17 +144,18 @@ def _stand_down(worker: Worker, interrupted: str | None) -> SurvivorState:
     if call is None or (call.is_over and interrupted == "train"):
         return SurvivorState(_position(worker), None if call is None else call.progress)
     undone = worker.undo(call)
-    if undone == "nothing":
+    if undone is Undone.IMPOSSIBLE:
         worker.has_state = False
         return SurvivorState(None)
-    if undone == "all":
+    if undone is Undone.CALL:
         worker.loop_run = None
         # Negative where the call begins with batches of a window that was open before it.
         steps = call.cursor.step - call.first_step
         return SurvivorState(
             _position(worker), LoopProgress(call.first_epoch, call.first_step, steps, 0, False)
         )
-    return SurvivorState(_position(worker), call.progress, is_cut_short=undone == "cut short")
+    is_cut_short = undone is Undone.NOTHING_AS_STEP_COUNTS
+    return SurvivorState(_position(worker), call.progress, is_cut_short=is_cut_short)
 
 
 def _position(worker: Worker) -> RunPosition:
@@ -225,7 +228,7 @@ def _transfer_state(worker: Worker, group: Group, rank: int, formation: Formatio
 
 def _full_state(worker: Worker) -> dict[str, Any]:
     """The state that another rank needs to replace this one; more than a checkpoint holds."""
-    run, window_gradients = worker.run, worker.window_gradients
+    run, window_gradients = worker.run, worker.rollback.window_gradients()
     return {
         "state": worker.state_to_write(),
         "requires_grad": [parameter.requires_grad for parameter in run.parameters()],
@@ -233,7 +236,7 @@ def _full_state(worker: Worker) -> dict[str, Any]:
         "weighed_by": worker.operator._lockstep.weighed_by,
         "window_gradients": None if window_gradients is None else list(window_gradients.gradients),
         "owed": worker.owed,
-        "written_parameters": worker.written_parameters,
+        "written_parameters": worker.rollback.written_parameters,
     }
 
 
@@ -246,9 +249,10 @@ def _load_full_state(worker: Worker, full_state: dict[str, Any]) -> None:
         mine.data = theirs.to(mine.device, copy=True)
     worker.operator._lockstep.weighed_by = dict(full_state["weighed_by"])
     if full_state["window_gradients"] is not None:
-        worker.window_gradients = SavedGradients(full_state["window_gradients"])
+        gradients = SavedGradients(full_state["window_gradients"])
+        worker.rollback.restore_window_gradients(gradients)
     worker.owed = full_state["owed"]
-    worker.expect_written_parameters(full_state["written_parameters"])
+    worker.rollback.expect_written_parameters(full_state["written_parameters"])
 
 
 def _buffers(run: TrainingParts) -> list[torch.Tensor]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
@@ -53,14 +54,22 @@ if TYPE_CHECKING:
 
     from lockstep.data import RayBatches, ShardAssignment
     from lockstep.worker.report import Report
-    from lockstep.worker.saved_gradients import SavedGradients
     from lockstep.worker.spec import WorkerSpec
 
 _CLOSING_S: Final = 1.0
 
-Undone = Literal["all", "step", "cut short", "nothing"]
-"""What `Worker.undo` has undone: the whole call; the open step; nothing, because the step counts,
-though it was cut short after its optimizers; or nothing, because no undo is possible."""
+
+class Undone(Enum):
+    """What `Worker.undo` has undone."""
+
+    CALL = auto()
+    STEP = auto()
+
+    NOTHING_AS_STEP_COUNTS = auto()
+    """The step was cut short after its optimizers had stepped, and counts."""
+
+    IMPOSSIBLE = auto()
+    """The state from before the step is lost."""
 
 
 class Worker(StateAccess):
@@ -256,6 +265,12 @@ class Worker(StateAccess):
     # -------------------------------------------------------------------- another generation
 
     @property
+    def rollback(self) -> Rollback:
+        """The undo of the open step, of a worker that can go back (`WorkerSpec.can_go_back`)."""
+        assert self._rollback is not None, "this worker cannot go back"
+        return self._rollback
+
+    @property
     def has_begun_to_step(self) -> bool:
         """Whether an optimizer has begun a step that cannot be undone before it is committed."""
         return self._rollback is not None and self._rollback.has_irreversible_step
@@ -283,10 +298,10 @@ class Worker(StateAccess):
         """Undo what `call` has not committed."""
         if call.request.purpose == "validation":
             call.rewind()
-            return "all"
-        if self.before_call is None and self._rollback is not None and self._rollback.is_complete:
+            return Undone.CALL
+        if self.before_call is None and self.rollback.is_complete:
             call.finish_step()
-            return "cut short"
+            return Undone.NOTHING_AS_STEP_COUNTS
         self.operator._lockstep.forget_step()
         self.operator._lockstep.precision.forget_unscaled()
         for held in vars(self.operator).values():
@@ -295,45 +310,17 @@ class Worker(StateAccess):
         if self.before_call is not None:
             # A `train_epoch` of the user's own: only it knows its state between two batches.
             self.load_state(self.before_call)
-            begins = self._rollback is None or self._rollback.restart_call()
-            return "all" if begins else "nothing"
-        done = self._rollback is not None and self._rollback.undo(call.cursor, call.tally)
-        return "step" if done else "nothing"
-
-    @property
-    def holds_unreduced_gradients(self) -> bool:
-        """Whether a step waits for gradients that are not reduced, which no other rank has."""
-        if self._rollback is None or "train" not in self.cursors:
-            return False
-        return self._rollback.holds_unreduced_gradients(self.cursors["train"])
-
-    @property
-    def window_gradients(self) -> SavedGradients | None:
-        """Gradients that the loop's own open window holds between two passes over the data."""
-        return None if self._rollback is None else self._rollback.window_gradients()
-
-    @window_gradients.setter
-    def window_gradients(self, window_gradients: SavedGradients | None) -> None:
-        if self._rollback is not None:
-            self._rollback.restore_window_gradients(window_gradients)
-
-    @property
-    def written_parameters(self) -> list[int]:
-        """Indices of the parameters that a batch writes to before an optimizer steps."""
-        return [] if self._rollback is None else self._rollback.written_parameters
-
-    def expect_written_parameters(self, places: list[int]) -> None:
-        """Take over from another rank which parameters a batch writes to."""
-        if self._rollback is not None:
-            self._rollback.expect_written_parameters(places)
+            return Undone.CALL if self.rollback.restart_call() else Undone.IMPOSSIBLE
+        is_undone = self.rollback.undo(call.cursor, call.tally)
+        return Undone.STEP if is_undone else Undone.IMPOSSIBLE
 
     def return_to_window(self) -> bool:
         """Between calls, undo the open window; False if the window is the loop's own."""
         cursor = self.cursors["train"]
-        if self._rollback is None or not cursor.has_open_window:
+        if not cursor.has_open_window:
             return False
         before = self.operator._lockstep.committed
-        done = self._rollback.undo(cursor, Tally())
+        done = self.rollback.undo(cursor, Tally())
         self.owed += before - self.operator._lockstep.committed
         return done
 
