@@ -96,7 +96,9 @@ def stand_down(
         call, worker.loop_run, worker.before_call = worker.loop_run, None, None
         if call is not None and interrupted == "train":
             # The first batches of the open window belong to an earlier call, which counted them.
-            worker.owed = max(worker.owed, -call.tally.steps)
+            worker.num_batches_to_recompute = max(
+                worker.num_batches_to_recompute, -call.tally.steps
+            )
         return SurvivorState(survivor.position, is_cut_short=survivor.is_cut_short)
     return survivor
 
@@ -235,7 +237,7 @@ def _full_state(worker: Worker) -> dict[str, Any]:
         "buffers": _buffers(run),
         "weighed_by": worker.operator._lockstep.weighed_by,
         "window_gradients": None if window_gradients is None else list(window_gradients.gradients),
-        "owed": worker.owed,
+        "num_batches_to_recompute": worker.num_batches_to_recompute,
         "written_parameters": worker.rollback.written_parameters,
     }
 
@@ -251,7 +253,7 @@ def _load_full_state(worker: Worker, full_state: dict[str, Any]) -> None:
     if full_state["window_gradients"] is not None:
         gradients = SavedGradients(full_state["window_gradients"])
         worker.rollback.restore_window_gradients(gradients)
-    worker.owed = full_state["owed"]
+    worker.num_batches_to_recompute = full_state["num_batches_to_recompute"]
     worker.rollback.expect_written_parameters(full_state["written_parameters"])
 
 

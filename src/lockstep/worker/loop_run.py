@@ -88,7 +88,8 @@ class LoopRun:
         arithmetic: a context manager entered around the passes.
         on_commit: called after every step.
         rollback: copies what a step may change until it is committed; None for validation.
-        owed: batches of earlier calls that are computed again first, for an open window.
+        num_batches_to_recompute: batches of earlier calls that are computed again first, for an
+            open window.
 
     Attributes:
         cursor: the position in the data.
@@ -106,7 +107,7 @@ class LoopRun:
         arithmetic: Callable[[], AbstractContextManager[None]],
         on_commit: Callable[[], None] | None,
         rollback: Rollback | None,
-        owed: int,
+        num_batches_to_recompute: int,
     ) -> None:
         self._operator = operator
         self._state: OperatorState = operator._lockstep
@@ -120,8 +121,8 @@ class LoopRun:
         }
         self._arithmetic = arithmetic
         self._rollback = rollback
-        self.tally = Tally(steps=-owed, on_commit=on_commit)
-        self.first_epoch, self.first_step = cursor.epoch, cursor.step + owed
+        self.tally = Tally(steps=-num_batches_to_recompute, on_commit=on_commit)
+        self.first_epoch, self.first_step = cursor.epoch, cursor.step + num_batches_to_recompute
         self.is_over = False
         self._shards = self._state.context.shard_assignment.shards
         self._pass_began = 0

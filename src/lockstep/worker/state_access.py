@@ -32,7 +32,7 @@ class StateAccess:
     cursors: dict[str, Cursor]
     spec: WorkerSpec
     rank: int
-    owed: int
+    num_batches_to_recompute: int
     before_call: dict[str, Any] | None
     _before_load: tuple[dict[str, Any], int] | None
     _dataset_switch: DatasetSwitch
@@ -131,8 +131,8 @@ class StateAccess:
         """Load `state`; until `settle_state` the state from before can be restored."""
         before = self.state_dict()
         # That state begins with the open window, whose batches have been counted.
-        owed = self.owed + self.operator._lockstep.committed - before["global_step"]
-        self._before_load = before, owed
+        num_counted = self.operator._lockstep.committed - before["global_step"]
+        self._before_load = before, self.num_batches_to_recompute + num_counted
         if self.operator._lockstep.step_log is not None:
             self.operator._lockstep.step_log.rewind_to(0)
         self.load_state(state)
@@ -141,14 +141,14 @@ class StateAccess:
     def settle_state(self, keep: bool) -> None:
         held, self._before_load = self._before_load, None
         if not keep and held is not None:
-            before, owed = held
+            before, num_counted = held
             self.load_state(before)
-            self.owed = owed
+            self.num_batches_to_recompute = num_counted
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Load the `state_dict` of a worker of the same run, without a way back."""
         operator = self.operator
-        self.owed = 0
+        self.num_batches_to_recompute = 0
         operator._lockstep.forget_step()
         if self._rollback is not None:
             self._rollback.forget()

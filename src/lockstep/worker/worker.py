@@ -82,7 +82,8 @@ class Worker(StateAccess):
 
     Attributes:
         cursors: the position in the data, by purpose.
-        owed: batches that earlier calls have counted, and that the next call computes again first.
+        num_batches_to_recompute: batches that earlier calls have counted, and that the next call
+            computes again first.
         is_warm: its process has committed a step, so that its slow first step is over.
         has_state: it has the state of the run; a spare gets the state when it joins.
         loop_run: the latest `train` or `validate`.
@@ -104,7 +105,7 @@ class Worker(StateAccess):
         self._dataset_switch = DatasetSwitch()
         self._before_load: tuple[dict[str, Any], int] | None = None
         self.before_call: dict[str, Any] | None = None
-        self.owed = 0
+        self.num_batches_to_recompute = 0
         self._rollback = None
         self._is_asked_to_leave = False
         self.is_warm = False
@@ -321,7 +322,7 @@ class Worker(StateAccess):
             return False
         before = self.operator._lockstep.committed
         done = self.rollback.undo(cursor, Tally())
-        self.owed += before - self.operator._lockstep.committed
+        self.num_batches_to_recompute += before - self.operator._lockstep.committed
         return done
 
     def attach_audit(self, step: int) -> None:
@@ -430,10 +431,10 @@ class Worker(StateAccess):
             arithmetic=self.arithmetic,
             on_commit=self.on_commit,
             rollback=self._rollback if training else None,
-            owed=self.owed if training else 0,
+            num_batches_to_recompute=self.num_batches_to_recompute if training else 0,
         )
         if training:
-            self.owed = 0
+            self.num_batches_to_recompute = 0
             self.snapshots.begin()
             if self.operator._lockstep.step_log is not None:
                 self.operator._lockstep.step_log.begin_call()
