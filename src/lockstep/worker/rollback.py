@@ -128,13 +128,14 @@ class Rollback:
         # its first steps, for which they are copied in any case.
         self._reuses_gradients = False
         self._steps_to_learn = _STEPS_TO_LEARN if operator._lockstep_overrides_loop() else 0
-        self._in_place_writes = InPlaceWriteTracker(run.optimizers)
+        self._in_place_writes = InPlaceWriteTracker()
         self._has_own_loop = (
             # A user's `after_step` may communicate, and may fail, like a loop of the user's own.
             operator._lockstep_overrides_loop()
             or operator._lockstep_overrides(TrainingOperator.after_step)
         )
         operator._lockstep.put_buffers_back = self.put_buffers_back
+        # Not traced: a compiled step would guard on every version counter.
         before = disable_dynamo(lambda each, *_: self._before_optimizer(each))
         after = disable_dynamo(lambda each, *_: self._after_optimizer(each))
         self._handles: list[Any] = []
@@ -146,7 +147,6 @@ class Rollback:
         """Take the hooks off the optimizers."""
         for handle in self._handles:
             handle.remove()
-        self._in_place_writes.close()
 
     def begin_call(self, cursor: Cursor) -> None:
         """Find the modules' parameters and buffers, which takes too long for every step."""
@@ -308,6 +308,7 @@ class Rollback:
         return waits or self._sync.has_open_window
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._in_place_writes.find_writes()
         opened = self._open
         if self._has_own_loop:
             self._copy_before_first_step(optimizer)

@@ -207,7 +207,6 @@ class Worker(StateAccess):
         self._handles = [] if is_trial else add_non_finite_checks(operator, run)
         if spec.can_go_back and not is_trial:
             self._rollback = Rollback(operator, run)
-        self.snapshots.watch_optimizers()
         self._handles += add_step_hooks(operator, run)
 
     def join_group(self, rendezvous: Rendezvous, device: torch.device) -> Group:
@@ -253,7 +252,6 @@ class Worker(StateAccess):
         if self._operator is not None and self._operator._lockstep.sync is not None:
             self._operator._lockstep.sync.detach()
         # In the driver's process the optimizer may be the user's own, and outlives the trainer.
-        self.snapshots.close()
         for handle in self._handles:
             handle.remove()
         if self._rollback is not None:
@@ -287,7 +285,7 @@ class Worker(StateAccess):
         if self.loop_run is not None:
             self.loop_run.note_counts()
             if self.loop_run.request.purpose == "train":
-                self.snapshots.before_batch()
+                self.snapshots.before_batch(self.loop_run.tally)
         if self._is_asked_to_leave:
             raise PeerLostError(
                 "this rank left the group between two steps",
