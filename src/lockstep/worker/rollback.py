@@ -16,16 +16,16 @@ before,
    (`is_complete`), or the run ends.
 3. A loop of the user's own may communicate after an optimizer has stepped (two models with two
    optimizers). Then weights, averages, optimizers and schedulers are copied before the first of
-   the step's optimizers steps. The first steps show whether the loop does so (`_steps_early`); in
-   them everything is copied in any case, until each optimizer has stepped once, for an optimizer
-   may step in few batches only.
+   the step's optimizers steps. The first steps show whether the loop does so
+   (`_communicates_after_optimizer`); in them everything is copied in any case, until each optimizer
+   has stepped once, for an optimizer may step in few batches only.
 4. Optimizers that step elsewhere, at a parameter server, keep an undo log there. The server is told
    to which step it may have to go back (`_tell_server`). A step of theirs communicates, so that the
    weights are copied here before each.
 5. A forward may write to weights in any loop; see `in_place_writes`.
 6. A loop of the user's own may leave gradients to the next step, or to the next pass over the data.
    They are copied where the loop adds to them (`_reuses_gradients`, learned like
-   `_steps_early`); see `saved_gradients`.
+   `_communicates_after_optimizer`); see `saved_gradients`.
 
 Copies lie in memory that the next step reuses, and the undo writes them into the existing tensors:
 a step must not pay for allocations, and users hold references to the tensors. Rejected for these
@@ -116,7 +116,7 @@ class Rollback:
         self._buffers = TensorCopies()
         self._parameters: list[nn.Parameter] = []
         # Whether ranks communicate after an optimizer of the same step has stepped; None: unknown.
-        self._steps_early: bool | None = None
+        self._communicates_after_optimizer: bool | None = None
         self._stepped_once: set[int] = set()
         self._usual_steps = 0
         # The step with which a call of a user's `train_epoch` began; None for another loop.
@@ -278,9 +278,9 @@ class Rollback:
             return
         if opened is not None and opened.stepped_at is not None:
             if self._num_rounds > opened.stepped_at:
-                self._steps_early = True
+                self._communicates_after_optimizer = True
             elif len(self._stepped_once) == len(self._run.optimizers):
-                self._steps_early = bool(self._steps_early)
+                self._communicates_after_optimizer = bool(self._communicates_after_optimizer)
         if opened is not None:
             self._learn_from(opened)
             self._usual_steps = max(self._usual_steps, self._num_steps(opened))
@@ -330,7 +330,7 @@ class Rollback:
             return
         optimizers = self._run.optimizers
         here = [each for each in optimizers if not self._steps_elsewhere(each)]
-        if self._steps_early is not False or len(here) < len(optimizers):
+        if self._communicates_after_optimizer is not False or len(here) < len(optimizers):
             opened.copies = _copy_weights_and_optimizers(self._run, here)
         opened.stepped_at = self._num_rounds
 
@@ -404,7 +404,7 @@ class Rollback:
             # Later: schedulers may have stepped between the batches of a window, before the copy.
             opened.schedules.restore()
         if has_stepped and self._has_own_loop:
-            self._steps_early = True
+            self._communicates_after_optimizer = True
         return not is_lost
 
     def put_buffers_back(self) -> None:
