@@ -394,7 +394,7 @@ class Worker(StateAccess):
             self.run.refuse_added_parameters()
         with self._audit.during_training(self.run):
             report = self._run(request)
-        return replace(report, seen=self._audit.seen())
+        return replace(report, audit_ledger=self._audit.seen())
 
     @remote_method(Communication.RUN_GROUP, OnFailure.RESUME, is_timed=True)
     def validate(self, request: LoopRequest) -> Report:
