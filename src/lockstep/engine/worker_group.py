@@ -56,7 +56,7 @@ class WorkerGroup:
         members: the workers with a rank, by rank.
         spares: workers without a rank that run their `setup`, or have run it.
         server: the parameter server, if there is one.
-        generation: the number of the latest generation of the process group; the first one is 0.
+        generation: the number of the process group's generation; the first one is 0.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class WorkerGroup:
         self._resources = resources
         self._use_local = use_local
         self._num_started = 0
-        self.generation = -1  # none has formed yet
+        self.generation = 0
         self._store: dist.TCPStore | None = None
         self._pool: ActorPool | None = None
         payload = spec.to_bytes()
@@ -138,9 +138,8 @@ class WorkerGroup:
     # ------------------------------------------------------------------------ generations
 
     def open_rendezvous(self) -> Rendezvous:
-        """Open the rendezvous of the next generation, with a store of its own."""
+        """Open the rendezvous of `generation`, with a store of its own."""
         resources = self._resources
-        self.generation += 1
         is_one_node = all(member.is_here for member in self.members)
         only_node = this_node() if is_one_node else None
         host = LOOPBACK if is_one_node else ray.util.get_node_ip_address()

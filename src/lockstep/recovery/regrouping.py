@@ -177,6 +177,7 @@ class Regrouping:
         self, survivors: dict[WorkerHandle, SurvivorState], furthest: SurvivorState
     ) -> Formation:
         members = self._workers.members
+        self._workers.generation += 1
         states = [survivors.get(member) for member in members]
         source = states.index(furthest)
         return Formation(
