@@ -24,9 +24,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from lockstep.data import shards_of
 from lockstep.engine.idle_worker_eviction import evicted_error, register_for_eviction
@@ -35,7 +36,6 @@ from lockstep.errors import LockstepError, PoisonedStepError, WorkerDiedError
 from lockstep.recovery.incident import Incident
 from lockstep.recovery.lost_sample_counts import LostSampleCounts
 from lockstep.recovery.lost_worker import LostWorker
-from lockstep.recovery.poisoned_batch import DeathsByShard
 from lockstep.recovery.regrouping import Regrouping
 from lockstep.recovery.watchdog import Watchdog
 from lockstep.worker import Communication, OnFailure, Worker, items_ahead
@@ -50,11 +50,14 @@ if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
     from lockstep.recovery.policy import Policy
     from lockstep.recovery.regrouping import NewGeneration
-    from lockstep.worker import CallContract, ProgressReport, RemoteCall, StartReport
+    from lockstep.worker import CallContract, ProgressReport, RemoteCall, RunPosition, StartReport
 
 R = TypeVar("R")
 
 _log = logging.getLogger("lockstep.recovery")
+
+_MAX_DEATHS: Final = 3
+"""Deaths that one shard of one step may cause: the first worker and two replacements."""
 
 
 class RecoveringEngine:
@@ -74,7 +77,6 @@ class RecoveringEngine:
         self.workers = engine.workers
         self._watchdog = Watchdog(engine.workers, policy.hang_timeout_s)
         self._regrouping = Regrouping(engine, policy.min_workers, self._watchdog)
-        self._deaths = DeathsByShard()
         self._incidents: list[Incident] = []
         self._has_asked_to_leave = False
         self._to_replace: list[LostWorker] = []
@@ -134,7 +136,8 @@ class RecoveringEngine:
         on_progress: OnProgress | None,
         retries: int,
     ) -> list[R]:
-        self._deaths = DeathsByShard()
+        # Anew in each call: several validations after one step of training begin at the same step.
+        deaths: Counter[tuple[RunPosition, int]] = Counter()
         self._regroup_before_call(call.contract)
         lost_counts = LostSampleCounts(
             self._engine, None if call.loop is None else call.loop.purpose
@@ -154,6 +157,8 @@ class RecoveringEngine:
                 self._interrupt_if_all_live(call, pending_call)
                 return self._engine.results(pending_call)
             new_generation = self._recover(call, pending_call)
+            if call.loop is not None:
+                self._refuse_poisoned_batch(call.loop.purpose, new_generation, deaths)
             lost_counts.record_losses(new_generation)
             if call.contract.on_failure is OnFailure.RAISE:
                 self._replace_lost()
@@ -289,8 +294,6 @@ class RecoveringEngine:
             raise
         seconds, name = time.monotonic() - began, pending_call.contract.name
         self._record_recovery(name, new_generation, seconds, has_failed=pending_call.has_failed)
-        if loop is not None:
-            self._refuse_poisoned_batch(loop.purpose, new_generation)
         self._to_replace += new_generation.lost_workers
         return new_generation
 
@@ -347,9 +350,17 @@ class RecoveringEngine:
     def _loss_reason(self, lost: LostWorker) -> str:
         return self._watchdog.verdicts.get(lost.worker) or lost.died.details["cause"] or "died"
 
-    def _refuse_poisoned_batch(self, purpose: str, new_generation: NewGeneration) -> None:
+    def _refuse_poisoned_batch(
+        self,
+        purpose: str,
+        new_generation: NewGeneration,
+        deaths: Counter[tuple[RunPosition, int]],
+    ) -> None:
+        """Count the deaths by step and shard; end a run whose next batch kills each worker."""
+        step = new_generation.position
         for each in new_generation.lost_workers:
-            fatal = self._deaths.count_death((purpose, *new_generation.position), each.shards)
+            deaths.update((step, shard) for shard in each.shards)
+            fatal = [shard for shard in each.shards if deaths[step, shard] >= _MAX_DEATHS]
             if fatal:
                 error = self._poisoned_step_error(purpose, fatal, new_generation, each)
                 self._engine.end(error)
