@@ -71,7 +71,7 @@ class InlineEngine:
             add_rank(error, 0)
             if call.contract.on_failure is OnFailure.RESUME:
                 self.interrupted_by = error
-                self._interrupted_loop = None if call.loop is None else call.loop.purpose
+                self._interrupted_loop = call.purpose
             raise
 
     def undo_interrupted_call(self) -> None:

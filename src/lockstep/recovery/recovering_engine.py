@@ -139,9 +139,7 @@ class RecoveringEngine:
         # Anew in each call: several validations after one step of training begin at the same step.
         deaths: Counter[tuple[RunPosition, int]] = Counter()
         self._regroup_before_call(call.contract)
-        lost_counts = LostSampleCounts(
-            self._engine, None if call.loop is None else call.loop.purpose
-        )
+        lost_counts = LostSampleCounts(self._engine, call.purpose)
         attempt, left = call, retries
         while True:
             pending_call = self._perform(attempt, rank, on_progress)
@@ -157,8 +155,8 @@ class RecoveringEngine:
                 self._interrupt_if_all_live(call, pending_call)
                 return self._engine.results(pending_call)
             new_generation = self._recover(call, pending_call)
-            if call.loop is not None:
-                self._refuse_poisoned_batch(call.loop.purpose, new_generation, deaths)
+            if call.purpose is not None:
+                self._refuse_poisoned_batch(call.purpose, new_generation, deaths)
             lost_counts.record_losses(new_generation)
             if call.contract.on_failure is OnFailure.RAISE:
                 self._replace_lost()
@@ -260,8 +258,7 @@ class RecoveringEngine:
         if cause is None or call is None:
             return
         try:
-            purpose = None if call.loop is None else call.loop.purpose
-            new_generation = self._regrouping.run(purpose, [], abandoned_because=cause)
+            new_generation = self._regrouping.run(call.purpose, [], abandoned_because=cause)
         except LockstepError as error:
             error.__cause__ = error.__cause__ or cause
             self._engine.end(error)
@@ -281,11 +278,8 @@ class RecoveringEngine:
     ) -> NewGeneration:
         """Form the group anew after a failure of `call`, or for a spare."""
         began = pending_call.failed_at or time.monotonic()
-        loop = call.loop
         try:
-            new_generation = self._regrouping.run(
-                None if loop is None else loop.purpose, self._lost_workers(pending_call)
-            )
+            new_generation = self._regrouping.run(call.purpose, self._lost_workers(pending_call))
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 self._interrupt(call, error)

@@ -125,14 +125,14 @@ class RemoteCall(Generic[W, R]):
         return self.method(worker, *self.args, **self.kwargs)
 
     @property
-    def loop(self) -> LoopRequest | None:
-        """The request of a call of `train` or `validate`; None for others."""
-        return next((each for each in self.args if isinstance(each, LoopRequest)), None)
+    def purpose(self) -> str | None:
+        """The purpose of a call of `train` or `validate`; None for others."""
+        return next((each.purpose for each in self.args if isinstance(each, LoopRequest)), None)
 
     @property
     def is_training(self) -> bool:
         """Whether the call is one of `train`."""
-        return self.loop is not None and self.loop.purpose == "train"
+        return self.purpose == "train"
 
     def resume_at(self, progress: LoopProgress) -> Self:
         """The same loop, for workers that have come as far as `progress` before a failure."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import cloudpickle
 import pytest
@@ -62,11 +63,10 @@ def test_a_loop_resumes_with_the_progress_of_all() -> None:
     call = Worker.train.with_args(REQUEST)
     progress = LoopProgress(epoch=1, step=2, steps=3, pass_began=0, is_over=False)
     resumed = call.resume_at(progress)
-    assert resumed.loop is not None
-    assert resumed.loop.interrupted_at == progress
-    assert (resumed.loop.num_steps, resumed.is_training) == (3, True)
-    assert call.loop is REQUEST
-    assert predict.with_args([1]).loop is None
+    assert resumed.args == (replace(REQUEST, interrupted_at=progress),)
+    assert resumed.is_training
+    assert call.args == (REQUEST,)
+    assert predict.with_args([1]).purpose is None
 
 
 def test_what_may_be_interrupted_and_what_may_be_repeated() -> None:
