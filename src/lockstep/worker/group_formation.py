@@ -197,7 +197,8 @@ def _join_group(worker: Worker, rank: int, formation: Formation) -> None:
     if worker.before_first_collective is not None:
         worker.before_first_collective()
     group = worker.join_group(formation.rendezvous, before.device)
-    assignment = worker.shard_assignment_of(before.shard_assignment)
+    shards = before.shard_assignment
+    assignment = worker.make_shard_assignment(shards.num_shards, shards.seed, rank)
     operator._lockstep.context = replace(
         before,
         world_rank=rank,
@@ -208,7 +209,7 @@ def _join_group(worker: Worker, rank: int, formation: Formation) -> None:
         is_spare=False,
         server_address=formation.rendezvous.server_address,
     )
-    if assignment != before.shard_assignment:
+    if assignment != shards:
         _reopen_loaders(worker, operator)
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.data import ShardAssignment, shards_of
-from lockstep.errors import CheckpointError
 from lockstep.operator.default_forward import registered_parts
 from lockstep.worker import state_dict as state_dicts
 from lockstep.worker.data_cursor import Cursor
@@ -48,7 +47,8 @@ class StateAccess:
     def run(self) -> TrainingParts:
         return registered_parts(self.operator)
 
-    def _make_shard_assignment(self, num_shards: int, seed: int, rank: int) -> ShardAssignment:
+    def make_shard_assignment(self, num_shards: int, seed: int, rank: int) -> ShardAssignment:
+        """The shards of `rank` in the worker's group."""
         return ShardAssignment(num_shards, shards_of(rank, self.spec.num_workers, num_shards), seed)
 
     def _open_loaders(self, operator: TrainingOperator) -> None:
@@ -80,7 +80,7 @@ class StateAccess:
         """The state of the run; equal on all ranks except for "operator".
 
         Args:
-            take: see `states.collect`.
+            take: see `lockstep.worker.state_dict.collect`.
         """
         state = state_dicts.collect(self.operator, self.run, take)
         state["epoch"] = self.cursors["train"].epochs_entered if "train" in self.cursors else 0
@@ -116,15 +116,7 @@ class StateAccess:
     @remote_method(Communication.NONE, OnFailure.REPEAT)
     def check_state(self, state: Mapping[str, Any]) -> None:
         state_dicts.check(self.run, state)
-        shards = state.get("num_shards", self.spec.num_shards)
-        if shards < self.spec.num_workers:
-            raise CheckpointError(
-                "the state cuts every global batch into fewer shards than there are workers",
-                expected=f"at most {shards} workers",
-                got=f"num_workers={self.spec.num_workers}",
-                fix=f"TorchTrainer(..., num_workers={shards}); a run that is to grow is begun with"
-                " num_shards of the most workers that it will have",
-            )
+        self.spec.num_shards_of(state)
 
     @remote_method(Communication.SHARDED_OPTIMIZERS, OnFailure.REPEAT_WRITE)
     def apply_state(self, state: Mapping[str, Any]) -> None:
@@ -158,7 +150,7 @@ class StateAccess:
         for parameter in self.run.parameters():
             parameter.grad = None  # of another state; a new process has none either
         before = operator._lockstep.context.shard_assignment
-        assignment = self._make_shard_assignment(
+        assignment = self.make_shard_assignment(
             state.get("num_shards", before.num_shards), state.get("seed", before.seed), self.rank
         )
         if assignment != before:

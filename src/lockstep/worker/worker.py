@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.utils.hooks import RemovableHandle
 
-    from lockstep.data import RayBatches, ShardAssignment
+    from lockstep.data import RayBatches
     from lockstep.worker.report import Report
     from lockstep.worker.spec import WorkerSpec
 
@@ -179,7 +179,7 @@ class Worker(StateAccess):
             device=device,
             group=self._group_handle,
             # A spare gets its shards in `join`.
-            shard_assignment=self._make_shard_assignment(
+            shard_assignment=self.make_shard_assignment(
                 spec.num_shards, spec.seed, 0 if is_spare else self.rank
             ),
             options=spec.options,
@@ -337,10 +337,6 @@ class Worker(StateAccess):
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         return self._group
-
-    def shard_assignment_of(self, before: ShardAssignment) -> ShardAssignment:
-        """The shards of this rank in its present group."""
-        return self._make_shard_assignment(before.num_shards, before.seed, self.rank)
 
     # --------------------------------------------------------------------- copies beside it
 
