@@ -102,12 +102,13 @@ class WorkerGroup:
             found.append(WorkerHandle(0, nodes[0], 0, worker=Worker(spec, 0, 0)))
         local_ranks = rank_assignment.local_ranks(nodes)
         for rank, bundle, actor in zip(pool.request.ranks, pool.bundles, pool.actors, strict=True):
-            handle = WorkerHandle(rank, nodes[rank], local_ranks[rank], actor, bundle=bundle)
-            actor.assign.remote(self._payload, rank, local_ranks[rank])
-            found.append(handle)
+            found.append(WorkerHandle(rank, nodes[rank], local_ranks[rank], actor, bundle=bundle))
         self._num_started = len(found)
         self.members = found[: spec.num_workers]
-        self.spares = [_start_spare(handle) for handle in found[spec.num_workers :]]
+        for member in self.members:
+            if member.actor is not None:
+                member.actor.assign.remote(self._payload, member.number, member.local_rank)
+        self.spares = [self._start_spare(handle) for handle in found[spec.num_workers :]]
 
     def await_spares(self) -> None:
         """Wait until all spares are ready, so that a failing `setup` raises now and not in need."""
@@ -183,9 +184,13 @@ class WorkerGroup:
         assert self._pool is not None
         number, self._num_started = self._num_started, self._num_started + 1
         actor = start_replacement(self._pool, bundle, number)
-        actor.assign.remote(self._payload, number, local_rank)
         handle = WorkerHandle(number, "", local_rank, actor, bundle=bundle)
-        self.spares.append(_start_spare(handle))
+        self.spares.append(self._start_spare(handle))
+
+    def _start_spare(self, handle: WorkerHandle) -> Spare:
+        assert handle.actor is not None, "spares live in actors"
+        node_ref = handle.actor.assign.remote(self._payload, handle.number, handle.local_rank)
+        return Spare(handle, node_ref, _send(handle.actor, Worker.stand_by.with_args()))
 
     def kill(self, worker: WorkerHandle) -> None:
         """Kill a worker's process, and forget the worker."""
@@ -240,11 +245,6 @@ class WorkerGroup:
             pids.append(server.pid)
         wait_until_gone(pids, _STOP_S)
         self.close_rendezvous()
-
-
-def _start_spare(handle: WorkerHandle) -> Spare:
-    assert handle.actor is not None, "spares live in actors"
-    return Spare(handle, _send(handle.actor, Worker.stand_by.with_args()))
 
 
 def _send(actor: Actor, call: RemoteCall[Worker, object]) -> ObjectRef[Outcome]:
