@@ -49,7 +49,7 @@ class OperatorState:
         config: the trainer's, as this worker sees it. Set by `TrainingOperator.__init__`.
         context: rank, device, group and options. Set by `TrainingOperator.__init__`; replaced by
             the worker when the group is formed anew or a state with other shards is loaded.
-        precision: autocast and loss scaling. Its scale is set by `state.apply`.
+        precision: autocast and loss scaling. Its scale is set by `state_dict.apply`.
         registered: the arguments of `register`; None before. Set by `TrainingOperator.register`.
         loaders: the arguments of `register_data`, by purpose.
         registered_metrics: the arguments of `register_metrics`. Reset by `begin_call`.
@@ -60,7 +60,7 @@ class OperatorState:
         window: the batches and buffers of the accumulation window that is open. Filled and cleared
             by the default loop.
         committed: global batches that have happened since the run began. Set by
-            `BatchIterator.commit`, by `Rollback` and by `state.apply`.
+            `BatchIterator.commit`, by `Rollback` and by `state_dict.apply`.
         weighed_by: the unit of the default loops' weights (samples or the user's own), by purpose,
             once a loss was computed. Set by `ShardResults.weight_of`; a worker that joins takes it
             over from its source.

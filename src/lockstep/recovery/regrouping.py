@@ -33,7 +33,7 @@ from lockstep.engine.rollback_messages import rollback_impossible_error
 from lockstep.errors import WorkerDiedError
 from lockstep.recovery.lost_worker import LostWorker
 from lockstep.recovery.rank_table import RankTable
-from lockstep.recovery.spare_pool import SparePool
+from lockstep.recovery.spare_replacer import SpareReplacer
 from lockstep.worker import Formation, join, stand_down
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Regrouping:
     """Forms the generations of a run's process group.
 
     Attributes:
-        spares: the workers that wait for a rank.
+        spares: finds the workers that are ready for a rank.
     """
 
     def __init__(self, engine: RayEngine, min_workers: int, watchdog: Watchdog) -> None:
@@ -80,7 +80,7 @@ class Regrouping:
         self._workers = engine.workers
         self._min_workers = min_workers
         self._watchdog = watchdog
-        self.spares = SparePool(engine.workers, watchdog)
+        self.spares = SpareReplacer(engine.workers, watchdog)
 
     @property
     def can_grow(self) -> bool:
