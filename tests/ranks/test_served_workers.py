@@ -23,6 +23,7 @@ from lockstep.worker import (
     WorkerSpec,
     join,
     stand_down,
+    verify,
 )
 from ranks.programs import X, Y, mlp, squared
 from ranks.test_replicate_exact import weights
@@ -169,7 +170,7 @@ def test_the_run_goes_on_with_those_that_are_left(operator_cls, moment, victim, 
     survivor = stand_down(left, "train")
     first.end()
     second = Generation(1, 1, before=first)
-    join(left, 0, Formation(second.rendezvous, size=1, source=0, stale=()))
+    join(left, 0, Formation(second.rendezvous, size=1, source=0, stale=(), local_ranks=(0,)))
     begun = survivor.progress.steps
     left.train(LoopRequest("train", 2, False, {}, survivor.progress))
     assert left.operator.global_step == 4
@@ -178,4 +179,26 @@ def test_the_run_goes_on_with_those_that_are_left(operator_cls, moment, victim, 
     assert_same(weights([left.operator.model]), one_process(STEPS))
     for worker in workers:
         worker.stop()
+    second.end()
+
+
+def test_the_copies_of_verify_have_the_local_rank_of_the_new_generation(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    local_ranks = []
+
+    class Notes(TwoSteps):
+        def setup(self, config):
+            super().setup(config)
+            local_ranks.append(self.local_rank)
+
+    (lost, left), first = started(Notes, 2)
+    lost.stop()
+    stand_down(left, None)
+    first.end()
+    second = Generation(1, 1, before=first)
+    join(left, 0, Formation(second.rendezvous, size=1, source=0, stale=(), local_ranks=(0,)))
+    local_ranks.clear()
+    verify(left, 1)
+    assert local_ranks == [0, 0]
+    left.stop()
     second.end()

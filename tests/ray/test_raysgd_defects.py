@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomS
 
 import ray
 from lockstep import TorchTrainer, TrainingOperator
-from lockstep.engine.rendezvous_store import RendezvousStore
+from lockstep.engine.rendezvous_store import open_store
 from lockstep.errors import NotEnoughResourcesError
 from lockstep.keys import BATCH_SIZE
 
@@ -236,15 +236,13 @@ def _alive(pid):
 
 
 def test_C20_the_port_is_bound_before_anybody_hears_of_it():
-    stores = [RendezvousStore("127.0.0.1", 5) for _ in range(5)]
+    stores = [open_store("127.0.0.1", 5) for _ in range(5)]
     ports = [store.port for store in stores]
     assert len(set(ports)) == 5
     for port in ports:
         with pytest.raises(OSError, match="in use") as caught:
             socket.create_server(("127.0.0.1", port), reuse_port=False)
         assert caught.value.errno == errno.EADDRINUSE
-    for store in stores:
-        store.close()
 
 
 @pytest.mark.slow

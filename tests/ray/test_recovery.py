@@ -192,6 +192,18 @@ def test_a_worker_that_died_between_calls_is_found_by_any_call(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_worker_that_was_stopped_between_calls_is_found_by_any_call():
+    """Also by a call that may not be repeated, which pings all workers first."""
+    with trainer_of(Classifier, hang_timeout_s=1) as trainer:
+        pids = trainer.apply_all_workers(os.getpid)
+        os.kill(pids[1], signal.SIGSTOP)
+        assert trainer.apply_all_workers(os.getpid) == pids[:1]
+        (recovery,) = trainer.status()["recoveries"]
+    assert "stopped" in recovery["why"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", ["replicate", "parameter_server"])
 def test_a_state_that_was_loaded_within_a_window_is_gone_back_to(sync, tmp_path):
     """Not the step at which the window began that was open before."""

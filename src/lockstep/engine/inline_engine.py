@@ -79,11 +79,11 @@ class InlineEngine:
         if cause is None:
             return
         survivor = go_back_alone(self._worker, self._interrupted_loop)
-        if survivor.point is None:
+        if survivor.position is None:
             self.ended_by = rollback_impossible_error(cause)
             self.close(force=True)
         elif survivor.is_cut_short:
-            warn_of_cut_short_step(survivor.point[0], cause)
+            warn_of_cut_short_step(survivor.position.steps, cause)
         self._generation += 1
         self.interrupted_by = None
 

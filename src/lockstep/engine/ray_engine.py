@@ -30,9 +30,7 @@ from lockstep.errors import PeerLostError, WorkerDiedError
 from lockstep.phases import Phase, in_phase
 from lockstep.serialization import dumps_or_refuse
 from lockstep.worker import (
-    CallContract,
     Communication,
-    OnFailure,
     Worker,
     add_rank,
     is_peer_lost,
@@ -65,8 +63,6 @@ _CHECK_ARRIVALS_S: Final = 0.02
 _LARGE_ARGUMENTS: Final = 100_000
 """Arguments of more bytes are put into Ray's object store once, and not into each message."""
 
-_PING: Final = CallContract("roll call", Communication.NONE, OnFailure.REPEAT)
-
 
 class RayEngine:
     """An `Engine` that ends its workers when a rank fails in a collective call, or a call is
@@ -85,7 +81,7 @@ class RayEngine:
         self._fetcher: RemoteSnapshotFetcher | None = None
         self.workers = WorkerGroup(spec, resources, use_local=use_local, num_spares=num_spares)
         try:
-            rendezvous = self.workers.rendezvous(0) if spec.num_workers > 1 else None
+            rendezvous = self.workers.open_rendezvous() if spec.num_workers > 1 else None
             self.start_reports = self.call(Worker.start.with_args(rendezvous))
             self.workers.await_spares()
         except BaseException as error:
@@ -293,16 +289,6 @@ class RayEngine:
     def start_snapshot_fetcher(self, to: SnapshotKeeper) -> SnapshotFetcher:
         self._fetcher = RemoteSnapshotFetcher(lambda: self.workers.rank_0, to)
         return self._fetcher
-
-    def ping_workers(self) -> PendingCall[None]:
-        """Ask each member for a sign of life; the returned call's `deaths` hold the dead ones."""
-        self._check_session()
-        pending_call: PendingCall[None] = PendingCall(_PING, outlives_deaths=True)
-        for rank, member in enumerate(self.workers.members):
-            if member.actor is not None:
-                pending_call.pending[member.actor.ping.remote()] = rank
-        pending_call.wait(None)
-        return pending_call
 
     # --------------------------------------------------------------------------------- ending
 

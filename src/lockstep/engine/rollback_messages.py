@@ -16,8 +16,8 @@ _log = logging.getLogger("lockstep")
 def warn_of_cut_short_step(steps: int, cause: BaseException) -> None:
     """Warn that the last of `steps` steps counts, although its loop failed because of `cause`."""
     _log.warning(
-        "step %d counts: its optimizers had stepped when the loop failed (%s: %s). What the loop"
-        " does behind them in a step was not done for this one",
+        "step %d counts: its optimizers had stepped when the loop failed (%s: %s). The code of"
+        " your loop after optimizer.step() did not run for this step",
         steps - 1,
         type(cause).__name__,
         next(iter(str(cause).splitlines()), ""),

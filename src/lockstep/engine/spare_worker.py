@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import cloudpickle
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import RayActorError
 
 import ray
 from lockstep.engine.actor_failures import death_reason
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from lockstep.engine.worker_handle import WorkerHandle
     from lockstep.worker import Outcome, StartReport
     from ray import ObjectRef
-
-_NODE_TIMEOUT_S: Final = 5.0
-"""Timeout in seconds for asking a ready spare for its node id."""
 
 
 class Readiness(Enum):
@@ -37,11 +34,13 @@ class Spare:
 
     Attributes:
         handle: the worker.
+        node_ref: the reference of the id of its node, which is known before its `stand_by` begins.
         start_ref: the reference of the outcome of its `stand_by`.
         error: why it cannot become a member, once `readiness` has returned FAILED.
     """
 
     handle: WorkerHandle
+    node_ref: ObjectRef[str]
     start_ref: ObjectRef[Outcome]
     error: BaseException | None = field(default=None, init=False)
 
@@ -53,18 +52,11 @@ class Spare:
             outcome = ray.get(self.start_ref)
             self.error = outcome.exception()
             if self.error is None and not self.handle.pid:
-                self._fill_handle(cloudpickle.loads(outcome.value))
-        except (RayActorError, GetTimeoutError) as failure:
+                report: StartReport = cloudpickle.loads(outcome.value)
+                self.handle.node, self.handle.pid = ray.get(self.node_ref), report.pid
+        except RayActorError as failure:
             self.error = WorkerDiedError(
-                f"{self.handle} died before it was ready",
-                cause=death_reason(failure)
-                if isinstance(failure, RayActorError)
-                else f"it did not answer for {_NODE_TIMEOUT_S:.0f} s",
+                f"{self.handle} died before it was ready", cause=death_reason(failure)
             )
             self.error.__cause__ = failure
         return Readiness.READY if self.error is None else Readiness.FAILED
-
-    def _fill_handle(self, report: StartReport) -> None:
-        assert self.handle.actor is not None, "spares live in actors"
-        self.handle.node = ray.get(self.handle.actor.node.remote(), timeout=_NODE_TIMEOUT_S)
-        self.handle.pid = report.pid

@@ -47,9 +47,15 @@ class WorkerActor:
         return f"rank {self._rank}"
 
     @ray.method
-    def assign(self, spec: bytes, rank: int, local_rank: int) -> None:
-        """Set the pickled spec and the ranks of the worker; called before the first `perform`."""
+    def assign(self, spec: bytes, rank: int, local_rank: int) -> str:
+        """Set the pickled spec and the ranks of the worker; called before the first `perform`.
+
+        Returns:
+            The id of the node that the process runs on.
+        """
         self._spec, self._rank, self._local_rank = spec, rank, local_rank
+        node: str = ray.get_runtime_context().get_node_id()
+        return node
 
     @ray.method
     def perform(self, method: bytes, arguments: bytes) -> Outcome:
@@ -82,20 +88,6 @@ class WorkerActor:
             if waits_in_group and self._worker is not None:
                 self._worker.leave()
             return failed_outcome(self._rank, error)
-
-    @ray.method(concurrency_group="control")
-    def ping(self) -> Outcome:
-        """Return None at once, whatever the training thread does, as a sign of life."""
-        from lockstep.serialization import dumps_or_refuse
-        from lockstep.worker import Outcome
-
-        return Outcome(dumps_or_refuse(None, "nothing"))
-
-    @ray.method(concurrency_group="control")
-    def node(self) -> str:
-        """The id of the node that the process runs on."""
-        node: str = ray.get_runtime_context().get_node_id()
-        return node
 
     @ray.method(concurrency_group="control")
     def progress(self) -> ProgressReport:

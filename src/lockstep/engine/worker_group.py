@@ -26,12 +26,12 @@ from lockstep.engine.actor_pool import (
 )
 from lockstep.engine.actor_termination import end_actor, kill_worker, wait_until_gone
 from lockstep.engine.cluster import connect, session, this_node
-from lockstep.engine.rendezvous_store import LOOPBACK, RendezvousStore
+from lockstep.engine.rendezvous_store import LOOPBACK, open_store
 from lockstep.engine.server_actor import ServerProcess
 from lockstep.engine.spare_worker import Readiness, Spare
 from lockstep.engine.worker_handle import WorkerHandle
 from lockstep.serialization import dumps_or_refuse
-from lockstep.worker import Rendezvous, Worker
+from lockstep.worker import Rendezvous, Worker, arrival_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -56,6 +56,7 @@ class WorkerGroup:
         members: the workers with a rank, by rank.
         spares: workers without a rank that run their `setup`, or have run it.
         server: the parameter server, if there is one.
+        generation: the number of the process group's generation; the first one is 0.
     """
 
     def __init__(
@@ -67,8 +68,8 @@ class WorkerGroup:
         self._resources = resources
         self._use_local = use_local
         self._num_started = 0
-        self._generation = 0
-        self._store: RendezvousStore | None = None
+        self.generation = 0
+        self._store: dist.TCPStore | None = None
         self._pool: ActorPool | None = None
         payload = spec.to_bytes()
         own_cluster = connect()
@@ -103,12 +104,13 @@ class WorkerGroup:
             found.append(WorkerHandle(0, nodes[0], 0, worker=Worker(spec, 0, 0)))
         local_ranks = rank_assignment.local_ranks(nodes)
         for rank, bundle, actor in zip(pool.request.ranks, pool.bundles, pool.actors, strict=True):
-            handle = WorkerHandle(rank, nodes[rank], local_ranks[rank], actor, bundle=bundle)
-            actor.assign.remote(self._payload, rank, local_ranks[rank])
-            found.append(handle)
+            found.append(WorkerHandle(rank, nodes[rank], local_ranks[rank], actor, bundle=bundle))
         self._num_started = len(found)
         self.members = found[: spec.num_workers]
-        self.spares = [_start_spare(handle) for handle in found[spec.num_workers :]]
+        for member in self.members:
+            if member.actor is not None:
+                member.actor.assign.remote(self._payload, member.number, member.local_rank)
+        self.spares = [self._start_spare(handle) for handle in found[spec.num_workers :]]
 
     def await_spares(self) -> None:
         """Wait until all spares are ready, so that a failing `setup` raises now and not in need."""
@@ -138,20 +140,20 @@ class WorkerGroup:
 
     # ------------------------------------------------------------------------ generations
 
-    def rendezvous(self, generation: int) -> Rendezvous:
-        """Open the rendezvous of generation `generation`, with a store of its own."""
-        resources, self._generation = self._resources, generation
+    def open_rendezvous(self) -> Rendezvous:
+        """Open the rendezvous of `generation`, with a store of its own."""
+        resources = self._resources
         is_one_node = all(member.is_here for member in self.members)
         only_node = this_node() if is_one_node else None
         host = LOOPBACK if is_one_node else ray.util.get_node_ip_address()
         self.close_rendezvous()
         server = self.server
         server_address = None if server is None else server.listen(len(self.members), only_node)
-        self._store = RendezvousStore(host, resources.timeout_s)
+        self._store = open_store(host, resources.timeout_s)
         return Rendezvous(
             self._store.host,
             self._store.port,
-            generation=generation,
+            generation=self.generation,
             backend=resources.backend,
             one_node=is_one_node,
             timeout_s=resources.timeout_s,
@@ -162,13 +164,11 @@ class WorkerGroup:
     def have_arrived(self, ranks: Iterable[int]) -> bool:
         """Whether all of `ranks` have arrived at the rendezvous; never blocks."""
         assert self._store is not None
-        return self._store.have_arrived(ranks)
+        return self._store.check([arrival_key(rank) for rank in ranks])
 
     def close_rendezvous(self) -> None:
         """Close the store, which frees members that wait there for a member that will not come."""
-        store, self._store = self._store, None
-        if store is not None:
-            store.close()
+        self._store = None
 
     def break_group(self, ranks: Iterable[int]) -> None:
         """Free those of `ranks` that wait for a peer which neither answers nor closes its sockets.
@@ -179,16 +179,20 @@ class WorkerGroup:
         if self.server is not None:
             self.server.stop()
         for rank in ranks:
-            self.members[rank].break_group(self._generation)
+            self.members[rank].break_group(self.generation)
 
     def start_spare(self, bundle: int, local_rank: int) -> None:
         """Start another worker in a free bundle, as a spare."""
         assert self._pool is not None
         number, self._num_started = self._num_started, self._num_started + 1
         actor = start_replacement(self._pool, bundle, number)
-        actor.assign.remote(self._payload, number, local_rank)
         handle = WorkerHandle(number, "", local_rank, actor, bundle=bundle)
-        self.spares.append(_start_spare(handle))
+        self.spares.append(self._start_spare(handle))
+
+    def _start_spare(self, handle: WorkerHandle) -> Spare:
+        assert handle.actor is not None, "spares live in actors"
+        node_ref = handle.actor.assign.remote(self._payload, handle.number, handle.local_rank)
+        return Spare(handle, node_ref, _send(handle.actor, Worker.stand_by.with_args()))
 
     def kill(self, worker: WorkerHandle) -> None:
         """Kill a worker's process, and forget the worker."""
@@ -243,11 +247,6 @@ class WorkerGroup:
             pids.append(server.pid)
         wait_until_gone(pids, _STOP_S)
         self.close_rendezvous()
-
-
-def _start_spare(handle: WorkerHandle) -> Spare:
-    assert handle.actor is not None, "spares live in actors"
-    return Spare(handle, _send(handle.actor, Worker.stand_by.with_args()))
 
 
 def _send(actor: Actor, call: RemoteCall[Worker, object]) -> ObjectRef[Outcome]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StateCopy`: copies of weights and of optimizers' and schedulers' states, to restore them."""
+"""`StateCopy`: copies of weights and of optimizers' states, to restore them."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ if TYPE_CHECKING:
 
 
 class StateCopy:
-    """Copies of tensors, and of the states of optimizers and schedulers.
+    """Copies of tensors, and of the states of optimizers.
 
     Args:
         tensors: parameters and buffers, of any shape, on any device.
-        steppers: optimizers and schedulers.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor], steppers: Iterable[Any]) -> None:
+    def __init__(
+        self, tensors: Iterable[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer]
+    ) -> None:
         self._tensors = list(tensors)
         self._copies = TensorCopies()
         self._copies.take(self._tensors)
-        self._steppers = list(steppers)
-        self._states = [copy.deepcopy(each.state_dict()) for each in self._steppers]
+        self._optimizers = list(optimizers)
+        self._states = [copy.deepcopy(each.state_dict()) for each in self._optimizers]
 
     def restore(self) -> None:
         """Write the copies over the tensors, and load the states."""
         self._copies.restore(self._tensors)
-        for stepper, state in zip(self._steppers, self._states, strict=True):
-            load_state(stepper, state)
+        for optimizer, state in zip(self._optimizers, self._states, strict=True):
+            load_state(optimizer, state)
 
 
 def load_state(stepper: Any, state: Mapping[str, Any]) -> None:

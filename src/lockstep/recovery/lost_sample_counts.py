@@ -39,7 +39,7 @@ class LostSampleCounts:
     def record_losses(self, new_generation: NewGeneration) -> None:
         """Make the reports of workers that were lost before the call goes on in
         `new_generation`."""
-        progress = new_generation.progress
+        progress = new_generation.source.progress
         # The present members repeat a validation from its beginning.
         if self._purpose != "train" or progress is None:
             return

@@ -24,9 +24,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from lockstep.data import shards_of
 from lockstep.engine.idle_worker_eviction import evicted_error, register_for_eviction
@@ -35,13 +36,12 @@ from lockstep.errors import LockstepError, PoisonedStepError, WorkerDiedError
 from lockstep.recovery.incident import Incident
 from lockstep.recovery.lost_sample_counts import LostSampleCounts
 from lockstep.recovery.lost_worker import LostWorker
-from lockstep.recovery.poisoned_batch import DeathsByShard
 from lockstep.recovery.regrouping import Regrouping
 from lockstep.recovery.watchdog import Watchdog
-from lockstep.worker import Communication, OnFailure, items_ahead
+from lockstep.worker import Communication, OnFailure, Worker, items_ahead
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from lockstep.engine import PoolStatus
     from lockstep.engine.engine_protocol import CallListener, SnapshotFetcher, SnapshotKeeper
@@ -49,11 +49,14 @@ if TYPE_CHECKING:
     from lockstep.engine.ray_engine import RayEngine
     from lockstep.operator import TrainingOperator
     from lockstep.recovery.regrouping import NewGeneration
-    from lockstep.worker import CallContract, RemoteCall, StartReport, Worker
+    from lockstep.worker import CallContract, RemoteCall, RunPosition, StartReport
 
 R = TypeVar("R")
 
 _log = logging.getLogger("lockstep.recovery")
+
+_MAX_DEATHS: Final = 3
+"""Deaths that one shard of one step may cause: the first worker and two replacements."""
 
 
 class RecoveringEngine:
@@ -74,7 +77,6 @@ class RecoveringEngine:
         self.workers = engine.workers
         self._watchdog = Watchdog(engine.workers, hang_timeout_s)
         self._regrouping = Regrouping(engine, min_workers, self._watchdog)
-        self._deaths = DeathsByShard()
         self._incidents: list[Incident] = []
         self._has_asked_to_leave = False
         self._to_replace: list[LostWorker] = []
@@ -108,7 +110,7 @@ class RecoveringEngine:
     def status(self) -> PoolStatus:
         return replace(
             self._engine.status(),
-            generation=self._regrouping.generation,
+            generation=self.workers.generation,
             spares=len(self._regrouping.spares.ready_workers()),
             recoveries=[incident.as_dict() for incident in self._incidents],
         )
@@ -134,13 +136,13 @@ class RecoveringEngine:
         listener: CallListener | None,
         retries: int,
     ) -> list[R]:
-        self._deaths = DeathsByShard()
+        # Anew in each call: several validations after one step of training begin at the same step.
+        deaths: Counter[tuple[RunPosition, int]] = Counter()
         self._regroup_before_call(call.contract)
         lost_counts = LostSampleCounts(self._engine, call.purpose)
         attempt, left = call, retries
         while True:
-            ranks = range(len(self.workers.members)) if rank is None else [rank]
-            pending_call = self._perform(dict.fromkeys(ranks, attempt), listener)
+            pending_call = self._perform(attempt, rank, listener)
             self._replace_lost()
             if not pending_call.has_failed:
                 # Only loops have lost reports, and R is Report then.
@@ -153,23 +155,26 @@ class RecoveringEngine:
                 self._interrupt_if_all_live(call, pending_call)
                 return self._engine.results(pending_call)
             new_generation = self._recover(call, pending_call)
+            if call.purpose is not None:
+                self._refuse_poisoned_batch(call.purpose, new_generation, deaths)
             lost_counts.record_losses(new_generation)
             if call.contract.on_failure is OnFailure.RAISE:
                 self._replace_lost()
                 raise _partial_call_error(pending_call)
-            if call.contract.on_failure is OnFailure.RESUME and new_generation.progress is not None:
-                attempt = call.resume_at(new_generation.progress)
+            progress = new_generation.source.progress
+            if call.contract.on_failure is OnFailure.RESUME and progress is not None:
+                attempt = call.resume_at(progress)
 
     def _perform(
-        self, calls: Mapping[int, RemoteCall[Worker, R]], listener: CallListener | None
+        self, call: RemoteCall[Worker, R], rank: int | None, listener: CallListener | None
     ) -> PendingCall[R]:
         self._watchdog.begin_call()
         self._has_asked_to_leave = False
         if listener is not None:
             listener.on_attempt(len(self.workers.members), len(self._incidents))
-        call = next(iter(calls.values()))
+        ranks = range(len(self.workers.members)) if rank is None else [rank]
         return self._engine.perform(
-            calls,
+            dict.fromkeys(ranks, call),
             listener=listener,
             on_poll=partial(self._on_poll, call),
             on_interrupt=partial(self._interrupt, call),
@@ -193,9 +198,10 @@ class RecoveringEngine:
         may_fail = contract.may_be_repeated and not forms_group
         if may_fail and not self._regrouping.can_grow:
             return
-        pending_call = self._engine.ping_workers()
+        ping = Worker.ping.with_args()
+        pending_call = self._perform(ping, None, None)
         if pending_call.deaths or self._regrouping.can_grow:
-            self._recover(None, pending_call)
+            self._recover(ping, pending_call)
 
     # ------------------------------------------------------------------------ interrupting
 
@@ -214,14 +220,14 @@ class RecoveringEngine:
             self._interrupt(call, cause)
             raise cause
 
-    def _interrupt(self, call: RemoteCall[Worker, object] | None, error: BaseException) -> None:
+    def _interrupt(self, call: RemoteCall[Worker, object], error: BaseException) -> None:
         """Leave the workers in the middle of `call`, and free ranks that wait for others in it.
 
         Does not wait for workers: the error arrives at once, and `undo_interrupted_call` rolls the
         workers back when there is a next call.
         """
-        may_be_interrupted = call is not None and call.contract.may_be_interrupted
-        if not may_be_interrupted or not isinstance(error, Exception | KeyboardInterrupt):
+        is_interruption = isinstance(error, Exception | KeyboardInterrupt)
+        if not call.contract.may_be_interrupted or not is_interruption:
             self._engine.end(error)
             return
         self.interrupted_by, self._interrupted = error, call
@@ -243,7 +249,7 @@ class RecoveringEngine:
         if cause is None or call is None:
             return
         try:
-            new_generation = self._regrouping.run(call.purpose, [], given_up_for=cause)
+            new_generation = self._regrouping.run(call.purpose, [], abandoned_because=cause)
         except LockstepError as error:
             error.__cause__ = error.__cause__ or cause
             self._engine.end(error)
@@ -252,20 +258,19 @@ class RecoveringEngine:
             seconds = time.monotonic() - began
             self._record_recovery(call.contract.name, new_generation, seconds, has_failed=False)
             self._to_replace += new_generation.lost_workers
-            if new_generation.is_cut_short:
-                warn_of_cut_short_step(new_generation.point[0], cause)
+            if new_generation.source.is_cut_short:
+                warn_of_cut_short_step(new_generation.position.steps, cause)
         self.interrupted_by = None
 
     # ------------------------------------------------------------------------- recovering
 
     def _recover(
-        self, call: RemoteCall[Worker, object] | None, pending_call: PendingCall[Any]
+        self, call: RemoteCall[Worker, object], pending_call: PendingCall[Any]
     ) -> NewGeneration:
-        """Form the group anew after a failure of `call`; None for a ping between calls."""
+        """Form the group anew after a failure of `call`, or for a spare."""
         began = pending_call.failed_at or time.monotonic()
-        purpose = None if call is None else call.purpose
         try:
-            new_generation = self._regrouping.run(purpose, self._lost_workers(pending_call))
+            new_generation = self._regrouping.run(call.purpose, self._lost_workers(pending_call))
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 self._interrupt(call, error)
@@ -274,8 +279,6 @@ class RecoveringEngine:
             raise
         seconds, name = time.monotonic() - began, pending_call.contract.name
         self._record_recovery(name, new_generation, seconds, has_failed=pending_call.has_failed)
-        if purpose is not None:
-            self._refuse_poisoned_batch(purpose, new_generation)
         self._to_replace += new_generation.lost_workers
         return new_generation
 
@@ -306,24 +309,24 @@ class RecoveringEngine:
     ) -> None:
         """Log a recovery in the call of the method `name`, and record the incident."""
         lost_workers, spec = new_generation.lost_workers, self._engine.spec
-        is_whole = new_generation.size == spec.num_workers
+        generation, size = self.workers.generation, len(self.workers.members)
+        is_whole = size == spec.num_workers
         self._has_same_bits &= spec.options.reproducible or is_whole
         if not lost_workers and (self._has_asked_to_leave or not has_failed):
-            _log.info(
-                "generation %d has %d workers", new_generation.generation, new_generation.size
-            )
+            _log.info("generation %d has %d workers", generation, size)
             return
+        progress = new_generation.source.progress
         incident = Incident(
             at=time.time(),
             lost=tuple(f"{each.worker}, rank {each.rank}" for each in lost_workers),
             why="; ".join(self._loss_reason(each) for each in lost_workers)
             or "the connections broke",
             during=_describe_call(name, lost_workers),
-            step=new_generation.point[0],
-            replayed=new_generation.replayed,
+            step=new_generation.position.steps,
+            replayed=int(progress is not None and not progress.is_over),
             seconds=seconds,
-            generation=new_generation.generation,
-            workers=new_generation.size,
+            generation=generation,
+            workers=size,
             same_bits=self._has_same_bits,
         )
         self._incidents.append(incident)
@@ -332,9 +335,17 @@ class RecoveringEngine:
     def _loss_reason(self, lost: LostWorker) -> str:
         return self._watchdog.verdicts.get(lost.worker) or lost.died.details["cause"] or "died"
 
-    def _refuse_poisoned_batch(self, purpose: str, new_generation: NewGeneration) -> None:
+    def _refuse_poisoned_batch(
+        self,
+        purpose: str,
+        new_generation: NewGeneration,
+        deaths: Counter[tuple[RunPosition, int]],
+    ) -> None:
+        """Count the deaths by step and shard; end a run whose next batch kills each worker."""
+        step = new_generation.position
         for each in new_generation.lost_workers:
-            fatal = self._deaths.count_death((purpose, *new_generation.point), each.shards)
+            deaths.update((step, shard) for shard in each.shards)
+            fatal = [shard for shard in each.shards if deaths[step, shard] >= _MAX_DEATHS]
             if fatal:
                 error = self._poisoned_step_error(purpose, fatal, new_generation, each)
                 self._engine.end(error)
@@ -346,7 +357,7 @@ class RecoveringEngine:
         items = self._engine.call_rank(0, items_ahead.with_args(purpose, shards))
         return PoisonedStepError(
             "the same samples have ended the worker that computed them, and two in its place",
-            where=f"step {new_generation.point[0]}, shard {', '.join(map(str, shards))}",
+            where=f"step {new_generation.position.steps}, shard {', '.join(map(str, shards))}",
             got=f"samples {items}" if items else None,
             cause=self._loss_reason(lost),
             fix="look at these samples (too large for the memory? a crash in native code?), leave"

@@ -33,8 +33,8 @@ from lockstep.engine.rollback_messages import rollback_impossible_error
 from lockstep.errors import WorkerDiedError
 from lockstep.recovery.lost_worker import LostWorker
 from lockstep.recovery.rank_table import RankTable
-from lockstep.recovery.spare_pool import SparePool
-from lockstep.worker import Formation, LoopProgress, join, stand_down
+from lockstep.recovery.spare_replacer import SpareReplacer
+from lockstep.worker import Formation, join, stand_down
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from lockstep.engine.ray_engine import RayEngine
     from lockstep.engine.worker_handle import WorkerHandle
     from lockstep.recovery.watchdog import Watchdog
-    from lockstep.worker import SurvivorState
+    from lockstep.worker import RunPosition, SurvivorState
 
 _ATTEMPTS: Final = 10
 """Attempts to form a generation before the run ends."""
@@ -54,30 +54,25 @@ class NewGeneration:
     """A generation of the process group that has formed.
 
     Attributes:
-        generation: the number of the generation.
-        size: the number of its workers.
-        point: the committed steps of the run, and the epoch.
-        replayed: the number of steps that have to be computed again.
-        progress: the progress of the interrupted call; None without one.
-        is_cut_short: see `SurvivorState`.
+        source: the survivor whose state all members have now.
         lost_workers: the lost workers, in the order of their loss.
     """
 
-    generation: int
-    size: int
-    point: tuple[int, int]
-    replayed: int
-    progress: LoopProgress | None
-    is_cut_short: bool
+    source: SurvivorState
     lost_workers: Sequence[LostWorker]
+
+    @property
+    def position(self) -> RunPosition:
+        """How far the run has come."""
+        assert self.source.position is not None, "a source has the state of the run"
+        return self.source.position
 
 
 class Regrouping:
     """Forms the generations of a run's process group.
 
     Attributes:
-        generation: the number of the present generation; the first one is 0.
-        spares: the workers that wait for a rank.
+        spares: finds the workers that are ready for a rank.
     """
 
     def __init__(self, engine: RayEngine, min_workers: int, watchdog: Watchdog) -> None:
@@ -85,8 +80,7 @@ class Regrouping:
         self._workers = engine.workers
         self._min_workers = min_workers
         self._watchdog = watchdog
-        self.spares = SparePool(engine.workers, watchdog)
-        self.generation = 0
+        self.spares = SpareReplacer(engine.workers, watchdog)
 
     @property
     def can_grow(self) -> bool:
@@ -103,14 +97,14 @@ class Regrouping:
         self,
         purpose: str | None,
         lost_workers: Sequence[LostWorker],
-        given_up_for: BaseException | None = None,
+        abandoned_because: BaseException | None = None,
     ) -> NewGeneration:
         """Form the next generation from the workers that are left.
 
         Args:
             purpose: of the loop that was interrupted; None if it was another call.
             lost_workers: the workers that are known to be lost.
-            given_up_for: the error for which the interrupted call ends; None if the call goes on.
+            abandoned_because: the error for which the call ends; None if the call goes on.
 
         Raises:
             TrainerClosedError: no worker is lost, and none can go back to a committed step.
@@ -122,15 +116,15 @@ class Regrouping:
             table.mark_lost(each)
             self._workers.forget(each.worker)
         for _ in range(_ATTEMPTS):
-            survivors = self._stand_down(purpose, given_up_for is not None, table)
+            survivors = self._stand_down(purpose, abandoned_because is not None, table)
             furthest = _find_furthest(survivors)
-            if furthest is None and not table.lost_workers and given_up_for is not None:
-                raise rollback_impossible_error(given_up_for)
+            if furthest is None and not table.lost_workers and abandoned_because is not None:
+                raise rollback_impossible_error(abandoned_because)
             if furthest is None:
                 raise _no_worker_left_error(table.lost_workers, list(survivors))
             self._workers.set_members(self._members(table))
             if self._join(self._formation(survivors, furthest), table):
-                return self._new_generation(furthest, table.lost_workers)
+                return NewGeneration(furthest, table.lost_workers)
         raise WorkerDiedError(
             f"the group could not be formed in {_ATTEMPTS} attempts",
             cause="workers died, or could not reach each other, while it was being formed",
@@ -138,10 +132,10 @@ class Regrouping:
         )
 
     def _stand_down(
-        self, purpose: str | None, is_given_up: bool, table: RankTable
+        self, purpose: str | None, is_abandoned: bool, table: RankTable
     ) -> dict[WorkerHandle, SurvivorState]:
         """Let all members leave the group; a member that fails is lost. Empty if all are lost."""
-        call = stand_down.with_args(purpose, is_given_up=is_given_up)
+        call = stand_down.with_args(purpose, is_abandoned=is_abandoned)
         while members := list(self._workers.members):
             self._watchdog.begin_call()
             pending_call = self._engine.perform(
@@ -183,11 +177,11 @@ class Regrouping:
         self, survivors: dict[WorkerHandle, SurvivorState], furthest: SurvivorState
     ) -> Formation:
         members = self._workers.members
-        self.generation += 1
+        self._workers.generation += 1
         states = [survivors.get(member) for member in members]
         source = states.index(furthest)
         return Formation(
-            rendezvous=self._workers.rendezvous(self.generation),
+            rendezvous=self._workers.open_rendezvous(),
             size=len(members),
             source=source,
             # Ranks whose loop was cut short may have stopped at different lines after the step.
@@ -221,34 +215,19 @@ class Regrouping:
             self._mark_lost(members[rank], rank, pending_call, table)
         return not pending_call.has_failed
 
-    def _new_generation(
-        self, furthest: SurvivorState, lost_workers: Sequence[LostWorker]
-    ) -> NewGeneration:
-        assert furthest.point is not None
-        progress = furthest.progress
-        return NewGeneration(
-            generation=self.generation,
-            size=len(self._workers.members),
-            point=furthest.point,
-            replayed=1 if progress is not None and not progress.is_over else 0,
-            progress=progress,
-            is_cut_short=furthest.is_cut_short,
-            lost_workers=lost_workers,
-        )
-
 
 def _ignore_interrupt(_: BaseException) -> None:
     """Do nothing on Ctrl-C while the group forms: no member is in a step, and it can form later."""
 
 
 def _find_furthest(survivors: dict[WorkerHandle, SurvivorState]) -> SurvivorState | None:
-    able = [state for state in survivors.values() if state.point is not None]
-    return max(able, key=lambda one: (one.point or (0, 0), not one.is_cut_short), default=None)
+    able = [state for state in survivors.values() if state.position is not None]
+    return max(able, key=lambda one: (one.position or (0, 0), not one.is_cut_short), default=None)
 
 
 def _has_same_progress(state: SurvivorState | None, other: SurvivorState) -> bool:
-    return state is not None and (state.point, state.is_cut_short) == (
-        other.point,
+    return state is not None and (state.position, state.is_cut_short) == (
+        other.position,
         other.is_cut_short,
     )
 

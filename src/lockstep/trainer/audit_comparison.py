@@ -52,7 +52,7 @@ class AuditComparison:
             AuditError: ranks are not replicas of one another, or a gradient is wrong. The steps
                 were taken; a later call of the trainer goes on from them.
         """
-        seen = [report.seen for report in reports]
+        seen = [report.audit_ledger for report in reports]
         for ledger in seen:
             for error in ledger.facts.get("unseen", ())[:1] if ledger is not None else ():
                 self._log_once("unseen", f"the watch could not look at everything, e.g. {error}")

@@ -12,7 +12,6 @@ from lockstep.engine import has_gpus_elsewhere, runs_in_driver, start_ray_engine
 from lockstep.engine.inline_engine import InlineEngine
 from lockstep.errors import NotAvailableError
 from lockstep.trainer.argument_checks import check_numbers, check_resources, pick_backend
-from lockstep.trainer.refused_calls import why_not_recoverable
 
 if TYPE_CHECKING:
     from lockstep.engine import Engine, Resources
@@ -86,9 +85,9 @@ def _refuse_spares(spec: WorkerSpec, num_spares: int) -> None:
     Raises:
         NotAvailableError: names the argument that keeps the run from going on.
     """
-    if not num_spares or spec.is_recoverable:
+    if not num_spares or spec.obstacle is None:
         return
-    got, cause = why_not_recoverable(spec)
+    got, cause = spec.obstacle
     raise NotAvailableError(
         "a spare worker cannot take over here",
         got=f"spare_workers={num_spares}, {got}",

@@ -45,7 +45,7 @@ def trace_workers(pool: WorkerPool, profile: Profile, name: str) -> Iterator[Non
         raise
     folder = Path(profile)
     folder.mkdir(parents=True, exist_ok=True)
-    _, _, step = pool.call_rank_0(position.with_args())
+    step = pool.call_rank_0(position.with_args()).steps
     for rank, trace in enumerate(pool.call(Worker.call.with_args(stop_tracing))):
         if trace is not None:
             # TensorBoard's profiler, Perfetto and chrome://tracing open it by this name.

@@ -42,8 +42,8 @@ def workers_ended_error(reason: BaseException, spec: WorkerSpec) -> TrainerClose
     """The error for a call after `reason` has ended the workers."""
     first_line = next(iter(error_text(reason).splitlines()), "")
     got = None
-    if not spec.can_go_back:
-        argument, why = why_not_recoverable(spec)
+    if not spec.can_go_back and spec.obstacle is not None:
+        argument, why = spec.obstacle
         got = f"{argument}: they cannot go back to the last committed step, for {why}"
     fix = "create a new TorchTrainer; load(path) goes on from a checkpoint"
     return TrainerClosedError(
@@ -52,13 +52,3 @@ def workers_ended_error(reason: BaseException, spec: WorkerSpec) -> TrainerClose
         cause=f"{type(reason).__name__}: {first_line}",
         fix=reason.details["fix"] if isinstance(reason, TrainerClosedError) else fix,
     )
-
-
-def why_not_recoverable(spec: WorkerSpec) -> tuple[str, str]:
-    """The argument that keeps the workers from forming their group anew, and the reason."""
-    options = spec.options
-    if not options.wrap_ddp:
-        return "wrap_ddp=False", "a wrapper of your own keeps the broken group"
-    if not options.add_dist_sampler:
-        return "add_dist_sampler=False", "only each worker itself knows its part of the data"
-    return f"sync={options.sync!r}", "each worker alone has a part of the state"

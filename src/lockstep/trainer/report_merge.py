@@ -20,13 +20,20 @@ def merge_reports(reports: Sequence[Report]) -> dict[str, Any]:
     """Merge the reports of all workers into one dict, in which every sample counts once."""
     _refuse_mixed_weights(reports)
     result: dict[str, Any] = {NUM_SAMPLES: sum(report.samples for report in reports)}
-    kept = {key for report in reports for key in _unchanged_metrics(report)}
+    passes = [each for report in reports for each in report.passes]
+    # The metrics of lockstep's own loop that the user's loop around it did not change.
+    kept = {key for each in passes for key in each.metrics.keys() - each.own.keys()}
     if kept:
         ours = merge([report.sums for report in reports])
         result.update({key: value for key, value in ours.items() if key in kept})
-    own = [_own_results(report) for report in reports]
+    own = [
+        _merge_by_samples(
+            [each.own for each in report.passes], [each.samples for each in report.passes]
+        )
+        for report in reports
+    ]
     result.update(_merge_by_samples(own, [report.samples for report in reports]))
-    result.update(compute_merged([report.measured for report in reports]))
+    result.update(compute_merged([report.torchmetrics for report in reports]))
     result.pop(WEIGHT, None)
     result[BATCH_COUNT] = max(report.steps for report in reports)
     epochs = [report.epoch for report in reports if report.epoch is not None]
@@ -40,8 +47,8 @@ def merge_reports(reports: Sequence[Report]) -> dict[str, Any]:
 
 def refuse_unused_metrics(reports: Sequence[Report]) -> None:
     """Refuse a registered metric that was never updated: the result would silently lack it."""
-    for name in dict.fromkeys(name for report in reports for name in report.measured):
-        if not any(has_updates(report.measured[name]) for report in reports):
+    for name in dict.fromkeys(name for report in reports for name in report.torchmetrics):
+        if not any(has_updates(report.torchmetrics[name]) for report in reports):
             raise ConfigurationError(
                 "a registered metric was never updated",
                 got=name,
@@ -65,25 +72,6 @@ def _refuse_mixed_weights(reports: Sequence[Report]) -> None:
         )
 
 
-def _unchanged_metrics(report: Report) -> set[str]:
-    """The metrics of lockstep's own loop that the user's loop around it did not change."""
-    return {
-        key
-        for metrics, summary in zip(report.metrics, report.summaries, strict=True)
-        for key, value in metrics.items()
-        if _is_unchanged(key, value, summary)
-    }
-
-
-def _own_results(report: Report) -> dict[str, Any]:
-    """The results that the user's own loop returned, or added to the results of lockstep's loop."""
-    passes = [
-        {key: value for key, value in metrics.items() if not _is_unchanged(key, value, summary)}
-        for metrics, summary in zip(report.metrics, report.summaries, strict=True)
-    ]
-    return _merge_by_samples(passes, report.samples_by_pass)
-
-
 def _merge_by_samples(results: Sequence[dict[str, Any]], samples: Sequence[int]) -> dict[str, Any]:
     """As `merge_user_results`, but ``num_samples`` only if a user's loop returned it."""
     if not any(results):
@@ -92,19 +80,6 @@ def _merge_by_samples(results: Sequence[dict[str, Any]], samples: Sequence[int])
     if not any(NUM_SAMPLES in each for each in results):
         del merged[NUM_SAMPLES]
     return merged
-
-
-def _is_unchanged(key: str, after: Any, summary: dict[str, Any] | None) -> bool:
-    """Whether the user's loop returned a metric as it is in the `summary` of lockstep's loop."""
-    if summary is None or key not in summary:
-        return False
-    before = summary[key]
-    # NaN is not equal to itself, and comparing tensors of several elements gives no answer.
-    if before is after:
-        return True
-    if isinstance(before, float) and isinstance(after, float):
-        return before == after or (before != before and after != after)
-    return type(before) is type(after) and isinstance(after, int | str) and before == after
 
 
 def _mean_timers(timers: Sequence[dict[str, float]]) -> dict[str, float]:

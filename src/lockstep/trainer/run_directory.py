@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from lockstep import checkpoint
 from lockstep.checkpoint.rotation import Rotation
 from lockstep.errors import (
-    CheckpointError,
     ConfigurationError,
     NotAvailableError,
 )
@@ -103,16 +102,7 @@ class RunDirectory:
         _refuse_uncollectable_states(spec)
         if self.found is None:
             return spec
-        shards = self.found.get("num_shards", spec.num_shards)
-        if shards < spec.num_workers:
-            raise CheckpointError(
-                "the run cuts every global batch into fewer shards than there are workers",
-                where=self._source,
-                expected=f"at most {shards} workers",
-                got=f"num_workers={spec.num_workers}",
-                fix=f"TorchTrainer(..., num_workers={shards}); a run that is to grow is begun with"
-                " num_shards of the most workers that it will have",
-            )
+        shards = spec.num_shards_of(self.found, self._source)
         return replace(spec, num_shards=shards, seed=self.found.get("seed", spec.seed))
 
     def write(self, snapshot: Snapshot) -> None:

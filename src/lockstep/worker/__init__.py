@@ -4,6 +4,7 @@
 from lockstep.worker.call_outcome import Outcome, add_rank, error_text, failed_outcome, is_peer_lost
 from lockstep.worker.group_formation import (
     Formation,
+    RunPosition,
     SurvivorState,
     go_back_alone,
     join,
@@ -44,6 +45,7 @@ __all__ = [
     "RemoteMethod",
     "Rendezvous",
     "Report",
+    "RunPosition",
     "Snapshot",
     "StartReport",
     "SurvivorState",

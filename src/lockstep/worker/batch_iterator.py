@@ -115,6 +115,7 @@ class BatchIterator:
             # Without an open batch as well: a loop may step once more after its last one.
             stepped, step.stepped_optimizers = step.stepped_optimizers, []
             update_averages(state.registered, stepped)
+            self._tally.has_stepped = bool(stepped)
         if self._num_open_samples is None:
             return
         if training:

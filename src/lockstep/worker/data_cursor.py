@@ -149,6 +149,7 @@ class Tally:
     Attributes:
         steps: negative while the first batches of a window are computed again, which an earlier
             call has counted.
+        has_stepped: an optimizer has stepped in the last batch.
         on_commit: called after every step.
         before_batch: called before every batch; an error that it raises ends the call between two
             steps.
@@ -156,5 +157,6 @@ class Tally:
 
     steps: int = 0
     samples: int = 0
+    has_stepped: bool = False
     on_commit: Callable[[], None] | None = None
     before_batch: Callable[[], None] | None = None

@@ -7,14 +7,14 @@ entered it. So the surviving ranks are at most one step apart, and the state of 
 furthest counts: the other ranks take it over, and the step that no rank has committed is computed
 again.
 
-The state that travels is that of a checkpoint (see `state`), and what a checkpoint leaves to
+The state that travels is that of a checkpoint (see `state_dict`), and what a checkpoint leaves to
 `setup`: which parameters train, buffers that are not persistent, gradients of an open window.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.group import Group
 from lockstep.operator.sync_setup import rejoin
@@ -23,6 +23,7 @@ from lockstep.worker.loader_selection import open_loader
 from lockstep.worker.loop_run import LoopProgress
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 from lockstep.worker.saved_gradients import SavedGradients
+from lockstep.worker.worker import Undone
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +33,17 @@ if TYPE_CHECKING:
     from lockstep.worker.process_group import Rendezvous
     from lockstep.worker.worker import Worker
 
-Point = tuple[int, int]
-"""The committed steps of the run, and the epoch; a worker that is further has a larger point."""
+
+class RunPosition(NamedTuple):
+    """How far a worker has come; a worker that is further has a larger position.
+
+    Attributes:
+        steps: the committed steps of the run.
+        epoch: the epoch of the training data.
+    """
+
+    steps: int
+    epoch: int
 
 
 @dataclass(frozen=True)
@@ -41,14 +51,14 @@ class SurvivorState:
     """How far a worker has come, after it has left its group.
 
     Attributes:
-        point: the point of its state; None if it has no state of the run (it is a spare, or an
-            optimizer stepped in the middle of a batch that cannot be computed again).
+        position: how far its state has come; None if it has no state of the run (it is a spare, or
+            an optimizer stepped in the middle of a batch that cannot be computed again).
         progress: the progress of the interrupted call; None without one.
         is_cut_short: a loop of the user's own failed after the last step's optimizers, so that its
             code after them did not run.
     """
 
-    point: Point | None
+    position: RunPosition | None
     progress: LoopProgress | None = None
     is_cut_short: bool = False
 
@@ -60,34 +70,36 @@ class Formation:
     Attributes:
         source: the rank whose state counts.
         stale: ranks that load the state of `source`.
-        local_ranks: each rank's index among the ranks of its host; empty if they stay.
+        local_ranks: each rank's index among the ranks of its host.
     """
 
     rendezvous: Rendezvous
     size: int
     source: int
     stale: tuple[int, ...]
-    local_ranks: tuple[int, ...] = ()
+    local_ranks: tuple[int, ...]
 
 
 @remote_method(Communication.NONE, OnFailure.RAISE, is_timed=True)
 def stand_down(
-    worker: Worker, interrupted: str | None, *, is_given_up: bool = False
+    worker: Worker, interrupted: str | None, *, is_abandoned: bool = False
 ) -> SurvivorState:
     """Leave the group and undo the step that was not committed. Idempotent.
 
     Args:
         interrupted: the purpose of the loop that not all workers have completed; None if another
             call was interrupted.
-        is_given_up: the call does not go on: it has ended with the last committed step.
+        is_abandoned: the call does not go on: it has ended with the last committed step.
     """
     survivor = _stand_down(worker, interrupted)
-    if is_given_up and survivor.point is not None:
+    if is_abandoned and survivor.position is not None:
         call, worker.loop_run, worker.before_call = worker.loop_run, None, None
         if call is not None and interrupted == "train":
             # The first batches of the open window belong to an earlier call, which counted them.
-            worker.owed = max(worker.owed, -call.tally.steps)
-        return SurvivorState(survivor.point, is_cut_short=survivor.is_cut_short)
+            worker.num_batches_to_recompute = max(
+                worker.num_batches_to_recompute, -call.tally.steps
+            )
+        return SurvivorState(survivor.position, is_cut_short=survivor.is_cut_short)
     return survivor
 
 
@@ -98,10 +110,10 @@ def go_back_alone(worker: Worker, interrupted: str | None) -> SurvivorState:
         interrupted: as for `stand_down`.
 
     Returns:
-        How far the worker has come; `point` is None if an optimizer's change cannot be undone.
+        How far the worker has come; `position` is None if an optimizer's change cannot be undone.
     """
-    survivor = stand_down(worker, interrupted, is_given_up=True)
-    if survivor.point is None:
+    survivor = stand_down(worker, interrupted, is_abandoned=True)
+    if survivor.position is None:
         return survivor
     state = worker.operator._lockstep
     state.context = replace(state.context, group=Group(None, state.context.device))
@@ -113,14 +125,15 @@ def go_back_alone(worker: Worker, interrupted: str | None) -> SurvivorState:
 
 
 def _stand_down(worker: Worker, interrupted: str | None) -> SurvivorState:
-    holds_unreduced_gradients = worker.holds_unreduced_gradients
+    cursor = worker.cursors.get("train")
+    is_unreduced = cursor is not None and worker.rollback.holds_unreduced_gradients(cursor)
     worker.leave()
     if not worker.has_state:
         return SurvivorState(None)
     # A dataset of Ray's was split for the ranks of the group that is left.
     worker.feed(None, None)
     call = worker.loop_run if interrupted is not None else None
-    if holds_unreduced_gradients:
+    if is_unreduced:
         # No other rank has these gradients, and those of a lost worker are lost: all ranks begin
         # the window anew.
         if call is not None and interrupted == "train":
@@ -131,24 +144,25 @@ def _stand_down(worker: Worker, interrupted: str | None) -> SurvivorState:
     # A rank that has trained to the end of the call is ahead. A validation is done again by all
     # ranks: the counts of a lost worker are lost.
     if call is None or (call.is_over and interrupted == "train"):
-        return SurvivorState(_point(worker), None if call is None else call.progress)
+        return SurvivorState(_position(worker), None if call is None else call.progress)
     undone = worker.undo(call)
-    if undone == "nothing":
+    if undone is Undone.IMPOSSIBLE:
         worker.has_state = False
         return SurvivorState(None)
-    if undone == "all":
+    if undone is Undone.CALL:
         worker.loop_run = None
         # Negative where the call begins with batches of a window that was open before it.
         steps = call.cursor.step - call.first_step
         return SurvivorState(
-            _point(worker), LoopProgress(call.first_epoch, call.first_step, steps, 0, False)
+            _position(worker), LoopProgress(call.first_epoch, call.first_step, steps, 0, False)
         )
-    return SurvivorState(_point(worker), call.progress, is_cut_short=undone == "cut short")
+    is_cut_short = undone is Undone.NOTHING_AS_STEP_COUNTS
+    return SurvivorState(_position(worker), call.progress, is_cut_short=is_cut_short)
 
 
-def _point(worker: Worker) -> Point:
+def _position(worker: Worker) -> RunPosition:
     epoch = worker.cursors["train"].epoch if "train" in worker.cursors else 0
-    return worker.operator._lockstep.committed, epoch
+    return RunPosition(worker.operator._lockstep.committed, epoch)
 
 
 @remote_method(Communication.RUN_GROUP, OnFailure.RAISE, is_timed=True)
@@ -178,23 +192,24 @@ def join(worker: Worker, rank: int, formation: Formation) -> None:
 
 def _join_group(worker: Worker, rank: int, formation: Formation) -> None:
     operator = worker.operator
-    worker.take_rank(rank, formation.size)
+    worker.take_rank(rank, formation.size, formation.local_ranks[rank])
     before = operator._lockstep.context
     if worker.before_first_collective is not None:
         worker.before_first_collective()
     group = worker.join_group(formation.rendezvous, before.device)
-    assignment = worker.shard_assignment_of(before.shard_assignment)
+    shards = before.shard_assignment
+    assignment = worker.make_shard_assignment(shards.num_shards, shards.seed, rank)
     operator._lockstep.context = replace(
         before,
         world_rank=rank,
         world_size=formation.size,
-        local_rank=formation.local_ranks[rank] if formation.local_ranks else before.local_rank,
+        local_rank=worker.local_rank,
         group=group,
         shard_assignment=assignment,
         is_spare=False,
         server_address=formation.rendezvous.server_address,
     )
-    if assignment != before.shard_assignment:
+    if assignment != shards:
         _reopen_loaders(worker, operator)
 
 
@@ -216,15 +231,15 @@ def _transfer_state(worker: Worker, group: Group, rank: int, formation: Formatio
 
 def _full_state(worker: Worker) -> dict[str, Any]:
     """The state that another rank needs to replace this one; more than a checkpoint holds."""
-    run, window_gradients = worker.run, worker.window_gradients
+    run, window_gradients = worker.run, worker.rollback.window_gradients()
     return {
         "state": worker.state_to_write(),
         "requires_grad": [parameter.requires_grad for parameter in run.parameters()],
         "buffers": _buffers(run),
         "weighed_by": worker.operator._lockstep.weighed_by,
         "window_gradients": None if window_gradients is None else list(window_gradients.gradients),
-        "owed": worker.owed,
-        "written_parameters": worker.written_parameters,
+        "num_batches_to_recompute": worker.num_batches_to_recompute,
+        "written_parameters": worker.rollback.written_parameters,
     }
 
 
@@ -237,9 +252,10 @@ def _load_full_state(worker: Worker, full_state: dict[str, Any]) -> None:
         mine.data = theirs.to(mine.device, copy=True)
     worker.operator._lockstep.weighed_by = dict(full_state["weighed_by"])
     if full_state["window_gradients"] is not None:
-        worker.window_gradients = SavedGradients(full_state["window_gradients"])
-    worker.owed = full_state["owed"]
-    worker.expect_written_parameters(full_state["written_parameters"])
+        gradients = SavedGradients(full_state["window_gradients"])
+        worker.rollback.restore_window_gradients(gradients)
+    worker.num_batches_to_recompute = full_state["num_batches_to_recompute"]
+    worker.rollback.expect_written_parameters(full_state["written_parameters"])
 
 
 def _buffers(run: TrainingParts) -> list[torch.Tensor]:

@@ -14,12 +14,11 @@ value.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from lockstep._torch_compat import version_of
-from lockstep.compiler_disable import disable_dynamo
 from lockstep.tensor_copies import TensorCopies, overwrite
 
 if TYPE_CHECKING:
@@ -32,13 +31,9 @@ _STEPS: Final = 3
 
 
 class InPlaceWriteTracker:
-    """Copies of the weights that a batch may write to, from before the batch.
+    """Copies of the weights that a batch may write to, from before the batch."""
 
-    Args:
-        optimizers: before the first of them steps, the tracker looks which weights have changed.
-    """
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self) -> None:
         self._found: dict[nn.Parameter, None] = {}
         self._parameters: list[nn.Parameter] = []
         self._versions: list[int] = []
@@ -47,16 +42,6 @@ class InPlaceWriteTracker:
         self._is_ahead_of_step = False
         self._has_missed = False
         self._steps_left = _STEPS
-        # Not traced: a compiled step would guard on every version counter.
-        hook = disable_dynamo(lambda *_: self._find_writes())
-        self._handles: list[Any] = [
-            optimizer.register_step_pre_hook(hook) for optimizer in optimizers
-        ]
-
-    def close(self) -> None:
-        """Take the hooks off the optimizers."""
-        for handle in self._handles:
-            handle.remove()
 
     def take(self, parameters: Sequence[nn.Parameter]) -> None:
         """Copy the weights that the next batch may write to.
@@ -96,7 +81,8 @@ class InPlaceWriteTracker:
         pairs = zip(self._parameters, self._versions, strict=True)
         return [parameter for parameter, version in pairs if version_of(parameter) != version]
 
-    def _find_writes(self) -> None:
+    def find_writes(self) -> None:
+        """Before an optimizer's step, find the weights that the batch has changed."""
         if not self._is_ahead_of_step:
             return
         changed = self._find_changed()

@@ -26,7 +26,7 @@ from lockstep.randomness import preserve_rng_state
 from lockstep.reduction_context import ReductionContext, activate
 from lockstep.worker.batch_iterator import BatchIterator
 from lockstep.worker.data_cursor import Tally
-from lockstep.worker.report import LoopCounts, Report
+from lockstep.worker.report import LoopCounts, PassResult, Report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -88,7 +88,8 @@ class LoopRun:
         arithmetic: a context manager entered around the passes.
         on_commit: called after every step.
         rollback: copies what a step may change until it is committed; None for validation.
-        owed: batches of earlier calls that are computed again first, for an open window.
+        num_batches_to_recompute: batches of earlier calls that are computed again first, for an
+            open window.
 
     Attributes:
         cursor: the position in the data.
@@ -106,7 +107,7 @@ class LoopRun:
         arithmetic: Callable[[], AbstractContextManager[None]],
         on_commit: Callable[[], None] | None,
         rollback: Rollback | None,
-        owed: int,
+        num_batches_to_recompute: int,
     ) -> None:
         self._operator = operator
         self._state: OperatorState = operator._lockstep
@@ -120,8 +121,8 @@ class LoopRun:
         }
         self._arithmetic = arithmetic
         self._rollback = rollback
-        self.tally = Tally(steps=-owed, on_commit=on_commit)
-        self.first_epoch, self.first_step = cursor.epoch, cursor.step + owed
+        self.tally = Tally(steps=-num_batches_to_recompute, on_commit=on_commit)
+        self.first_epoch, self.first_step = cursor.epoch, cursor.step + num_batches_to_recompute
         self.is_over = False
         self._shards = self._state.context.shard_assignment.shards
         self._pass_began = 0
@@ -133,9 +134,7 @@ class LoopRun:
         self._steps_of_others = 0 if progress is None else progress.steps
         if progress is not None:
             self._set_progress(progress)
-        self._metrics: list[dict[str, Any]] = []
-        self._summaries: list[dict[str, Any] | None] = []
-        self._samples_by_pass: list[int] = []
+        self._passes: list[PassResult] = []
         self._state.begin_call(request.purpose)
         operator.timers.reset()
         operator.timers.enable() if request.profile else operator.timers.disable()
@@ -233,10 +232,9 @@ class LoopRun:
         self._batches = batches
         metrics = self._run_operators_loop(batches)
         batches.commit()
-        self._metrics.append(metrics)
-        self._summaries.append(self._state.summary)
+        samples = tally.samples - sum(each.samples for each in self._passes)
+        self._passes.append(PassResult(metrics, self._state.summary, samples))
         self._pass_began = tally.steps
-        self._samples_by_pass.append(tally.samples - sum(self._samples_by_pass))
         if batches.is_epoch_over:
             self._end_epoch()
         finished = num_steps is None or tally.steps >= num_steps
@@ -273,15 +271,13 @@ class LoopRun:
         operator, training = self._operator, self.request.purpose == "train"
         log = self._state.step_log
         return Report(
-            metrics=self._metrics,
-            summaries=self._summaries,
+            passes=self._passes,
             sums=self._state.meters.state(),
-            samples_by_pass=self._samples_by_pass,
             samples=self.tally.samples,
             steps=self.tally.steps,
             epoch=self.cursor.epochs_entered if training else None,
             timers=operator.timers.stats() if self.request.profile else None,
             weighed_by=self._state.weighed_by.get(self.request.purpose),
-            measured=self._state.registered_metrics.copy_to_cpu(self.request.purpose),
+            torchmetrics=self._state.registered_metrics.copy_to_cpu(self.request.purpose),
             rows=log.rows_after(0) if training and log is not None else [],
         )

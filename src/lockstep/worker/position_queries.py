@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 
@@ -13,13 +13,21 @@ if TYPE_CHECKING:
     from lockstep.worker.worker import Worker
 
 
-@remote_method(Communication.NONE, OnFailure.REPEAT)
-def position(worker: Worker) -> tuple[int, int, int]:
+class RunCounts(NamedTuple):
     """Passes over the training data begun and finished, and the steps of the run."""
+
+    epochs_begun: int
+    epochs_finished: int
+    steps: int
+
+
+@remote_method(Communication.NONE, OnFailure.REPEAT)
+def position(worker: Worker) -> RunCounts:
+    """How far the run has come."""
     cursor, steps = worker.cursors.get("train"), worker.operator._lockstep.committed
     if cursor is None:
-        return 0, 0, steps
-    return cursor.epochs_entered, cursor.epochs_finished, steps
+        return RunCounts(0, 0, steps)
+    return RunCounts(cursor.epochs_entered, cursor.epochs_finished, steps)
 
 
 @remote_method(Communication.NONE, OnFailure.REPEAT)

@@ -143,15 +143,15 @@ def form_second_group(
         PeerLostError: a rank did not arrive.
     """
     timeout = timedelta(seconds=rendezvous.timeout_s)
-    backend = rendezvous.backend
     with _choose_gloo_interface(rendezvous):
         try:
-            if rendezvous.as_default and alone:
-                return dist.new_group(
-                    [rank], timeout=timeout, backend=backend, use_local_synchronization=True
-                )
             if rendezvous.as_default:
-                return dist.new_group(timeout=timeout, backend=backend)
+                return dist.new_group(
+                    [rank] if alone else None,
+                    timeout=timeout,
+                    backend=rendezvous.backend,
+                    use_local_synchronization=alone,
+                )
             if alone:
                 return None
             prefix = f"generation-{rendezvous.generation}-{name}"

@@ -33,36 +33,66 @@ class StartReport:
 
 
 @dataclass(frozen=True)
+class PassResult:
+    """The result of one worker's pass over (part of) an epoch.
+
+    Attributes:
+        metrics: the result of the operator's loop.
+        summary: the result of lockstep's own loop inside it; None where that did not run.
+        samples: this worker's samples.
+    """
+
+    metrics: dict[str, Any]
+    summary: dict[str, Any] | None
+    samples: int
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The metrics that the user's own loop returned, or added to those of lockstep's loop."""
+        summary = self.summary or {}
+        return {
+            key: value
+            for key, value in self.metrics.items()
+            if key not in summary or not _is_same_value(summary[key], value)
+        }
+
+
+def _is_same_value(before: Any, after: Any) -> bool:
+    # NaN is not equal to itself, and comparing tensors of several elements gives no answer.
+    if before is after:
+        return True
+    if isinstance(before, float) and isinstance(after, float):
+        return before == after or (before != before and after != after)
+    return type(before) is type(after) and isinstance(after, int | str) and before == after
+
+
+@dataclass(frozen=True)
 class Report:
     """The result of one worker's `train` or `validate`.
 
     Attributes:
-        metrics: the results of the operator's loop, one for each pass over (part of) an epoch.
-        summaries: the result of lockstep's own loop inside it; None where that did not run.
+        passes: the results of the passes.
         sums: the sums behind the summaries, over the whole call (see `lockstep.metrics.merge`).
-        samples_by_pass: this worker's samples in each pass.
         samples: samples of this worker, each counted once.
         steps: global batches.
         epoch: passes over the training data begun, this call's included; None for `validate`.
         timers: seconds by phase; None unless asked for (`profile`).
         weighed_by: the kind of weight of the losses in lockstep's own loops; None without losses.
-        measured: the registered torchmetrics objects, by the key of their result.
-        seen: the records of the audit (see `lockstep.worker.run_audit`); None without an audit.
+        torchmetrics: the registered torchmetrics objects, by the key of their result.
+        audit_ledger: the records of the audit (see `lockstep.worker.run_audit`); None without one.
         rows: metrics of single steps.
         is_of_a_lost_worker: the driver made this report in the name of a lost worker.
     """
 
-    metrics: list[dict[str, Any]]
-    summaries: list[dict[str, Any] | None]
+    passes: list[PassResult]
     sums: dict[str, Any]
-    samples_by_pass: list[int]
     samples: int
     steps: int
     epoch: int | None
     timers: dict[str, float] | None
     weighed_by: str | None = None
-    measured: dict[str, Any] = field(default_factory=dict)
-    seen: Ledger | None = None
+    torchmetrics: dict[str, Any] = field(default_factory=dict)
+    audit_ledger: Ledger | None = None
     rows: list[StepRow] = field(default_factory=list)
     is_of_a_lost_worker: bool = False
 
@@ -88,10 +118,8 @@ def report_of_lost_worker(samples: int, counted: LoopCounts | None) -> Report:
     """
     sums = AverageMeterCollection().state() if counted is None else counted.sums
     return Report(
-        metrics=[],
-        summaries=[],
+        passes=[],
         sums={**sums, NUM_SAMPLES: samples},
-        samples_by_pass=[],
         samples=samples,
         steps=0,
         epoch=None,

@@ -16,16 +16,16 @@ before,
    (`is_complete`), or the run ends.
 3. A loop of the user's own may communicate after an optimizer has stepped (two models with two
    optimizers). Then weights, averages, optimizers and schedulers are copied before the first of
-   the step's optimizers steps. The first steps show whether the loop does so (`_steps_early`); in
-   them everything is copied in any case, until each optimizer has stepped once, for an optimizer
-   may step in few batches only.
+   the step's optimizers steps. The first steps show whether the loop does so
+   (`_communicates_after_optimizer`); in them everything is copied in any case, until each optimizer
+   has stepped once, for an optimizer may step in few batches only.
 4. Optimizers that step elsewhere, at a parameter server, keep an undo log there. The server is told
    to which step it may have to go back (`_tell_server`). A step of theirs communicates, so that the
    weights are copied here before each.
 5. A forward may write to weights in any loop; see `in_place_writes`.
 6. A loop of the user's own may leave gradients to the next step, or to the next pass over the data.
    They are copied where the loop adds to them (`_reuses_gradients`, learned like
-   `_steps_early`); see `saved_gradients`.
+   `_communicates_after_optimizer`); see `saved_gradients`.
 
 Copies lie in memory that the next step reuses, and the undo writes them into the existing tensors:
 a step must not pay for allocations, and users hold references to the tensors. Rejected for these
@@ -116,7 +116,7 @@ class Rollback:
         self._buffers = TensorCopies()
         self._parameters: list[nn.Parameter] = []
         # Whether ranks communicate after an optimizer of the same step has stepped; None: unknown.
-        self._steps_early: bool | None = None
+        self._communicates_after_optimizer: bool | None = None
         self._stepped_once: set[int] = set()
         self._usual_steps = 0
         # The step with which a call of a user's `train_epoch` began; None for another loop.
@@ -128,13 +128,14 @@ class Rollback:
         # its first steps, for which they are copied in any case.
         self._reuses_gradients = False
         self._steps_to_learn = _STEPS_TO_LEARN if operator._lockstep_overrides_loop() else 0
-        self._in_place_writes = InPlaceWriteTracker(run.optimizers)
+        self._in_place_writes = InPlaceWriteTracker()
         self._has_own_loop = (
             # A user's `after_step` may communicate, and may fail, like a loop of the user's own.
             operator._lockstep_overrides_loop()
             or operator._lockstep_overrides(TrainingOperator.after_step)
         )
         operator._lockstep.put_buffers_back = self.put_buffers_back
+        # Not traced: a compiled step would guard on every version counter.
         before = disable_dynamo(lambda each, *_: self._before_optimizer(each))
         after = disable_dynamo(lambda each, *_: self._after_optimizer(each))
         self._handles: list[Any] = []
@@ -146,7 +147,6 @@ class Rollback:
         """Take the hooks off the optimizers."""
         for handle in self._handles:
             handle.remove()
-        self._in_place_writes.close()
 
     def begin_call(self, cursor: Cursor) -> None:
         """Find the modules' parameters and buffers, which takes too long for every step."""
@@ -278,9 +278,9 @@ class Rollback:
             return
         if opened is not None and opened.stepped_at is not None:
             if self._num_rounds > opened.stepped_at:
-                self._steps_early = True
+                self._communicates_after_optimizer = True
             elif len(self._stepped_once) == len(self._run.optimizers):
-                self._steps_early = bool(self._steps_early)
+                self._communicates_after_optimizer = bool(self._communicates_after_optimizer)
         if opened is not None:
             self._learn_from(opened)
             self._usual_steps = max(self._usual_steps, self._num_steps(opened))
@@ -308,6 +308,7 @@ class Rollback:
         return waits or self._sync.has_open_window
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._in_place_writes.find_writes()
         opened = self._open
         if self._has_own_loop:
             self._copy_before_first_step(optimizer)
@@ -329,7 +330,7 @@ class Rollback:
             return
         optimizers = self._run.optimizers
         here = [each for each in optimizers if not self._steps_elsewhere(each)]
-        if self._steps_early is not False or len(here) < len(optimizers):
+        if self._communicates_after_optimizer is not False or len(here) < len(optimizers):
             opened.copies = _copy_weights_and_optimizers(self._run, here)
         opened.stepped_at = self._num_rounds
 
@@ -403,7 +404,7 @@ class Rollback:
             # Later: schedulers may have stepped between the batches of a window, before the copy.
             opened.schedules.restore()
         if has_stepped and self._has_own_loop:
-            self._steps_early = True
+            self._communicates_after_optimizer = True
         return not is_lost
 
     def put_buffers_back(self) -> None:

@@ -23,6 +23,7 @@ from lockstep.worker.tensor_pool import TensorPool
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from lockstep.worker.data_cursor import Tally
     from lockstep.worker.state_access import StateAccess
 
 
@@ -62,8 +63,6 @@ class SnapshotTaker:
         self._is_requested = False
         self._lock = threading.Lock()
         self._latest: Snapshot | None = None
-        self._has_stepped = False
-        self._handles: list[Any] = []
         self._pool = TensorPool()
         self._in_transit: Snapshot | None = None
 
@@ -86,22 +85,6 @@ class SnapshotTaker:
 
     # --------------------------------------------------------------------------- training
 
-    def watch_optimizers(self) -> None:
-        """Hook the optimizers' steps, which end the windows of a loop of the user's own."""
-        if self._has_own_loop:
-            self._handles = [
-                optimizer.register_step_post_hook(self._note_step)
-                for optimizer in self._worker.run.optimizers
-            ]
-
-    def close(self) -> None:
-        """Take the hooks off the optimizers."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _note_step(self, *_: Any) -> None:
-        self._has_stepped = True
-
     def begin(self) -> None:
         """Count steps from here, at the beginning of a call or of a generation of the group."""
         if self._counted_to is None or self._counted_to > self._committed:
@@ -109,17 +92,17 @@ class SnapshotTaker:
 
     def forget(self) -> None:
         """Restart the count, because ranks may have taken different snapshots before a recovery."""
-        self._counted_to, self._has_stepped = None, False
+        self._counted_to = None
         self.begin()
 
-    def before_batch(self) -> None:
+    def before_batch(self, tally: Tally) -> None:
         """Between two batches, take a snapshot if one is due or requested.
 
         Collective:
             Where `_needs_all_ranks`, when a copy is due: every rank.
         """
-        is_settled = self._is_settled
-        self._has_stepped = False
+        # A step ends the window of a loop of the user's own.
+        is_settled = tally.has_stepped if self._has_own_loop else self._is_between_windows
         if self._is_requested and not self._needs_all_ranks:
             self._take_requested_snapshot(is_settled)
         if not self._is_due or not is_settled or (self._has_own_loop and self._needs_all_ranks):
@@ -131,7 +114,7 @@ class SnapshotTaker:
 
     def after_call(self) -> None:
         """After a call of `train`, take the snapshot that was not possible within the call."""
-        if self._is_due and (self._has_own_loop or self._is_settled):
+        if self._is_due and (self._has_own_loop or self._is_between_windows):
             self._copy()
 
     @property
@@ -158,10 +141,8 @@ class SnapshotTaker:
         return self._worker.operator._lockstep_overrides_loop()
 
     @property
-    def _is_settled(self) -> bool:
-        """Whether no gradients wait for the next batch."""
-        if self._has_own_loop:
-            return self._has_stepped
+    def _is_between_windows(self) -> bool:
+        """Whether no gradients of the default loop wait for the next batch."""
         return not self._worker.cursors["train"].has_open_window
 
     def _take_requested_snapshot(self, is_settled: bool) -> None:

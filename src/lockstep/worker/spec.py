@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.data import split_batch_size
+from lockstep.errors import CheckpointError
 from lockstep.keys import BATCH_SIZE
 from lockstep.operator import Options
 from lockstep.serialization import dumps_or_refuse
@@ -42,17 +43,16 @@ class WorkerSpec:
     log_every: int = 0
 
     @property
-    def is_recoverable(self) -> bool:
-        """Whether the run can go on without one of its workers."""
+    def obstacle(self) -> tuple[str, str] | None:
+        """The argument that keeps several workers from forming their group anew, and the reason."""
         options = self.options
-        # A user's own wrapper keeps the broken group; a user's own split of the data is known to
-        # the lost worker alone; a shard of the state is lost with its worker.
-        return (
-            self.num_workers > 1
-            and options.wrap_ddp
-            and options.add_dist_sampler
-            and options.sync in _RECOVERABLE
-        )
+        if not options.wrap_ddp:
+            return "wrap_ddp=False", "a wrapper of your own keeps the broken group"
+        if not options.add_dist_sampler:
+            return "add_dist_sampler=False", "only each worker itself knows its part of the data"
+        if options.sync not in _RECOVERABLE:
+            return f"sync={options.sync!r}", "each worker alone has a part of the state"
+        return None
 
     def to_bytes(self) -> bytes:
         """The spec as bytes.
@@ -71,7 +71,28 @@ class WorkerSpec:
     @property
     def can_go_back(self) -> bool:
         """Whether all workers can go back to the last committed step while all of them live."""
-        return self.num_workers == 1 or self.is_recoverable
+        return self.num_workers == 1 or self.obstacle is None
+
+    def num_shards_of(self, state: Mapping[str, Any], where: str | None = None) -> int:
+        """The number of shards that `state` cuts global batches into.
+
+        Args:
+            where: the place of the state, for the error.
+
+        Raises:
+            CheckpointError: there are more workers than shards.
+        """
+        shards: int = state.get("num_shards", self.num_shards)
+        if shards < self.num_workers:
+            raise CheckpointError(
+                "the state cuts every global batch into fewer shards than there are workers",
+                where=where,
+                expected=f"at most {shards} workers",
+                got=f"num_workers={self.num_workers}",
+                fix=f"TorchTrainer(..., num_workers={shards}); a run that is to grow is begun with"
+                " num_shards of the most workers that it will have",
+            )
+        return shards
 
 
 def config_for(config: Mapping[str, Any], num_shards: int, shard: int) -> Any:

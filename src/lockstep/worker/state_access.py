@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.data import ShardAssignment, shards_of
-from lockstep.errors import CheckpointError
 from lockstep.operator.default_forward import registered_parts
 from lockstep.worker import state_dict as state_dicts
 from lockstep.worker.data_cursor import Cursor
@@ -32,7 +31,7 @@ class StateAccess:
     cursors: dict[str, Cursor]
     spec: WorkerSpec
     rank: int
-    owed: int
+    num_batches_to_recompute: int
     before_call: dict[str, Any] | None
     _before_load: tuple[dict[str, Any], int] | None
     _dataset_switch: DatasetSwitch
@@ -48,7 +47,8 @@ class StateAccess:
     def run(self) -> TrainingParts:
         return registered_parts(self.operator)
 
-    def _make_shard_assignment(self, num_shards: int, seed: int, rank: int) -> ShardAssignment:
+    def make_shard_assignment(self, num_shards: int, seed: int, rank: int) -> ShardAssignment:
+        """The shards of `rank` in the worker's group."""
         return ShardAssignment(num_shards, shards_of(rank, self.spec.num_workers, num_shards), seed)
 
     def _open_loaders(self, operator: TrainingOperator) -> None:
@@ -80,7 +80,7 @@ class StateAccess:
         """The state of the run; equal on all ranks except for "operator".
 
         Args:
-            take: see `states.collect`.
+            take: see `lockstep.worker.state_dict.collect`.
         """
         state = state_dicts.collect(self.operator, self.run, take)
         state["epoch"] = self.cursors["train"].epochs_entered if "train" in self.cursors else 0
@@ -116,23 +116,15 @@ class StateAccess:
     @remote_method(Communication.NONE, OnFailure.REPEAT)
     def check_state(self, state: Mapping[str, Any]) -> None:
         state_dicts.check(self.run, state)
-        shards = state.get("num_shards", self.spec.num_shards)
-        if shards < self.spec.num_workers:
-            raise CheckpointError(
-                "the state cuts every global batch into fewer shards than there are workers",
-                expected=f"at most {shards} workers",
-                got=f"num_workers={self.spec.num_workers}",
-                fix=f"TorchTrainer(..., num_workers={shards}); a run that is to grow is begun with"
-                " num_shards of the most workers that it will have",
-            )
+        self.spec.num_shards_of(state)
 
     @remote_method(Communication.SHARDED_OPTIMIZERS, OnFailure.REPEAT_WRITE)
     def apply_state(self, state: Mapping[str, Any]) -> None:
         """Load `state`; until `settle_state` the state from before can be restored."""
         before = self.state_dict()
         # That state begins with the open window, whose batches have been counted.
-        owed = self.owed + self.operator._lockstep.committed - before["global_step"]
-        self._before_load = before, owed
+        num_counted = self.operator._lockstep.committed - before["global_step"]
+        self._before_load = before, self.num_batches_to_recompute + num_counted
         if self.operator._lockstep.step_log is not None:
             self.operator._lockstep.step_log.rewind_to(0)
         self.load_state(state)
@@ -141,14 +133,14 @@ class StateAccess:
     def settle_state(self, keep: bool) -> None:
         held, self._before_load = self._before_load, None
         if not keep and held is not None:
-            before, owed = held
+            before, num_counted = held
             self.load_state(before)
-            self.owed = owed
+            self.num_batches_to_recompute = num_counted
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Load the `state_dict` of a worker of the same run, without a way back."""
         operator = self.operator
-        self.owed = 0
+        self.num_batches_to_recompute = 0
         operator._lockstep.forget_step()
         if self._rollback is not None:
             self._rollback.forget()
@@ -158,7 +150,7 @@ class StateAccess:
         for parameter in self.run.parameters():
             parameter.grad = None  # of another state; a new process has none either
         before = operator._lockstep.context.shard_assignment
-        assignment = self._make_shard_assignment(
+        assignment = self.make_shard_assignment(
             state.get("num_shards", before.num_shards), state.get("seed", before.seed), self.rank
         )
         if assignment != before:

@@ -7,7 +7,8 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
@@ -51,16 +52,24 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.utils.hooks import RemovableHandle
 
-    from lockstep.data import RayBatches, ShardAssignment
+    from lockstep.data import RayBatches
     from lockstep.worker.report import Report
-    from lockstep.worker.saved_gradients import SavedGradients
     from lockstep.worker.spec import WorkerSpec
 
 _CLOSING_S: Final = 1.0
 
-Undone = Literal["all", "step", "cut short", "nothing"]
-"""What `Worker.undo` has undone: the whole call; the open step; nothing, because the step counts,
-though it was cut short after its optimizers; or nothing, because no undo is possible."""
+
+class Undone(Enum):
+    """What `Worker.undo` has undone."""
+
+    CALL = auto()
+    STEP = auto()
+
+    NOTHING_AS_STEP_COUNTS = auto()
+    """The step was cut short after its optimizers had stepped, and counts."""
+
+    IMPOSSIBLE = auto()
+    """The state from before the step is lost."""
 
 
 class Worker(StateAccess):
@@ -73,7 +82,8 @@ class Worker(StateAccess):
 
     Attributes:
         cursors: the position in the data, by purpose.
-        owed: batches that earlier calls have counted, and that the next call computes again first.
+        num_batches_to_recompute: batches that earlier calls have counted, and that the next call
+            computes again first.
         is_warm: its process has committed a step, so that its slow first step is over.
         has_state: it has the state of the run; a spare gets the state when it joins.
         loop_run: the latest `train` or `validate`.
@@ -95,7 +105,7 @@ class Worker(StateAccess):
         self._dataset_switch = DatasetSwitch()
         self._before_load: tuple[dict[str, Any], int] | None = None
         self.before_call: dict[str, Any] | None = None
-        self.owed = 0
+        self.num_batches_to_recompute = 0
         self._rollback = None
         self._is_asked_to_leave = False
         self.is_warm = False
@@ -133,6 +143,10 @@ class Worker(StateAccess):
         self._build_operator(device, is_spare=True)
         return self._start_report(device)
 
+    @remote_method(Communication.NONE, OnFailure.REPEAT)
+    def ping(self) -> None:
+        """Return at once, as a sign of life."""
+
     @property
     def is_built(self) -> bool:
         """Whether there is an operator: after `start` or `stand_by`, and before `stop`."""
@@ -165,7 +179,7 @@ class Worker(StateAccess):
             device=device,
             group=self._group_handle,
             # A spare gets its shards in `join`.
-            shard_assignment=self._make_shard_assignment(
+            shard_assignment=self.make_shard_assignment(
                 spec.num_shards, spec.seed, 0 if is_spare else self.rank
             ),
             options=spec.options,
@@ -193,7 +207,6 @@ class Worker(StateAccess):
         self._handles = [] if is_trial else add_non_finite_checks(operator, run)
         if spec.can_go_back and not is_trial:
             self._rollback = Rollback(operator, run)
-        self.snapshots.watch_optimizers()
         self._handles += add_step_hooks(operator, run)
 
     def join_group(self, rendezvous: Rendezvous, device: torch.device) -> Group:
@@ -239,7 +252,6 @@ class Worker(StateAccess):
         if self._operator is not None and self._operator._lockstep.sync is not None:
             self._operator._lockstep.sync.detach()
         # In the driver's process the optimizer may be the user's own, and outlives the trainer.
-        self.snapshots.close()
         for handle in self._handles:
             handle.remove()
         if self._rollback is not None:
@@ -250,6 +262,12 @@ class Worker(StateAccess):
             self._threads_before = None
 
     # -------------------------------------------------------------------- another generation
+
+    @property
+    def rollback(self) -> Rollback:
+        """The undo of the open step, of a worker that can go back (`WorkerSpec.can_go_back`)."""
+        assert self._rollback is not None, "this worker cannot go back"
+        return self._rollback
 
     @property
     def has_begun_to_step(self) -> bool:
@@ -267,7 +285,7 @@ class Worker(StateAccess):
         if self.loop_run is not None:
             self.loop_run.note_counts()
             if self.loop_run.request.purpose == "train":
-                self.snapshots.before_batch()
+                self.snapshots.before_batch(self.loop_run.tally)
         if self._is_asked_to_leave:
             raise PeerLostError(
                 "this rank left the group between two steps",
@@ -279,10 +297,10 @@ class Worker(StateAccess):
         """Undo what `call` has not committed."""
         if call.request.purpose == "validation":
             call.rewind()
-            return "all"
-        if self.before_call is None and self._rollback is not None and self._rollback.is_complete:
+            return Undone.CALL
+        if self.before_call is None and self.rollback.is_complete:
             call.finish_step()
-            return "cut short"
+            return Undone.NOTHING_AS_STEP_COUNTS
         self.operator._lockstep.forget_step()
         self.operator._lockstep.precision.forget_unscaled()
         for held in vars(self.operator).values():
@@ -291,55 +309,27 @@ class Worker(StateAccess):
         if self.before_call is not None:
             # A `train_epoch` of the user's own: only it knows its state between two batches.
             self.load_state(self.before_call)
-            begins = self._rollback is None or self._rollback.restart_call()
-            return "all" if begins else "nothing"
-        done = self._rollback is not None and self._rollback.undo(call.cursor, call.tally)
-        return "step" if done else "nothing"
-
-    @property
-    def holds_unreduced_gradients(self) -> bool:
-        """Whether a step waits for gradients that are not reduced, which no other rank has."""
-        if self._rollback is None or "train" not in self.cursors:
-            return False
-        return self._rollback.holds_unreduced_gradients(self.cursors["train"])
-
-    @property
-    def window_gradients(self) -> SavedGradients | None:
-        """Gradients that the loop's own open window holds between two passes over the data."""
-        return None if self._rollback is None else self._rollback.window_gradients()
-
-    @window_gradients.setter
-    def window_gradients(self, window_gradients: SavedGradients | None) -> None:
-        if self._rollback is not None:
-            self._rollback.restore_window_gradients(window_gradients)
-
-    @property
-    def written_parameters(self) -> list[int]:
-        """Indices of the parameters that a batch writes to before an optimizer steps."""
-        return [] if self._rollback is None else self._rollback.written_parameters
-
-    def expect_written_parameters(self, places: list[int]) -> None:
-        """Take over from another rank which parameters a batch writes to."""
-        if self._rollback is not None:
-            self._rollback.expect_written_parameters(places)
+            return Undone.CALL if self.rollback.restart_call() else Undone.IMPOSSIBLE
+        is_undone = self.rollback.undo(call.cursor, call.tally)
+        return Undone.STEP if is_undone else Undone.IMPOSSIBLE
 
     def return_to_window(self) -> bool:
         """Between calls, undo the open window; False if the window is the loop's own."""
         cursor = self.cursors["train"]
-        if self._rollback is None or not cursor.has_open_window:
+        if not cursor.has_open_window:
             return False
         before = self.operator._lockstep.committed
-        done = self._rollback.undo(cursor, Tally())
-        self.owed += before - self.operator._lockstep.committed
+        done = self.rollback.undo(cursor, Tally())
+        self.num_batches_to_recompute += before - self.operator._lockstep.committed
         return done
 
     def attach_audit(self, step: int) -> None:
         """Start the audit of this generation, from `step` of the run on."""
         self._audit.attach(self.rank, self.spec.num_workers, step)
 
-    def take_rank(self, rank: int, size: int) -> None:
-        """Become rank `rank` of `size`."""
-        self.rank = rank
+    def take_rank(self, rank: int, size: int, local_rank: int) -> None:
+        """Become rank `rank` of `size`. The worker's device stays."""
+        self.rank, self.local_rank = rank, local_rank
         self.spec = replace(self.spec, num_workers=size)
         self._num_copies = 0
         self._is_asked_to_leave = False
@@ -347,10 +337,6 @@ class Worker(StateAccess):
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         return self._group
-
-    def shard_assignment_of(self, before: ShardAssignment) -> ShardAssignment:
-        """The shards of this rank in its present group."""
-        return self._make_shard_assignment(before.num_shards, before.seed, self.rank)
 
     # --------------------------------------------------------------------- copies beside it
 
@@ -365,22 +351,23 @@ class Worker(StateAccess):
             Unless `alone`, every rank: forms the group.
         """
         copy = Worker(spec, 0 if alone else self.rank, self.local_rank)
-        if self._rendezvous is not None and self._group_handle is not None:
+        if self._rendezvous is not None:
             self._num_copies += not alone
             name = f"copy-{self._num_copies}"
             with self._sockets.record_new_sockets():
                 copy._group = form_second_group(
                     self._rendezvous, name, self.rank, self.spec.num_workers, alone=alone
                 )
-            if not alone:
-                copy._group_handle = Group(copy._group, self._group_handle.device)
-                self._sockets.find_peer_sockets(copy._group_handle)
-            copy._rendezvous = None if alone else self._rendezvous
+        copy._group_handle = Group(copy._group, self.operator.device)
+        if self._rendezvous is not None and not alone:
+            self._sockets.find_peer_sockets(copy._group_handle)
+            copy._rendezvous = self._rendezvous
         return copy
 
     def build_as_trial(self) -> None:
         """Run `setup` again, for an operator that is dropped after a few steps."""
-        self._build_operator(pick_device(self.spec.use_gpu, self.local_rank), is_trial=True)
+        assert self._group_handle is not None, "only a copy is a trial"
+        self._build_operator(self._group_handle.device, is_trial=True)
 
     def as_default_group(self) -> AbstractContextManager[None]:
         """Inside, torch's default group is this worker's group, for the user's code."""
@@ -403,7 +390,7 @@ class Worker(StateAccess):
             self.run.refuse_added_parameters()
         with self._audit.during_training(self.run):
             report = self._run(request)
-        return replace(report, seen=self._audit.seen())
+        return replace(report, audit_ledger=self._audit.seen())
 
     @remote_method(Communication.RUN_GROUP, OnFailure.RESUME, is_timed=True)
     def validate(self, request: LoopRequest) -> Report:
@@ -438,10 +425,10 @@ class Worker(StateAccess):
             arithmetic=self.arithmetic,
             on_commit=self.on_commit,
             rollback=self._rollback if training else None,
-            owed=self.owed if training else 0,
+            num_batches_to_recompute=self.num_batches_to_recompute if training else 0,
         )
         if training:
-            self.owed = 0
+            self.num_batches_to_recompute = 0
             self.snapshots.begin()
             if self.operator._lockstep.step_log is not None:
                 self.operator._lockstep.step_log.begin_call()

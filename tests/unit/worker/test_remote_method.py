@@ -63,7 +63,7 @@ def test_a_loop_resumes_with_the_progress_of_all() -> None:
     call = Worker.train.with_args(REQUEST)
     progress = LoopProgress(epoch=1, step=2, steps=3, pass_began=0, is_over=False)
     resumed = call.resume_at(progress)
-    assert resumed == Worker.train.with_args(replace(REQUEST, interrupted_at=progress))
+    assert resumed.args == (replace(REQUEST, interrupted_at=progress),)
     assert (resumed.purpose, resumed.is_training) == ("train", True)
     assert call.args == (REQUEST,)
     assert predict.with_args([1]).purpose is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SparePool`: workers that wait for a rank, and replacements for lost workers."""
+"""`SpareReplacer`: finds the workers that are ready for a rank, and replaces lost workers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _MAX_STARTS: Final = 5
 """Starts in one bundle whose process may die before it is ready."""
 
 
-class SparePool:
-    """The spares of a run: finds those that are ready, and replaces those that fail.
+class SpareReplacer:
+    """Finds the spares of a run that are ready, and replaces those that fail.
 
     Args:
         watchdog: knows which hosts answer.
