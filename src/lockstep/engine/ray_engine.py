@@ -57,7 +57,6 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-_STOP_S: Final = 5.0
 _LAST_SNAPSHOT_S: Final = 2.0
 _CHECK_ARRIVALS_S: Final = 0.02
 _LARGE_ARGUMENTS: Final = 100_000
