@@ -292,13 +292,13 @@ def test_a_way_that_leads_nowhere_is_found() -> None:
         "## The way of a thing\n\nWords.\n\n"
         "1. `trainer.loop_calls.run_loop`: asks the workers\n"
         "   in two lines.\n"
-        "2. `trainer.worker_pool.WorkerPool.call`: one call at a time.\n"
+        "2. `trainer.worker_calls.WorkerCalls.call`: one call at a time.\n"
         "3. `worker.worker.Worker.train` (by a remote call): on each worker.\n"
     )
     assert problems(page) == []
-    renamed = page.replace("WorkerPool.call`", "WorkerPool.invoke`")
-    assert problems(renamed) == ["a thing: there is no `trainer.worker_pool.WorkerPool.invoke`"]
-    skipped = page.replace("WorkerPool.call`", "WorkerPool.call_rank_0`")
+    renamed = page.replace("WorkerCalls.call`", "WorkerCalls.invoke`")
+    assert problems(renamed) == ["a thing: there is no `trainer.worker_calls.WorkerCalls.invoke`"]
+    skipped = page.replace("WorkerCalls.call`", "WorkerCalls.call_rank_0`")
     assert "does not mention" in problems(skipped)[0]
     by_magic = page.replace("by a remote call", "by magic")
     assert "(by magic) does not lead to" in problems(by_magic)[0]
@@ -319,7 +319,8 @@ def test_more_files_than_its_limit_are_found() -> None:
         "`trainer.state_transfer.StateTransfer.read`",
         "`checkpoint.read`",
         "`checkpoint.file_format.read_file`",
-        "`checkpoint.file_format.write` (called by `trainer.run_directory.RunDirectory.__init__`)",
+        "`checkpoint.file_format.write` "
+        "(called by `trainer.checkpoint_directory.CheckpointDirectory.__init__`)",
         "`checkpoint.plain_values.plain_state`",
         "`checkpoint.atomic_write.publish` (called by 5)",
     ]

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.group import Group
-from lockstep.sync import ReplicatedModel, replicate
+from lockstep.sync import DataParallelModel, replicate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -106,7 +106,7 @@ def test_replicas_on_one_gpu_and_on_the_cpu():
     features = torch.randn(5, 3, dtype=torch.float64)
     expected = torch.autograd.grad(layer(features.cuda()).square().mean(), layer.parameters())
     devices = [torch.device("cuda", 0), torch.device("cpu"), torch.device("cuda", 0)]
-    ReplicatedModel(layer, devices)(features).square().mean().backward()
+    DataParallelModel(layer, devices)(features).square().mean().backward()
     for param, gradient in zip(layer.parameters(), expected, strict=True):
         torch.testing.assert_close(param.grad, gradient)
 

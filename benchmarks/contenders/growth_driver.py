@@ -92,8 +92,8 @@ class Standing:
 
 def _measure(actor: Any, num_workers: int) -> dict[str, float]:
     trainer = TorchTrainer(training_operator_cls=Classifier, config={"num_steps": 1})
-    trainer._pool.open_engine().close(force=False)
-    trainer._pool._engine = Standing(actor, num_workers)
+    trainer._workers.open_engine().close(force=False)
+    trainer._workers._engine = Standing(actor, num_workers)
     trainer.train()
     cpu, wall = [], []
     for _ in range(REPEATS):

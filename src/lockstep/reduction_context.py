@@ -9,7 +9,6 @@ loss will be multiplied by, and learns of it here.
 from __future__ import annotations
 
 import threading
-import weakref
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -32,8 +31,8 @@ class ReductionContext:
         per_shard: the loss is computed shard by shard, so that a function which needs the
             whole global batch (a gather, a contrastive loss) must refuse.
         averages: the losses of the ranks are averaged by weight; False: added.
-        at_root: the root of the backward that runs carries the weight. False: the weight will be
-            applied where the gradients are reduced.
+        at_root: the loss of the backward that runs was multiplied by `weight`. False: the weight
+            is applied where the gradients are reduced.
         earlier: gradients that earlier rounds left, by the ids of their parameters: they are not in
             ``parameter.grad`` during the backward, and are added to its reduced gradients.
     """
@@ -108,7 +107,7 @@ def activate_for_backward(
         weight: that the root of the backward carries; None for a plain backward.
         earlier: see `ReductionContext`.
     """
-    # Of this thread: the user's, and on it no other rank runs.
+    # Not `active()`: its context for the whole process may be that of another rank.
     around = _of_this_thread.current or ReductionContext(group, _of_this_thread.delivered)
     if earlier:
         around = replace(around, earlier=earlier)
@@ -117,7 +116,7 @@ def activate_for_backward(
     return activate(around)
 
 
-def deliver(weight: float | None) -> None:
+def set_batch_weight(weight: float | None) -> None:
     """Outside a trainer: set the batch weight of this thread's next plain backward."""
     _of_this_thread.delivered = weight
 
@@ -126,34 +125,3 @@ def batch_weight() -> float | None:
     """The weight of the present batch; None where no program has set one: one per rank."""
     current = active()
     return _of_this_thread.delivered if current is None else current.weight
-
-
-class ExpectedExchange:
-    """An upcoming exchange of gradients between the ranks of `group`, in a backward.
-
-    While an exchange is expected, no bucket may leave: where ranks run their backwards differently
-    (a rank without samples reduces nothing before its backward has ended), one rank's bucket
-    would meet another rank's exchange. The autograd graph keeps this object alive.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        with _crossings_lock:
-            _crossings.add(self)
-
-    def finish(self) -> None:
-        """Note that the backward has communicated."""
-        with _crossings_lock:
-            _crossings.discard(self)
-
-
-_crossings: weakref.WeakSet[ExpectedExchange] = weakref.WeakSet()
-_crossings_lock = threading.Lock()
-
-
-def is_exchange_expected(group: Group) -> bool:
-    """Whether a graph is alive whose backward will communicate on `group`."""
-    if not _crossings:
-        return False
-    with _crossings_lock:
-        return any(one.group.is_same_as(group) for one in _crossings)

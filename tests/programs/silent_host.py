@@ -96,7 +96,7 @@ def trained(sync, spares, hang_s, place, work):
         hang_timeout_s=hang_s,
         **own,
     ) as trainer:
-        members = trainer._pool._engine.workers.members
+        members = trainer._workers._engine.workers.members
         far = [member.pid for member in members if member.node != driver]
         nodes = [member.node for member in members]
         trainer.train(num_steps=STEPS // 2)

@@ -66,7 +66,7 @@ def main():
         }
         arguments = {**ARGUMENTS, "config": config, "scheduler_step_freq": "batch"}
         with trainer_of(WaitsForItsEnd, **arguments) as trainer:
-            members = trainer._pool._engine.workers.members
+            members = trainer._workers._engine.workers.members
             nodes = {member.node for member in members}
             # Ray's own servers listen everywhere.
             gloo = {address for m in members for address, _ in listens(m.pid)} - EVERYWHERE

@@ -38,6 +38,6 @@ def test_a_trainer_on_one_machine_listens_on_loopback_alone():
 def test_so_does_a_parameter_server():
     with start(sync="parameter_server") as trainer:
         trainer.train(num_steps=1)
-        server = trainer._pool._engine.workers.server
+        server = trainer._workers._engine.workers.server
         assert (server.address.host, server.address.port) in listens(server.pid)
         assert server.address.host == "127.0.0.1"

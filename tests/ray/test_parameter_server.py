@@ -38,7 +38,7 @@ def start(operator=DefaultLoop, num_workers=2, config=CONFIG, **options):
 
 
 def server_of(trainer):
-    return trainer._pool._engine.workers.server
+    return trainer._workers._engine.workers.server
 
 
 @pytest.mark.slow

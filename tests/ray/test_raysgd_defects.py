@@ -38,7 +38,7 @@ ELSEWHERE = {
     "A6 train(dataset=...) took anything":
         "unit/trainer/test_argument_checks.py::test_what_is_no_dataset_is_refused",
     "B7 the global batch rounded down, and written back":
-        "unit/data/test_per_shard_batch_size.py",
+        "unit/data/test_shard_batch_size.py",
     "B8 fewer samples than workers: the whole batch on each":
         "unit/data/test_sharded_loader.py",
     "B9 another number of workers changes the global batch":

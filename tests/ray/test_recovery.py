@@ -40,7 +40,7 @@ def until_complete(trainer, workers):
     deadline = time.monotonic() + 100
     while sum(trainer.status()[key] for key in ("workers", "spares")) < workers:
         assert time.monotonic() < deadline, trainer.status()
-        trainer._pool._engine.workers.pause(0.1)
+        trainer._workers._engine.workers.pause(0.1)
 
 
 def train_by_parts(trainer, workers, parts=(7, 7, 11)):

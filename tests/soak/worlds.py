@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lockstep.errors import PeerLostError
 from lockstep.group import Group
-from lockstep.sync import GradientSync, ParameterServer, ParameterServerSync, ReplicatedModel
+from lockstep.sync import DataParallelModel, GradientSync, ParameterServer, ParameterServerSync
 from lockstep.sync.parameter_server.server_client import connect_to_server
 
 
@@ -104,7 +104,7 @@ class World:
         self.parameters = [p for module in modules for p in module.parameters()]
         if self.kind == "data_parallel":
             devices = [torch.device("cpu")] * len(self.splits[0])
-            modules = [ReplicatedModel(module, devices) for module in modules]
+            modules = [DataParallelModel(module, devices) for module in modules]
         for optimizer in optimizers:
             self.watch(optimizer)
         return modules

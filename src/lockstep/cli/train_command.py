@@ -132,7 +132,7 @@ def _epochs_done(trainer: TorchTrainer) -> int:
 
 def _print_epoch(trainer: TorchTrainer) -> None:
     trained = trainer.train()
-    validated = trainer.validate() if trainer._pool.has_loader("validation") else {}
+    validated = trainer.validate() if trainer._workers.has_loader("validation") else {}
     metrics = {**trained, **{key: validated[key] for key in validated if key not in _COUNTS}}
     numbers = [
         f"{name} {value:.4g}"
@@ -173,7 +173,7 @@ def _dry_run(
 
 
 def _print_plan(trainer: TorchTrainer) -> None:
-    started = trainer._pool.start_reports
+    started = trainer._workers.start_reports
     for purpose, steps in started[0].steps_per_epoch.items():
         _print_field(purpose, f"{'unknown' if steps is None else steps} steps an epoch")
     hosts = trainer.apply_all_workers(socket.gethostname)

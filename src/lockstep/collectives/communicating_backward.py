@@ -28,6 +28,7 @@ from lockstep.errors import (
     UnequalRowsWarning,
     WrongUseError,
 )
+from lockstep.expected_exchange import ExpectedExchange
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,7 +78,7 @@ class CommunicatingBackward:
         self._is_doubtful = returns_rows and self.averages and not layout.is_even
         # Autograd may run backward on a thread that has no reduction context of this rank.
         self._weight = reduction_context.batch_weight()
-        self._expected_exchange = reduction_context.ExpectedExchange(group)
+        self._expected_exchange = ExpectedExchange(group)
 
     def exchange_backward_info(
         self, gradient: torch.Tensor, *, one_loss: bool = False

@@ -187,9 +187,9 @@ def _over_ranks(group: Group, mine: RunningLogSumExp) -> torch.Tensor:
     Collective:
         Every rank. Blocks. Two all-reduces.
     """
-    largest = mine.largest.clone()
+    largest = mine.exponent.clone()
     group.all_reduce(largest, MAX).wait()
-    total = mine.sum * (mine.largest - largest).exp2()
+    total = mine.sum * (mine.exponent - largest).exp2()
     group.all_reduce(total).wait()
     return (largest + total.log2()) / LOG2_E
 

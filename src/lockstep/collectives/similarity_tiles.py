@@ -45,7 +45,7 @@ class Similarities:
         rows: shape (R, D).
         columns: shape (C, D).
         scale: a number.
-        own: with it, row i is column `own` + i, and its similarity to itself is left out.
+        own: if given, row i and column `own` + i are one sample, and this entry is left out.
     """
 
     rows: torch.Tensor
@@ -94,38 +94,39 @@ class RunningLogSumExp:
     """Running log sum exp of the rows or the columns; each tile is added to it.
 
     Attributes:
-        largest: a power of two, about the largest, by row or column.
-        sum: of the exponentials, over 2^largest.
+        exponent: by row or column, about the largest base-2 exponent of the entries so far.
+        sum: of the exponentials, over 2^exponent.
     """
 
     def __init__(self, like: torch.Tensor, length: int) -> None:
-        self.largest = like.new_full((length,), -math.inf)
+        self.exponent = like.new_full((length,), -math.inf)
         self.sum = like.new_zeros(length)
 
     def add(self, part: slice, tile: torch.Tensor, dim: int, scratch: torch.Tensor) -> None:
         """Take in `tile`, whose entries along `dim` belong together; overwrites `scratch`."""
-        before = self.largest[part]
+        before = self.exponent[part]
         largest = torch.maximum(before, tile.amax(dim))
         # Only left-out entries so far: minus infinity from itself would be NaN.
         shift = torch.where(largest == -math.inf, 0.0, largest)
         self.sum[part] *= (before - shift).exp2_()
         torch.sub(tile, shift.unsqueeze(dim), out=scratch)
         self.sum[part] += scratch.exp2_().sum(dim)
-        self.largest[part] = largest
+        self.exponent[part] = largest
 
     def add_sums(self, part: slice, sums: torch.Tensor, shift: torch.Tensor) -> None:
         """Take in sums of 2^(entry - `shift`), none of which is near zero."""
-        before = self.largest[part]
-        # Not the largest entry, but as near to it as a factor: what `sum` is held against.
+        before = self.exponent[part]
+        # The largest sum stands in for the largest entry: it is larger by at most the number of
+        # entries, which is near enough to scale `sum`.
         largest = torch.maximum(before, shift + sums.log2())
         self.sum[part] = (
             self.sum[part] * (before - largest).exp2_() + sums * (shift - largest).exp2_()
         )
-        self.largest[part] = largest
+        self.exponent[part] = largest
 
     def logarithm(self) -> torch.Tensor:
         """The natural logarithm of the sums."""
-        return (self.largest + self.sum.log2()) / LOG2_E
+        return (self.exponent + self.sum.log2()) / LOG2_E
 
 
 def sums_of_exponentials(
@@ -161,8 +162,8 @@ def _add_both(
 ) -> bool:
     """Add `tile` to both sums, with one exponential of each entry; False if that is not exact.
 
-    It is exact if no row and no column lies so far below the tile's largest entry that its own
-    entries vanish beside it. On a GPU the host would have to wait for the answer.
+    It is exact if no row and no column lies so far below the tile's largest entry that its
+    exponentials underflow. Always False on a GPU, where the host would wait to read the check.
     """
     if tile.device.type != "cpu":
         return False
@@ -183,7 +184,8 @@ class Coefficients:
     """dL/dS = by_row[i] exp(S[i, j] - log_rows[i]) + by_column[j] exp(S[i, j] - log_columns[j]),
     and minus on_pair[i] at each row's positive.
 
-    A coefficient that is the same everywhere is a number: multiplying can then wait.
+    A coefficient that is equal for all rows (or columns) is a float: callers pass 1.0, and multiply
+    the result once.
     """
 
     log_rows: torch.Tensor

@@ -6,9 +6,9 @@ position in the data can be saved and loaded.
 """
 
 from lockstep.data.data_order_check import check_same_plan
-from lockstep.data.per_shard_batch_size import ShardBatchSize, split_batch_size
 from lockstep.data.ray_dataset import RayBatches, RayDatasetShard
 from lockstep.data.shard_assignment import ShardAssignment, shards_of
+from lockstep.data.shard_batch_size import ShardBatchSize, split_batch_size
 from lockstep.data.shard_loader import RankLoader, shard_loader
 from lockstep.data.sharded_loader import BatchParts, LoadedPart, ShardedLoader, Step
 from lockstep.data.user_sharded_loader import UserShardedLoader

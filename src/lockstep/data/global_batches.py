@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from lockstep.data.batch_rows import leading_length
 from lockstep.data.isolated_randomness import IsolatedRandomness, find_generators
-from lockstep.data.per_shard_batch_size import ShardBatchSize
+from lockstep.data.shard_batch_size import ShardBatchSize
 from lockstep.data.shuffled_order import ShuffledOrder
 from lockstep.errors import NotShardableError, WrongTypeError
 from lockstep.randomness import derive_seed

@@ -81,7 +81,7 @@ def _private_token() -> Iterator[None]:
             del os.environ[name]
         os.environ.update(before)
         random.setstate(drawn)
-        # Ray's handler is kept where the default was set: it also ends the cluster.
+        # Where SIGTERM had its default action, Ray's handler stays: it also ends the cluster.
         is_in_main_thread = threading.current_thread() is threading.main_thread()
         if is_in_main_thread and handler not in (signal.SIG_DFL, None):
             signal.signal(signal.SIGTERM, handler)

@@ -15,14 +15,15 @@ import cloudpickle
 from ray.exceptions import RayActorError
 
 import ray
-from lockstep.engine.actor_failures import death_reason, reraise_keyboard_interrupt
+from lockstep.engine.keyboard_interrupt import reraise_keyboard_interrupt
+from lockstep.engine.ray_errors import death_reason
 from lockstep.errors import LockstepError, WorkerDiedError
 from lockstep.worker import Communication
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lockstep.engine.server_actor import ServerProcess
+    from lockstep.engine.parameter_server_actor import ServerHandle
     from lockstep.worker import CallContract, Outcome, WorkerStatus
     from ray import ObjectRef
 
@@ -57,7 +58,7 @@ class PendingCall(Generic[R]):
     """
 
     def __init__(
-        self, contract: CallContract, server: ServerProcess | None = None, *, outlives_deaths: bool
+        self, contract: CallContract, server: ServerHandle | None = None, *, outlives_deaths: bool
     ) -> None:
         self.contract = contract
         self._server = server

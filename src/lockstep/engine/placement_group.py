@@ -16,7 +16,7 @@ from ray.util.placement_group import (
 )
 
 import ray
-from lockstep.engine.actor_failures import reraise_keyboard_interrupt
+from lockstep.engine.keyboard_interrupt import reraise_keyboard_interrupt
 from lockstep.engine.rank_assignment import group_by_node
 from lockstep.errors import ConfigurationError, NotEnoughResourcesError
 

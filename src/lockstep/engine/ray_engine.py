@@ -17,12 +17,13 @@ import cloudpickle
 from ray.exceptions import RayActorError
 
 import ray
-from lockstep.engine.actor_failures import has_failed, reraise_keyboard_interrupt
 from lockstep.engine.background_poll import poll_in_background
 from lockstep.engine.breakpoint_hook import without_ray_breakpoint_hook
 from lockstep.engine.engine_protocol import PoolStatus
 from lockstep.engine.inline_engine import progress_reporter
+from lockstep.engine.keyboard_interrupt import reraise_keyboard_interrupt
 from lockstep.engine.pending_call import POLL_EVERY_S, PendingCall
+from lockstep.engine.ray_errors import has_failed
 from lockstep.engine.sigint_after_step import sigint_after_step
 from lockstep.engine.snapshot_fetcher import RemoteSnapshotFetcher
 from lockstep.engine.worker_group import WorkerGroup

@@ -11,7 +11,7 @@ import cloudpickle
 from ray.exceptions import RayActorError
 
 import ray
-from lockstep.engine.actor_failures import death_reason
+from lockstep.engine.ray_errors import death_reason
 from lockstep.errors import WorkerDiedError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 import ray
-from lockstep.engine.actor_bootstrap import bootstrap
+from lockstep.engine.actor_process_setup import set_up_actor_process
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +35,7 @@ class WorkerActor:
     """
 
     def __init__(self, number: int) -> None:
-        bootstrap("lockstep.worker")
+        set_up_actor_process("lockstep.worker")
         self._spec = b""
         self._rank = number
         self._local_rank = 0
@@ -135,7 +135,7 @@ class WorkerActor:
             return None
         if is_requested:
             self._worker.snapshots.request()
-        snapshot = self._worker.snapshots.take()
+        snapshot = self._worker.snapshots.pop_latest()
         if snapshot is None:
             return None
         structure, buffers = split(snapshot.state)

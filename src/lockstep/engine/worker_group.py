@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 import ray
 from lockstep.engine import placement_group, rank_assignment
-from lockstep.engine.actor_failures import has_failed, reraise_keyboard_interrupt
 from lockstep.engine.actor_pool import (
     PoolRequest,
     end_pool,
@@ -26,8 +25,10 @@ from lockstep.engine.actor_pool import (
 )
 from lockstep.engine.actor_termination import end_actor, kill_worker, wait_until_gone
 from lockstep.engine.cluster import connect, session, this_node
+from lockstep.engine.keyboard_interrupt import reraise_keyboard_interrupt
+from lockstep.engine.parameter_server_actor import ServerHandle
+from lockstep.engine.ray_errors import has_failed
 from lockstep.engine.rendezvous_store import LOOPBACK, open_store
-from lockstep.engine.server_actor import ServerProcess
 from lockstep.engine.spare_worker import Readiness, Spare
 from lockstep.engine.worker_handle import WorkerHandle
 from lockstep.serialization import dumps_or_refuse
@@ -64,7 +65,7 @@ class WorkerGroup:
     ) -> None:
         self.members: list[WorkerHandle] = []
         self.spares: list[Spare] = []
-        self.server: ServerProcess | None = None
+        self.server: ServerHandle | None = None
         self._resources = resources
         self._use_local = use_local
         self._num_started = 0
@@ -86,7 +87,7 @@ class WorkerGroup:
             self._payload = ray.put(payload)
             self._assign_ranks(self._pool, spec)
             if spec.options.sync == "parameter_server" and spec.num_workers > 1:
-                self.server = ServerProcess(
+                self.server = ServerHandle(
                     self._pool.placement_group,
                     self._pool.bundles[0],
                     name=f"{self._pool.name}:parameter-server",

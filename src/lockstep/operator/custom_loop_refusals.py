@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from lockstep.errors import ConfigurationError
-from lockstep.operator.operator_protocol import rank_and_step
+from lockstep.operator.loop_protocols import rank_and_step
 
 if TYPE_CHECKING:
-    from lockstep.operator.operator_protocol import Operator
+    from lockstep.operator.loop_protocols import Operator
     from lockstep.operator.rank_context import Options
 
 CUSTOM_LOOP_FIXES: Final = {

@@ -10,7 +10,7 @@ import torch
 from lockstep.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from lockstep.operator.operator_protocol import Operator
+    from lockstep.operator.loop_protocols import Operator
     from lockstep.operator.training_parts import TrainingParts
 
 

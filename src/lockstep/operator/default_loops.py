@@ -30,7 +30,7 @@ from lockstep.operator.default_forward import (
     registered_parts,
     require_single,
 )
-from lockstep.operator.operator_protocol import Operator, PassIterator, rank_and_step
+from lockstep.operator.loop_protocols import Operator, PassIterator, rank_and_step
 from lockstep.operator.registration import step_schedulers
 from lockstep.operator.shard_buffers import BufferSnapshot, ShardBuffers
 from lockstep.operator.shard_results import BY_SAMPLES, ShardResults

@@ -21,7 +21,7 @@ from lockstep.operator.non_finite_check import FIX, SKIP_CHECK
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from lockstep.operator.operator_protocol import Operator
+    from lockstep.operator.loop_protocols import Operator
     from lockstep.operator.shard_batch import ShardBatch
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
-    from lockstep.operator.operator_protocol import Operator
+    from lockstep.operator.loop_protocols import Operator
     from lockstep.operator.training_parts import TrainingParts
 
 SKIP_CHECK: Final = "TorchTrainer(check_finite=False) steps all the same"

@@ -19,7 +19,7 @@ from lockstep.operator.host_file_lock import host_lock
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from lockstep.operator.operator_protocol import Operator
+    from lockstep.operator.loop_protocols import Operator
 
 
 def from_creators(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.mixed_precision import Precision
-from lockstep.operator.registered_metrics import RegisteredMetrics
+from lockstep.operator.registered_torchmetrics import RegisteredMetrics
 from lockstep.operator.step_actions import StepActions
 from lockstep.operator.step_context import StepContext
 from lockstep.reduction_context import ReductionContext

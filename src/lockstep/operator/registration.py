@@ -23,7 +23,7 @@ from lockstep.operator.weight_averages import make_weight_averages
 from lockstep.sync import is_local
 
 if TYPE_CHECKING:
-    from lockstep.operator.operator_protocol import Operator
+    from lockstep.operator.loop_protocols import Operator
     from lockstep.operator.rank_context import RankContext
     from lockstep.operator.training_parts import SyncOptions
 

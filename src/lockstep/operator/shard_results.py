@@ -26,7 +26,7 @@ from lockstep.keys import NUM_SAMPLES, WEIGHT
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from lockstep.operator.operator_protocol import Operator
+    from lockstep.operator.loop_protocols import Operator
     from lockstep.operator.shard_batch import ShardBatch
 
 BY_SAMPLES: Final = "samples"

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lockstep.errors import PerShardLossError
-from lockstep.operator.operator_protocol import rank_and_step
+from lockstep.operator.loop_protocols import rank_and_step
 
 if TYPE_CHECKING:
-    from lockstep.operator.operator_protocol import Operator
+    from lockstep.operator.loop_protocols import Operator
 
 
 def is_computed_per_shard(operator: Operator, batch: Any) -> bool:

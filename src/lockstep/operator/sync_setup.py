@@ -13,9 +13,9 @@ from lockstep.import_without_gc import pause_gc
 from lockstep.operator.optimizer_comparison import compare_optimizers
 from lockstep.operator.rank_context import ONE_PROCESS, ONE_PROCESS_BY_SHARD, shard_order
 from lockstep.sync import (
+    DataParallelModel,
     GradientSync,
     ParameterServerSync,
-    ReplicatedModel,
     SingleProcess,
     replica_devices,
 )
@@ -148,7 +148,7 @@ def _parameter_server(registered: TrainingParts, context: RankContext) -> Synchr
 
 def _data_parallel(registered: TrainingParts, context: RankContext) -> Synchroniser:
     devices = replica_devices(context.device, context.options.replicas)
-    replicated = [ReplicatedModel(model, devices) for model in registered.models]
+    replicated = [DataParallelModel(model, devices) for model in registered.models]
     # Weights and windows are those of one worker, which has the whole batch. Attached last: a
     # refusal of the models above would leave the hooks on.
     sync = _replicate(registered, context)

@@ -11,7 +11,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lockstep._torch_compat import compiled_from
 from lockstep.errors import UnknownParameterError
-from lockstep.sync import ReplicatedModel, is_local
+from lockstep.sync import DataParallelModel, is_local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -128,7 +128,7 @@ class TrainingParts:
 def _unwrap(model: nn.Module) -> nn.Module:
     # A wrapper's names for the weights ("module.", "_orig_mod.") must not get into checkpoints.
     while True:
-        if isinstance(model, DistributedDataParallel | DataParallel | ReplicatedModel):
+        if isinstance(model, DistributedDataParallel | DataParallel | DataParallelModel):
             inner: nn.Module = model.module
         else:
             inner = compiled_from(model)

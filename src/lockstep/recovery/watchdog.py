@@ -14,12 +14,12 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.engine.actor_termination import kill_worker
-from lockstep.engine.heartbeats import Heartbeats
 from lockstep.engine.process_and_host_state import is_node_reachable, process_state
+from lockstep.engine.status_polling import StatusPoller
 
 if TYPE_CHECKING:
-    from lockstep.engine.heartbeats import Heartbeat
     from lockstep.engine.pending_call import PendingCall
+    from lockstep.engine.status_polling import PolledStatus
     from lockstep.engine.worker_group import WorkerGroup
     from lockstep.engine.worker_handle import WorkerHandle
     from lockstep.worker import WorkerStatus
@@ -48,24 +48,24 @@ class Watchdog:
     def __init__(self, workers: WorkerGroup, hang_timeout_s: float) -> None:
         self._workers = workers
         self._limit_s = hang_timeout_s
-        self._heartbeats = Heartbeats()
+        self._poller = StatusPoller()
         self._broken_at: float | None = None
         self._reachable_nodes: dict[str, tuple[float, bool]] = {}
         self.verdicts: dict[WorkerHandle, str] = {}
 
     def begin_call(self) -> None:
-        """Forget the heartbeats of the call before."""
-        self._heartbeats.clear()
+        """Forget the answers of the call before."""
+        self._poller.clear()
         self._broken_at = None
 
     def last_seen(self, worker: WorkerHandle) -> WorkerStatus | None:
         """The last known status of `worker`."""
-        return self._heartbeats.last_seen(worker)
+        return self._poller.last_seen(worker)
 
     def poll(self, pending_call: PendingCall[Any]) -> None:
         """Ask all ranks that still perform for their status, and end ranks that hang."""
         performing = [self._workers.members[rank] for rank in pending_call.pending.values()]
-        heartbeats = self._heartbeats.poll(performing)
+        statuses = self._poller.poll(performing)
         now = time.monotonic()
         if pending_call.has_failed and self._broken_at is None:
             self._broken_at = now
@@ -76,20 +76,20 @@ class Watchdog:
         others_wait = num_performing < len(self._workers.members) or (
             local is not None and local.waits
         )
-        for worker, heartbeat in heartbeats.items():
+        for worker, polled in statuses.items():
             if worker in self.verdicts:
                 continue
-            if self._is_stuck(heartbeat, now):
+            if self._is_stuck(polled, now):
                 verdict = "stayed in a collective of a group that has broken"
-                self._end_worker(worker, heartbeat, verdict)
+                self._end_worker(worker, polled, verdict)
                 continue
-            waiting = [each for each, one in heartbeats.items() if self._waits(one, now)]
+            waiting = [each for each, one in statuses.items() if self._waits(one, now)]
             is_waited_for = others_wait or any(each is not worker for each in waiting)
-            if is_waited_for and not self._waits(heartbeat, now):
+            if is_waited_for and not self._waits(polled, now):
                 is_timed = pending_call.contract.is_timed
-                fault = self._find_fault(worker, heartbeat, now, is_timed=is_timed)
+                fault = self._find_fault(worker, polled, now, is_timed=is_timed)
                 if fault is not None:
-                    self._end_worker(worker, heartbeat, fault)
+                    self._end_worker(worker, polled, fault)
 
     def _free_waiting_ranks(self, pending_call: PendingCall[Any], now: float) -> None:
         """Shut down the sockets of ranks that still wait some time after the group broke.
@@ -101,47 +101,47 @@ class Watchdog:
             local = () if pending_call.local_status is None else (0,)
             self._workers.break_group([*local, *pending_call.pending.values()])
 
-    def _is_stuck(self, heartbeat: Heartbeat, now: float) -> bool:
+    def _is_stuck(self, polled: PolledStatus, now: float) -> bool:
         """Whether the rank waits in a group that broke long ago.
 
         The time that it waited for a hanging rank before the group broke does not count.
         """
-        if self._broken_at is None or not self._waits(heartbeat, now):
+        if self._broken_at is None or not self._waits(polled, now):
             return False
-        return now - max(self._broken_at, heartbeat.since) > self._broken_timeout_s
+        return now - max(self._broken_at, polled.since) > self._broken_timeout_s
 
-    def _waits(self, heartbeat: Heartbeat, now: float) -> bool:
+    def _waits(self, polled: PolledStatus, now: float) -> bool:
         """Whether the rank answers, and waits in a collective."""
-        is_in_collective = heartbeat.latest is not None and heartbeat.latest.waits
-        return is_in_collective and not self._is_silent(heartbeat, now)
+        is_in_collective = polled.latest is not None and polled.latest.waits
+        return is_in_collective and not self._is_silent(polled, now)
 
-    def _is_silent(self, heartbeat: Heartbeat, now: float) -> bool:
-        return heartbeat.silent_for(now) > self._broken_timeout_s / 2
+    def _is_silent(self, polled: PolledStatus, now: float) -> bool:
+        return polled.silent_for(now) > self._broken_timeout_s / 2
 
     @property
     def _broken_timeout_s(self) -> float:
         return min(self._limit_s, _STUCK_IN_BROKEN_GROUP_S)
 
     def _find_fault(
-        self, worker: WorkerHandle, heartbeat: Heartbeat, now: float, *, is_timed: bool
+        self, worker: WorkerHandle, polled: PolledStatus, now: float, *, is_timed: bool
     ) -> str | None:
         """The reason to end `worker`, for which others wait; None while it may go on."""
-        if heartbeat.without_step_for(now) <= self._limit_s:
+        if polled.without_step_for(now) <= self._limit_s:
             return None
-        found = heartbeat.latest
+        found = polled.latest
         place = "" if found is None else f", {found.phase.value}"
         if found is not None and found.line:
             place += f" at {found.line}"
-        made_none = f"made no step for {heartbeat.without_step_for(now):.0f} s{place}"
-        no_answer = f"did not answer for {heartbeat.silent_for(now):.0f} s{place}"
+        made_none = f"made no step for {polled.without_step_for(now):.0f} s{place}"
+        no_answer = f"did not answer for {polled.silent_for(now):.0f} s{place}"
         # These two faults need no patience for a first step, or for a user's function.
         if _is_stopped(worker):
             return f"was stopped (by a signal or a debugger) and {made_none}"
-        if self._is_silent(heartbeat, now) and not self.can_reach(worker):
+        if self._is_silent(polled, now) and not self.can_reach(worker):
             return f"{no_answer}, and its host cannot be reached: its power or its network failed"
-        if not is_timed or not self._is_overdue(heartbeat, now):
+        if not is_timed or not self._is_overdue(polled, now):
             return None
-        if not self._is_silent(heartbeat, now):
+        if not self._is_silent(polled, now):
             return f"{made_none}, while others waited"
         return f"{no_answer}: stopped, or in a call into C that holds the interpreter"
 
@@ -154,13 +154,13 @@ class Watchdog:
             self._reachable_nodes[worker.node] = time.monotonic() + _ASK_HOST_EVERY_S, answers
         return answers
 
-    def _is_overdue(self, heartbeat: Heartbeat, now: float) -> bool:
-        is_first = heartbeat.latest is None or not heartbeat.latest.is_warm
-        return not is_first or heartbeat.without_step_for(now) > self._limit_s * _FIRST_STEP_FACTOR
+    def _is_overdue(self, polled: PolledStatus, now: float) -> bool:
+        is_first = polled.latest is None or not polled.latest.is_warm
+        return not is_first or polled.without_step_for(now) > self._limit_s * _FIRST_STEP_FACTOR
 
-    def _end_worker(self, worker: WorkerHandle, heartbeat: Heartbeat, fault: str) -> None:
+    def _end_worker(self, worker: WorkerHandle, polled: PolledStatus, fault: str) -> None:
         self.verdicts[worker] = fault
-        stack = "" if heartbeat.latest is None else f"; its stack:\n{heartbeat.latest.stack}"
+        stack = "" if polled.latest is None else f"; its stack:\n{polled.latest.stack}"
         _log.error("%s %s: it is ended%s", worker, fault, stack)
         kill_worker(worker, self._workers.members)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from lockstep.sync.buffer_broadcast import buffer_places as buffer_places
-from lockstep.sync.data_parallel import ReplicatedModel as ReplicatedModel
+from lockstep.sync.data_parallel import DataParallelModel as DataParallelModel
 from lockstep.sync.data_parallel import replica_devices as replica_devices
 from lockstep.sync.gradient_sync import GradientSync as GradientSync
 from lockstep.sync.gradient_sync import replicate as replicate
@@ -23,10 +23,10 @@ Synchroniser: TypeAlias = GradientSync | SingleProcess
 """Reduces the ranks' gradients to one, over some transport; or has no peers."""
 
 __all__ = [
+    "DataParallelModel",
     "GradientSync",
     "ParameterServer",
     "ParameterServerSync",
-    "ReplicatedModel",
     "ServerAddress",
     "ShardOrder",
     "SingleProcess",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lockstep._torch_compat import version_of
-from lockstep.sync import round_checks
+from lockstep.sync import round_errors
 from lockstep.sync.round_contribution import PLAIN, WEIGHTED, Contribution, Fault
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class AccumulationWindow:
             return True
         if self.kind != kind:
             got = f"a {self.kind} backward, then a {kind} one"
-            raise round_checks.fault_error("mixed", got, where=where)
+            raise round_errors.fault_error("mixed", got, where=where)
         return False
 
     def _enter_plain(self, delivered: float | None, where: str) -> None:

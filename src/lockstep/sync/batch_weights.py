@@ -142,7 +142,7 @@ class BatchWeights:
         is_number = weight is not None and not isinstance(weight, WeightError)
         number = as_weight(weight, self._place) if is_number else None
         self._delivered = weight if isinstance(weight, WeightError) else number
-        reduction_context.deliver(number)
+        reduction_context.set_batch_weight(number)
 
     @property
     def delivered(self) -> float | None:

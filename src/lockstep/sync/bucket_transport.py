@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from lockstep._torch_compat import version_of
-from lockstep.sync import round_checks
+from lockstep.sync import round_errors
 from lockstep.sync.ordered_reducer import OrderedReducer
 from lockstep.sync.reducer import Reducer
 from lockstep.sync.round_contribution import WEIGHTED, Contribution, UnreadTotals
@@ -161,7 +161,7 @@ class BucketTransport(Transport):
         if self._order is None:
             return
         if not self._controller.is_paused and self._last_shard is None:
-            raise round_checks.out_of_order_error(self._controller.place)
+            raise round_errors.out_of_order_error(self._controller.place)
         # Unfrozen since the buckets were made: every worker runs the same operator.
         if is_first and self._has_unfrozen:
             self._make_buckets([slot for slot in self._slots if slot.param.requires_grad])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ReplicatedModel`: device replicas of a model in one process, like torch.nn.DataParallel.
+"""`DataParallelModel`: device replicas of a model in one process, like torch.nn.DataParallel.
 
 A call cuts its batch along dim 0, runs every part on a device of its own with copies of the one
 model's parameters, and joins the outputs. The copies belong to the graph, so backward adds the
@@ -33,7 +33,7 @@ _JOINABLE_LAYOUTS: Final = (torch.strided, torch.sparse_coo)
 Tensors = dict[str, torch.Tensor]
 
 
-class ReplicatedModel(nn.Module):
+class DataParallelModel(nn.Module):
     """A model that cuts the batch of each call and runs one part on each device.
 
     Its ``module`` is the one model, which holds the weights, the gradients and the buffers.
@@ -141,7 +141,7 @@ class _ReplicaCalls:
             output = functional_call(self._module, self._copies[number], tuple(args), dict(kwargs))
             for part in self._module.modules():
                 if isinstance(part, nn.RNNBase):
-                    # An RNN holds its weights in a list, too, which only its next forward mends.
+                    # An RNN's own list of its weights still holds the replica's copies.
                     part._update_flat_weights()
         self._refuse_left_tensors(number)
         return output

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep import reduction_context
 from lockstep._torch_compat import call_at_end_of_task
 from lockstep.errors import GradientNotReducedError
-from lockstep.sync import round_checks
+from lockstep.expected_exchange import is_exchange_expected
+from lockstep.sync import round_errors
 from lockstep.sync.ddp_round_header import Header, exchange_headers, make_header
 from lockstep.sync.ddp_wrapper import copy_from_view, views_of, write_to_view
 from lockstep.sync.round_contribution import Contribution, Fault
@@ -115,7 +115,7 @@ class DDPRound:
         slot = self._slots.get(id(param))
         if slot is None:
             fault = Fault.of("unknown", [f"one of shape {tuple(param.shape)}"])
-            raise round_checks.fault_error(*fault, where=self._controller.place)
+            raise round_errors.fault_error(*fault, where=self._controller.place)
         return slot
 
     def note_arrival(self, slot: Slot) -> None:
@@ -175,7 +175,7 @@ class DDPRound:
     def _send(self, model: DDPWrapper, turn: Turn, is_last: bool) -> None:
         if not (is_last or len(self._models) == 1):
             return
-        if reduction_context.is_exchange_expected(self._controller.attached_group()):
+        if is_exchange_expected(self._controller.attached_group()):
             return  # `_complete` sends them: a gather's gradients go first, on every rank
         self._send_all(model, turn, is_last)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep.errors import ConfigurationError, PeerLostError
-from lockstep.sync import round_checks
+from lockstep.sync import round_errors
 from lockstep.sync.ddp_round import DDPRound, gradient_twice_error
 from lockstep.sync.ddp_wrapper import DDPWrapper
 from lockstep.sync.end_of_backward import nesting_depth
@@ -112,7 +112,7 @@ class DDPTransport(Transport):
         pairs = zip(self._slots, self._kinds, strict=True)
         moved = [slot.name for slot, kind in pairs if _kind(slot.param) != kind]
         if moved:
-            raise round_checks.fault_error(*Fault.of("moved", moved), where=self._controller.place)
+            raise round_errors.fault_error(*Fault.of("moved", moved), where=self._controller.place)
         addresses = [slot.param.data_ptr() for slot in self._slots]
         if addresses != self._addresses:
             # After `.to` another dtype and back, autograd accumulates in nodes without DDP's hooks.
@@ -149,7 +149,7 @@ class DDPTransport(Transport):
         """See `Transport`: refuses what DDP would fail at in C++."""
         if torch.is_grad_enabled():
             fault = Fault.of("graph", [slot.name])
-            raise round_checks.fault_error(*fault, where=self._controller.place)
+            raise round_errors.fault_error(*fault, where=self._controller.place)
         # DDP takes parameters that a reentrant checkpoint hides for unused, and fails when their
         # gradients come after all.
         is_awaited = slot in self._model_of and self._model_of[slot].is_waiting
@@ -238,7 +238,7 @@ class DDPTransport(Transport):
         self._round.contribution.faults += found
         refusal = None
         if found:
-            refusal = round_checks.fault_error(*found[0], where=self._controller.place)
+            refusal = round_errors.fault_error(*found[0], where=self._controller.place)
         try:
             self._round.finish()
         except PeerLostError as lost:

@@ -24,7 +24,6 @@ from lockstep.compiler_disable import disable_dynamo
 from lockstep.errors import ConfigurationError, GradientNotReducedError, UnknownParameterError
 from lockstep.sync.local_parameters import is_local
 from lockstep.sync.optimizer_inspection import optimizer_parameters
-from lockstep.sync.round_checks import judge_losses
 from lockstep.sync.tensor_bits import sum_of_bits
 
 if TYPE_CHECKING:
@@ -299,4 +298,20 @@ def _not_reduced(
         got=shown + more,
         cause=cause,
         fix=fix,
+    )
+
+
+def judge_losses(losses: list[float], where: str) -> None:
+    """Raise on every rank if the ranks' losses are not one."""
+    # As strings: a NaN is not equal to a NaN, and the difference of two infinities is NaN.
+    if len(set(map(str, losses))) == 1:
+        return
+    if max(losses) - min(losses) <= 1e-6 * max(map(abs, losses)):
+        return
+    raise GradientNotReducedError(
+        "LBFGS follows the loss that its closure returns, and every rank returned its own",
+        where=where,
+        expected="the global loss, the same on every rank",
+        got=", ".join(f"{loss:.6g} on rank {rank}" for rank, loss in enumerate(losses)),
+        fix="return the mean of the ranks' losses from the closure (torch.distributed.all_reduce)",
     )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from lockstep import reduction_context
+from lockstep.expected_exchange import is_exchange_expected
 from lockstep.sync.buckets import Bucket, Layout, Slot
 from lockstep.sync.round_contribution import Contribution, Fault, RoundTotals
 
@@ -106,7 +106,7 @@ class Reducer:
                 return
             bucket.missing.discard(slot.number)
             assert self._group is not None
-            if not bucket.missing and not reduction_context.is_exchange_expected(self._group):
+            if not bucket.missing and not is_exchange_expected(self._group):
                 self._launch_complete()
 
     def _launch_complete(self) -> None:

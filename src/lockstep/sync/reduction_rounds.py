@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep import reduction_context
-from lockstep.sync import round_checks
+from lockstep.sync import round_checks, round_errors
 from lockstep.sync.accumulation_window import AccumulationWindow
 from lockstep.sync.autograd_grad_watch import AutogradGradWatch
 from lockstep.sync.backward_listener import BackwardListener
@@ -237,7 +237,7 @@ class ReductionRounds:
         # Other ranks may be threads of this process.
         if driving and driving.at_root and group and driving.group.rank == group.rank:
             fault = Fault.of("weighted_by_other_sync", [slot.name])
-            raise round_checks.fault_error(*fault, where=self.place)
+            raise round_errors.fault_error(*fault, where=self.place)
 
     def _at_end(self, function: Callable[[], None]) -> None:
         """Call `function` when the running backward has ended and its gradients are in place."""
@@ -409,9 +409,9 @@ class ReductionRounds:
             GradientNotReducedError: an earlier failure left the ranks at different places.
         """
         if self._group is None:
-            raise round_checks.detached_error(self.place)
+            raise round_errors.detached_error(self.place)
         if self._is_broken:
-            raise round_checks.broken_error(self.place)
+            raise round_errors.broken_error(self.place)
         return self._group
 
     def mark_broken(self) -> None:
@@ -421,7 +421,7 @@ class ReductionRounds:
 
     def leave(self) -> None:
         """Forget a group that has broken; the hooks stay on the parameters."""
-        reduction_context.deliver(None)
+        reduction_context.set_batch_weight(None)
         self._reset(has_failed=True)
         self._group = None
 
@@ -437,7 +437,7 @@ class ReductionRounds:
 
     def detach(self) -> Group | None:
         """Take the hooks off and forget the group; returns it, if there was one to forget."""
-        reduction_context.deliver(None)
+        reduction_context.set_batch_weight(None)
         self.listener.release()
         self._late.release()
         self.transport.close()

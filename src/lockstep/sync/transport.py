@@ -8,7 +8,8 @@ weights, and puts them into ``parameter.grad``. A transport knows no windows and
 user's.
 
 A new transport (one that scatters the sums over the ranks, say) implements `Transport`; the round
-controller, the guard before the optimizers and the tests of the oracle hold for it as they are.
+controller, the guard before the optimizers and the tests that compare with one process in float64
+apply to it unchanged.
 """
 
 from __future__ import annotations
@@ -187,5 +188,5 @@ def _no_shards() -> WrongUseError:
 
 
 TransportFactory = Callable[[RoundController, Sequence["Slot"], int, int], Transport]
-"""Makes a transport for a round controller and its parameters; the two numbers are one that tells
-its model from others (below 64), and the most bytes of a bucket."""
+"""Makes a transport from a round controller, its parameters, a number below 64 that tells the
+rounds of these parameters from those of other ones, and the most bytes of a bucket."""

@@ -66,9 +66,9 @@ class Callback:
     def on_failure(self, trainer: Trainer, error: BaseException) -> None:
         """The run ends by `error`.
 
-        It left the ``with`` block, has ended the workers, or ended the last call before
-        `shutdown`. Called once, at the latest by `shutdown`. `on_shutdown` follows only where
-        the last call came to its end.
+        Called once, for the first error that leaves the ``with`` block, ends the workers, or ends
+        the latest call before `shutdown`; at the latest by `shutdown`. `on_shutdown` follows only
+        where the latest call came to its end.
         """
 
     def on_shutdown(self, trainer: Trainer) -> None:

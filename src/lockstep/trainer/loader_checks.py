@@ -9,16 +9,16 @@ from lockstep.errors import ConfigurationError
 from lockstep.operator import TrainingOperator
 
 if TYPE_CHECKING:
-    from lockstep.trainer.worker_pool import WorkerPool
+    from lockstep.trainer.worker_calls import WorkerCalls
 
 
-def check_loader(pool: WorkerPool, purpose: str) -> None:
+def check_loader(workers: WorkerCalls, purpose: str) -> None:
     """Raise if a worker has no loader for `purpose`, or if all of them are empty.
 
     Checked in the driver and not by the workers: a failed step ends them, a missing loader should
     not.
     """
-    operator, started = pool.spec.operator_cls.__name__, pool.start_reports
+    operator, started = workers.spec.operator_cls.__name__, workers.start_reports
     for rank, worker in enumerate(started):
         if purpose not in worker.steps_per_epoch:
             raise ConfigurationError(
@@ -30,13 +30,13 @@ def check_loader(pool: WorkerPool, purpose: str) -> None:
         raise _empty_loader_error(operator, purpose)
 
 
-def no_batch_error(pool: WorkerPool, purpose: str) -> ConfigurationError:
+def no_batch_error(workers: WorkerCalls, purpose: str) -> ConfigurationError:
     """The error for a call that ended without a step."""
-    operator_cls = pool.spec.operator_cls
+    operator_cls = workers.spec.operator_cls
     operator = operator_cls.__name__
     method = TrainingOperator.train_epoch if purpose == "train" else TrainingOperator.validate
     if not operator_cls._lockstep_overrides(method) or not any(
-        worker.steps_per_epoch[purpose] for worker in pool.start_reports
+        worker.steps_per_epoch[purpose] for worker in workers.start_reports
     ):
         return _empty_loader_error(operator, purpose)
     loop = method.__name__

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from lockstep.trainer.callback_list import CallbackList
     from lockstep.trainer.step_metrics import StepMetrics
-    from lockstep.trainer.worker_pool import WorkerPool
+    from lockstep.trainer.worker_calls import WorkerCalls
     from lockstep.worker import Report
 
 
@@ -34,7 +34,7 @@ def loop_request(purpose: str, num_steps: Any, profile: Profile, info: Any) -> L
 
 
 def run_loop(
-    pool: WorkerPool,
+    workers: WorkerCalls,
     callbacks: CallbackList,
     steps: StepMetrics,
     request: LoopRequest,
@@ -55,14 +55,14 @@ def run_loop(
     """
     purpose = request.purpose
     method = Worker.train if purpose == "train" else Worker.validate
-    bar = ProgressBar(purpose) if wants_bar(pool.spec.options.use_tqdm) else None
-    with trace_workers(pool, profile, method.contract.name), bar or nullcontext():
+    bar = ProgressBar(purpose) if wants_bar(workers.spec.options.use_tqdm) else None
+    with trace_workers(workers, profile, method.contract.name), bar or nullcontext():
         listeners = ProgressListeners(callbacks, purpose, steps, bar)
         listener = listeners if listeners.has_listeners else None
-        reports = pool.call(method.with_args(request), listener=listener, retries=retries)
+        reports = workers.call(method.with_args(request), listener=listener, retries=retries)
         listeners.finish(reports)
     if not any(report.steps for report in reports):
-        raise no_batch_error(pool, purpose)
+        raise no_batch_error(workers, purpose)
     return reports
 
 

@@ -14,14 +14,14 @@ from lockstep.worker import Worker, position, start_tracing, stop_tracing
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lockstep.trainer.worker_pool import WorkerPool
+    from lockstep.trainer.worker_calls import WorkerCalls
 
 Profile = bool | str | os.PathLike[str]
 """Whether to time the phases of a call, or the path of a folder for traces."""
 
 
 @contextmanager
-def trace_workers(pool: WorkerPool, profile: Profile, name: str) -> Iterator[None]:
+def trace_workers(workers: WorkerCalls, profile: Profile, name: str) -> Iterator[None]:
     """Inside, trace the workers, if `profile` is a folder, which is made if missing.
 
     Args:
@@ -36,17 +36,17 @@ def trace_workers(pool: WorkerPool, profile: Profile, name: str) -> Iterator[Non
             got=f"{type(profile).__name__}: {profile!r:.60}",
             fix='profile=True for times, profile="traces" for times and traces',
         )
-    pool.call(Worker.call.with_args(start_tracing))
+    workers.call(Worker.call.with_args(start_tracing))
     try:
         yield
     except BaseException:
         with suppress(TrainerClosedError):
-            pool.call(Worker.call.with_args(stop_tracing))
+            workers.call(Worker.call.with_args(stop_tracing))
         raise
     folder = Path(profile)
     folder.mkdir(parents=True, exist_ok=True)
-    step = pool.call_rank_0(position.with_args()).steps
-    for rank, trace in enumerate(pool.call(Worker.call.with_args(stop_tracing))):
+    step = workers.call_rank_0(position.with_args()).steps
+    for rank, trace in enumerate(workers.call(Worker.call.with_args(stop_tracing))):
         if trace is not None:
             # TensorBoard's profiler, Perfetto and chrome://tracing open it by this name.
             file = f"{name}-step{step}-rank{rank}.pt.trace.json.gz"

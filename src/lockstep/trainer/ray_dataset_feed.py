@@ -13,7 +13,7 @@ from lockstep.keys import BATCH_SIZE
 from lockstep.worker import Worker
 
 if TYPE_CHECKING:
-    from lockstep.trainer.worker_pool import WorkerPool
+    from lockstep.trainer.worker_calls import WorkerCalls
     from lockstep.worker import WorkerSpec
 
 
@@ -36,12 +36,12 @@ class RayDatasetFeed:
         """Drop the dataset, after the workers have dropped it or ended."""
         self._current, self._streams = None, []
 
-    def set_dataset(self, dataset: Any, pool: WorkerPool) -> None:
+    def set_dataset(self, dataset: Any, workers: WorkerCalls) -> None:
         """Have the workers train on `dataset`, or on their own loaders if it is None.
 
         Args:
             dataset: a ``ray.data.Dataset``, `RayBatches`, or None.
-            pool: the workers.
+            workers: the workers.
 
         Raises:
             WrongTypeError: `dataset` is of another type.
@@ -50,10 +50,10 @@ class RayDatasetFeed:
         """
         if dataset is None:
             if self._current is not None:
-                pool.call(Worker.feed.with_args(None, None))
+                workers.call(Worker.feed.with_args(None, None))
             self.forget()
             return
-        spec, generation = pool.spec, pool.generation
+        spec, generation = workers.spec, workers.generation
         wanted = _check_dataset(dataset, spec)
         # The workers dropped the dataset when they formed a new group.
         is_new = generation != self._generation
@@ -63,7 +63,7 @@ class RayDatasetFeed:
             self._streams = split_dataset(wanted.dataset, spec.num_workers, held)
             # Each worker gets its stream, and does not need the dataset's plan.
             plan = replace(wanted, dataset=None)
-            pool.call(Worker.feed.with_args(self._streams, plan))
+            workers.call(Worker.feed.with_args(self._streams, plan))
             self._current, self._generation = wanted, generation
 
 

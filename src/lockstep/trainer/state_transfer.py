@@ -15,7 +15,7 @@ from lockstep.worker import Worker
 if TYPE_CHECKING:
     from lockstep.trainer.ray_dataset_feed import RayDatasetFeed
     from lockstep.trainer.step_metrics import StepMetrics
-    from lockstep.trainer.worker_pool import WorkerPool
+    from lockstep.trainer.worker_calls import WorkerCalls
     from lockstep.worker import RemoteCall
 
 
@@ -23,7 +23,7 @@ class StateTransfer:
     """Takes the state of the run from the workers, and loads a state into them.
 
     Args:
-        pool: the workers.
+        workers: the workers.
         explicit: the user's `num_shards` and `seed`; None if not given.
         dataset: the dataset that the workers train on.
         steps: the metrics of single steps, which restart at the state's step.
@@ -31,12 +31,12 @@ class StateTransfer:
 
     def __init__(
         self,
-        pool: WorkerPool,
+        workers: WorkerCalls,
         explicit: Mapping[str, Any],
         dataset: RayDatasetFeed,
         steps: StepMetrics,
     ) -> None:
-        self._pool = pool
+        self._workers = workers
         self._explicit = explicit
         self._dataset = dataset
         self._steps = steps
@@ -46,24 +46,24 @@ class StateTransfer:
         return self._take(Worker.state_dict.with_args())
 
     def _take(self, call: RemoteCall[Worker, dict[str, Any]]) -> dict[str, Any]:
-        state, spec = self._state_of_rank_0(call), self._pool.spec
+        state, spec = self._state_of_rank_0(call), self._workers.spec
         if spec.num_workers > 1 and spec.operator_cls._lockstep_overrides(
             TrainingOperator.state_dict
         ):
-            state["operator_by_rank"] = self._pool.call(Worker.operator_state.with_args())
+            state["operator_by_rank"] = self._workers.call(Worker.operator_state.with_args())
         return state
 
     def _state_of_rank_0(self, call: RemoteCall[Worker, dict[str, Any]]) -> dict[str, Any]:
-        spec = self._pool.spec
+        spec = self._workers.spec
         if spec.options.sync != "fsdp" or spec.num_workers == 1:
-            return self._pool.call_rank_0(call)
-        state = self._pool.call(Worker.gathered_state_dict.with_args())[0]
+            return self._workers.call_rank_0(call)
+        state = self._workers.call(Worker.gathered_state_dict.with_args())[0]
         assert state is not None, "rank 0 answers"
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
         """See `TorchTrainer.load_state_dict`."""
-        self._pool.open_engine()
+        self._workers.open_engine()
         if not isinstance(state, Mapping):
             raise CheckpointError(
                 "this is not the state of a trainer",
@@ -71,37 +71,37 @@ class StateTransfer:
                 got=f"{type(state).__name__}: {state!r:.60}",
             )
         refuse_another_run(state, self._explicit)
-        self._dataset.set_dataset(None, self._pool)
-        self._pool.call(Worker.check_state.with_args(state))
+        self._dataset.set_dataset(None, self._workers)
+        self._workers.call(Worker.check_state.with_args(state))
         try:
-            self._pool.call(Worker.apply_state.with_args(state))
+            self._workers.call(Worker.apply_state.with_args(state))
         except BaseException:
-            if not self._pool.has_ended:
-                self._pool.call(Worker.settle_state.with_args(keep=False))
+            if not self._workers.has_ended:
+                self._workers.call(Worker.settle_state.with_args(keep=False))
             raise
-        self._pool.call(Worker.settle_state.with_args(keep=True))
-        self._pool.set_num_shards(int(state.get("num_shards", self._pool.spec.num_shards)))
+        self._workers.call(Worker.settle_state.with_args(keep=True))
+        self._workers.set_num_shards(int(state.get("num_shards", self._workers.spec.num_shards)))
         self._steps.restart_at(int(state.get("global_step", 0)))
         self.update_users_objects()
 
     def save(self, path: str | os.PathLike[str]) -> str:
         """See `TorchTrainer.save`."""
-        in_shards = self._pool.spec.options.sync == "fsdp"
+        in_shards = self._workers.spec.options.sync == "fsdp"
         write = checkpoint.write_directory if in_shards else checkpoint.write
         # An actor's state arrives as a copy in any case.
-        is_here = self._pool.local_operator() is not None
+        is_here = self._workers.local_operator() is not None
         state = self._take(Worker.state_to_write.with_args()) if is_here else self.take()
         return write(os.fspath(path), state)
 
     def read(self, path: str | os.PathLike[str]) -> None:
         """See `TorchTrainer.load`."""
-        self._pool.open_engine()
+        self._workers.open_engine()
         self.load(checkpoint.read(os.fspath(path)))
 
     def update_users_objects(self) -> None:
         """Load the trained state into the objects that the user gave to `from_model`."""
-        absorb = self._pool.spec.operator_cls._lockstep_load_into_instance
-        if absorb is not None and self._pool.local_operator() is None:
+        absorb = self._workers.spec.operator_cls._lockstep_load_into_instance
+        if absorb is not None and self._workers.local_operator() is None:
             absorb(self._state_of_rank_0(Worker.state_dict.with_args()))
 
 

@@ -14,16 +14,16 @@ from lockstep.trainer import verification
 from lockstep.trainer.argument_checks import DEFAULT_SEED
 from lockstep.trainer.audit_comparison import AuditComparison
 from lockstep.trainer.callback_list import CallbackList
+from lockstep.trainer.checkpoint_directory import CheckpointDirectory
 from lockstep.trainer.checkpoint_writer import CheckpointWriter
 from lockstep.trainer.launch import Placement, start_workers
 from lockstep.trainer.loader_checks import check_loader
 from lockstep.trainer.loop_calls import loop_request, reduce_reports, run_loop
 from lockstep.trainer.prediction_order import order_predictions
 from lockstep.trainer.ray_dataset_feed import RayDatasetFeed
-from lockstep.trainer.run_directory import RunDirectory
 from lockstep.trainer.state_transfer import StateTransfer
 from lockstep.trainer.step_metrics import StepMetrics
-from lockstep.trainer.worker_pool import WorkerPool
+from lockstep.trainer.worker_calls import WorkerCalls
 from lockstep.worker import Worker, WorkerSpec, predict
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class TorchTrainer:
         model = trainer.get_model()
         trainer.shutdown()
 
-    It is a context manager too. One worker runs in this process; several are Ray actors.
+    It is a context folder too. One worker runs in this process; several are Ray actors.
 
     Args:
         training_operator_cls: a `TrainingOperator` subclass, not an instance.
@@ -177,30 +177,30 @@ class TorchTrainer:
             audit=checks.require_choice("audit", audit, ("off", "watch", "full")),
             log_every=self._steps.every,
         )
-        directory = RunDirectory(checkpoint_dir, checkpoint_every, keep_checkpoints, resume, sync)
-        self._start(spec, placement, directory, explicit)
+        checkpoints = (checkpoint_dir, checkpoint_every, keep_checkpoints, resume, sync)
+        self._start(spec, placement, CheckpointDirectory(*checkpoints), explicit)
 
     def _start(
         self,
         spec: WorkerSpec,
         placement: Placement,
-        directory: RunDirectory,
+        folder: CheckpointDirectory,
         explicit: Mapping[str, Any],
     ) -> None:
-        """Start the workers, and go on from the state that the directory holds."""
-        spec = placement.resolve_gpus(directory.adjust_spec(spec, explicit))
+        """Start the workers, and go on from the state that the folder holds."""
+        spec = placement.resolve_gpus(folder.adjust_spec(spec, explicit))
         self._audit = AuditComparison(spec)
         engine = start_workers(spec, placement)
-        self._pool = WorkerPool(spec, engine)
+        self._workers = WorkerCalls(spec, engine)
         self._dataset = RayDatasetFeed()
-        self._state = StateTransfer(self._pool, explicit, self._dataset, self._steps)
+        self._state = StateTransfer(self._workers, explicit, self._dataset, self._steps)
         self._writer: CheckpointWriter | None = None
         try:
-            if directory.found is not None:
-                self._state.load(directory.found)
-                directory.announce()
-            if directory.is_on:
-                self._writer = CheckpointWriter(directory.write, engine)
+            if folder.resume_state is not None:
+                self._state.load(folder.resume_state)
+                folder.finish_resume()
+            if folder.is_on:
+                self._writer = CheckpointWriter(folder.write, engine)
             self._callbacks.start()
         except BaseException:
             # No trainer is returned that the caller could shut down.
@@ -241,17 +241,17 @@ class TorchTrainer:
                 written to `checkpoint_dir`; ``result`` holds what would have been returned.
         """
         checks.require_count("max_retries", max_retries, least=0)
-        self._pool.open_engine()
-        self._dataset.set_dataset(dataset, self._pool)
+        self._workers.open_engine()
+        self._dataset.set_dataset(dataset, self._workers)
         request = loop_request("train", num_steps, profile, info)
         if self._dataset.has_dataset:
             max_retries = 0  # Ray gives each row to one worker, and only once
         else:
-            check_loader(self._pool, "train")
+            check_loader(self._workers, "train")
         writer = self._writer
         with nullcontext() if writer is None else writer.during_training(self.state_dict):
             reports = run_loop(
-                self._pool, self._callbacks, self._steps, request, profile, max_retries
+                self._workers, self._callbacks, self._steps, request, profile, max_retries
             )
         self._audit.judge(reports)
         self._state.update_users_objects()
@@ -270,9 +270,9 @@ class TorchTrainer:
         Every sample counts exactly once, at any number of workers. Arguments and result are
         those of `train`, without ``epoch``.
         """
-        check_loader(self._pool, "validation")
+        check_loader(self._workers, "validation")
         request = loop_request("validation", num_steps, profile, info)
-        reports = run_loop(self._pool, self._callbacks, self._steps, request, profile)
+        reports = run_loop(self._workers, self._callbacks, self._steps, request, profile)
         return reduce_reports(reports, self._callbacks.validate_end, reduce_results)
 
     @property
@@ -302,7 +302,7 @@ class TorchTrainer:
             NotAvailableError: workers read loaders of their own (``add_dist_sampler=False``),
                 no optimizer stepped, or another number of times in one process.
         """
-        return verification.verify_steps(self._pool, num_steps)
+        return verification.verify_steps(self._workers, num_steps)
 
     def predict(self, loader: Any) -> list[Any]:
         """The model's outputs for every sample of `loader`, each once; see `predict_batch`.
@@ -325,11 +325,11 @@ class TorchTrainer:
             ConfigurationError: `predict_batch` returned something without one row per sample.
             Whatever the model raises; the run is as it was.
         """
-        return order_predictions(self._pool.call(predict.with_args(loader)))
+        return order_predictions(self._workers.call(predict.with_args(loader)))
 
     def update_scheduler(self, metric: float) -> None:
         """Step every registered scheduler, giving `metric` to those that take one."""
-        self._pool.call(Worker.update_scheduler.with_args(metric))
+        self._workers.call(Worker.update_scheduler.with_args(metric))
 
     def status(self) -> dict[str, Any]:
         """How many workers there are, and what happened to them.
@@ -341,7 +341,7 @@ class TorchTrainer:
             ``replayed``, ``seconds``, ``generation``, ``workers``, ``same_bits``, and ``at``, in
             seconds since 1970).
         """
-        return self._pool.summary()
+        return self._workers.summary()
 
     # --------------------------------------------------------------------- the state of the run
 
@@ -350,7 +350,7 @@ class TorchTrainer:
 
         A list if `register` was given a list or tuple of models.
         """
-        return self._pool.call_rank_0(Worker.models.with_args())
+        return self._workers.call_rank_0(Worker.models.with_args())
 
     def get_averaged_model(self) -> nn.Module | list[nn.Module]:
         """As `get_model`, with the averages that ``register(ema=...)`` keeps of the weights.
@@ -358,11 +358,11 @@ class TorchTrainer:
         Raises:
             ConfigurationError: the operator registered without `ema`.
         """
-        return self._pool.call_rank_0(Worker.averaged_models.with_args())
+        return self._workers.call_rank_0(Worker.averaged_models.with_args())
 
     def get_local_operator(self) -> TrainingOperator:
         """The operator in this process: with one worker, or with ``use_local=True``."""
-        return self._pool.required_local_operator()
+        return self._workers.required_local_operator()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that another trainer needs to go on from here: plain tensors and Python."""
@@ -400,11 +400,11 @@ class TorchTrainer:
         An exception of `fn` arrives as itself. The run goes on, if the others have come to their
         end within two seconds; else the workers end: `fn` may wait for ranks that will not come.
         """
-        return self._pool.call(Worker.call.with_args(fn))
+        return self._workers.call(Worker.call.with_args(fn))
 
     def apply_all_operators(self, fn: Callable[[TrainingOperator], Any]) -> list[Any]:
         """Call ``fn(operator)`` in every worker; results by rank. As `apply_all_workers`."""
-        return self._pool.call(Worker.call_with_operator.with_args(fn))
+        return self._workers.call(Worker.call_with_operator.with_args(fn))
 
     @classmethod
     def as_trainable(
@@ -444,11 +444,11 @@ class TorchTrainer:
         Args:
             force: kill them instead of letting them close loaders and connections first.
         """
-        if not self._pool.is_open:
+        if not self._workers.is_open:
             return
-        if (failure := self._pool.failure) is not None:
+        if (failure := self._workers.failure) is not None:
             # Close again: a second Ctrl-C may have interrupted an earlier close.
-            self._pool.refuse_calls()
+            self._workers.refuse_calls()
             try:
                 self._callbacks.failure(failure)
             finally:
@@ -457,7 +457,7 @@ class TorchTrainer:
         try:
             # Before the workers end: a callback may save.
             self._callbacks.shutdown()
-            end = self._pool.spec.operator_cls._lockstep_end
+            end = self._workers.spec.operator_cls._lockstep_end
             if end is not TrainingOperator._lockstep_end and not force:
                 self.apply_all_operators(end)
         finally:
@@ -465,7 +465,7 @@ class TorchTrainer:
 
     def _close(self, *, force: bool, raises_write_error: bool) -> None:
         """End the workers, and the thread that writes checkpoints."""
-        self._pool.close(force=force)
+        self._workers.close(force=force)
         if self._writer is not None:
             self._writer.close(raises=raises_write_error)
         self._dataset.forget()

@@ -15,7 +15,7 @@ from lockstep.worker import verify
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lockstep.trainer.worker_pool import WorkerPool
+    from lockstep.trainer.worker_calls import WorkerCalls
     from lockstep.worker import Trial, WorkerSpec
 
 _TOLERANCES: Final = {"bf16": 3e-2, "fp16": 1e-2}
@@ -38,12 +38,12 @@ def refuse_unverifiable(spec: WorkerSpec) -> None:
     )
 
 
-def verify_steps(pool: WorkerPool, num_steps: Any) -> ParityReport:
+def verify_steps(workers: WorkerCalls, num_steps: Any) -> ParityReport:
     """See `TorchTrainer.verify`."""
     require_count("num_steps", num_steps, expected="a positive number of steps")
-    refuse_unverifiable(pool.spec)
-    check_loader(pool, "train")
-    return report(pool.call(verify.with_args(num_steps)), pool.spec)
+    refuse_unverifiable(workers.spec)
+    check_loader(workers, "train")
+    return report(workers.call(verify.with_args(num_steps)), workers.spec)
 
 
 def report(trials: Sequence[Trial], spec: WorkerSpec) -> ParityReport:

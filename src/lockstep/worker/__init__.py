@@ -2,6 +2,7 @@
 """One rank of a run: remote methods, process group, position in the data, undo of a step."""
 
 from lockstep.worker.call_outcome import Outcome, add_rank, error_text, failed_outcome, is_peer_lost
+from lockstep.worker.checkpoint_snapshot import Snapshot
 from lockstep.worker.group_formation import (
     Formation,
     RunPosition,
@@ -24,7 +25,6 @@ from lockstep.worker.remote_method import (
     RemoteMethod,
 )
 from lockstep.worker.report import LoopCounts, Report, StartReport, report_of_lost_worker
-from lockstep.worker.snapshot import Snapshot
 from lockstep.worker.spec import WorkerSpec
 from lockstep.worker.torch_profiler import start_tracing, stop_tracing
 from lockstep.worker.worker import Worker

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockstep.operator.custom_loop_refusals import refuse_skipped_batch
-from lockstep.operator.operator_protocol import Operator, rank_and_step
+from lockstep.operator.loop_protocols import Operator, rank_and_step
 from lockstep.operator.read_ahead_batches import ReadAheadBatches
 from lockstep.operator.shard_batch import ShardBatch
 from lockstep.operator.step_context import StepContext

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.data import RayDatasetShard
 from lockstep.worker.data_cursor import Cursor
-from lockstep.worker.loader_selection import wants_joint
+from lockstep.worker.loader_sharding import wants_joint
 
 if TYPE_CHECKING:
     from lockstep.data import RayBatches

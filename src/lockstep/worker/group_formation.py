@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lockstep.group import Group
 from lockstep.operator.sync_setup import rejoin
 from lockstep.worker import state_broadcast
-from lockstep.worker.loader_selection import open_loader
+from lockstep.worker.loader_sharding import make_sharded_loader
 from lockstep.worker.loop_run import LoopProgress
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 from lockstep.worker.saved_gradients import SavedGradients
@@ -215,7 +215,7 @@ def _join_group(worker: Worker, rank: int, formation: Formation) -> None:
 
 def _reopen_loaders(worker: Worker, operator: TrainingOperator) -> None:
     for purpose, cursor in worker.cursors.items():
-        cursor.use(open_loader(operator, operator._lockstep.loaders[purpose], purpose))
+        cursor.use(make_sharded_loader(operator, operator._lockstep.loaders[purpose], purpose))
 
 
 def _transfer_state(worker: Worker, group: Group, rank: int, formation: Formation) -> None:

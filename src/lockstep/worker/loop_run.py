@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
-    from lockstep.operator.operator_protocol import PassIterator
+    from lockstep.operator.loop_protocols import PassIterator
     from lockstep.operator.operator_state import OperatorState
     from lockstep.worker.data_cursor import Cursor
     from lockstep.worker.rollback import Rollback

@@ -143,7 +143,7 @@ class _TrialCopy:
         )
 
     @property
-    def computes_shards_apart(self) -> bool:
+    def can_run_by_shard(self) -> bool:
         """Whether the loop computes the same if it takes the global batch shard by shard."""
         operator = self.copy.operator
         return not operator._lockstep_overrides_loop() and not operator.joint_loss
@@ -179,7 +179,7 @@ class _OneProcessReference:
             depends = recorded.has_drawn or self._trial.depends_on_split
             if not depends or not self._is_whole or not self.is_comparable:
                 return recorded
-            if not self._trial.computes_shards_apart:
+            if not self._trial.can_run_by_shard:
                 self.is_comparable = False
                 self.inconclusive = _RANKS_ONLY
                 return recorded

@@ -10,7 +10,7 @@ from lockstep.data import ShardAssignment, shards_of
 from lockstep.operator.default_forward import registered_parts
 from lockstep.worker import state_dict as state_dicts
 from lockstep.worker.data_cursor import Cursor
-from lockstep.worker.loader_selection import open_loader
+from lockstep.worker.loader_sharding import make_sharded_loader
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class StateAccess:
         self._close_loaders()
         for purpose, loader in operator._lockstep.loaders.items():
             if loader is not None:
-                source = open_loader(operator, loader, purpose)
+                source = make_sharded_loader(operator, loader, purpose)
                 self.cursors[purpose] = Cursor(source)
         self.expect_usual_weight()
 

@@ -20,10 +20,11 @@ from lockstep.operator.default_forward import registered_parts
 from lockstep.operator.mixed_precision import forget_unscaled
 from lockstep.operator.non_finite_check import add_non_finite_checks
 from lockstep.operator.optimizer_comparison import compare_optimizers
-from lockstep.operator.optimizer_hooks import add_step_hooks
+from lockstep.operator.optimizer_step_hooks import add_step_hooks
 from lockstep.operator.rank_context import RankContext
 from lockstep.operator.registration import conclude_setup, update_schedulers
 from lockstep.randomness import derive_seed, preserve_rng_state
+from lockstep.worker.checkpoint_snapshot import SnapshotTaker
 from lockstep.worker.data_cursor import Tally
 from lockstep.worker.dataset_switch import DatasetSwitch
 from lockstep.worker.determinism import deterministic_mode
@@ -41,7 +42,6 @@ from lockstep.worker.remote_method import Communication, OnFailure, remote_metho
 from lockstep.worker.report import StartReport
 from lockstep.worker.rollback import Rollback
 from lockstep.worker.run_audit import RunAudit
-from lockstep.worker.snapshot import SnapshotTaker
 from lockstep.worker.spec import config_for
 from lockstep.worker.state_access import StateAccess
 

@@ -5,8 +5,8 @@ import pytest
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, RayActorError
 
-from lockstep.engine import server_actor
-from lockstep.engine.actor_failures import death_reason
+from lockstep.engine import parameter_server_actor
+from lockstep.engine.ray_errors import death_reason
 from lockstep.recovery.incident import Incident
 
 DETAIL = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR"
@@ -36,7 +36,7 @@ def test_the_reason_is_told_without_ids_and_advice(death, reason):
 
 
 def test_the_end_of_a_parameter_server_says_why():
-    assert DETAIL in str(server_actor._death_error(died(DETAIL + ADVICE)))
+    assert DETAIL in str(parameter_server_actor._death_error(died(DETAIL + ADVICE)))
 
 
 @pytest.mark.parametrize(("workers", "said"), [(1, "has 1 worker;"), (2, "has 2 workers;")])

@@ -4,7 +4,7 @@
 import time
 from types import SimpleNamespace
 
-from lockstep.engine.heartbeats import Heartbeat
+from lockstep.engine.status_polling import PolledStatus
 from lockstep.engine.worker_handle import WorkerHandle
 from lockstep.phases import Phase
 from lockstep.recovery.watchdog import Watchdog
@@ -15,7 +15,7 @@ LIMIT_S = 0.05
 
 
 class Seen:
-    """Heartbeats that were given."""
+    """StatusPoller that were given."""
 
     def __init__(self, sightings):
         self.sightings = sightings
@@ -34,8 +34,8 @@ def test_who_waited_for_one_that_hung_has_time_to_hear_that_the_group_broke():
     since = time.monotonic() - 100
     waits = WorkerStatus(3, is_warm=True, phase=Phase.WAITING, line="", stack="")
     computes = WorkerStatus(3, is_warm=True, phase=Phase.FORWARD, line="", stack="")
-    sightings = {member: Heartbeat(waits, since) for member in survivors}
-    watchdog._heartbeats = Seen(sightings | {hung: Heartbeat(computes, since)})
+    sightings = {member: PolledStatus(waits, since) for member in survivors}
+    watchdog._poller = Seen(sightings | {hung: PolledStatus(computes, since)})
     pending_call = SimpleNamespace(
         contract=Worker.train.contract,
         local_status=None,

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from harness import assert_same, gradients, reset, rows
 from kinds import KINDS, NESTED
 from lockstep.errors import ConfigurationError, LostUpdateError, NotEnoughResourcesError
-from lockstep.sync import ReplicatedModel, replica_devices
+from lockstep.sync import DataParallelModel, replica_devices
 
 # Torch says so once in a process, whoever makes such a tensor first.
 pytestmark = [
@@ -34,7 +34,7 @@ def mlp():
 
 
 def replicated(model, count=3):
-    return ReplicatedModel(copy.deepcopy(model), [CPU] * count)
+    return DataParallelModel(copy.deepcopy(model), [CPU] * count)
 
 
 class Tied(nn.Module):
@@ -146,7 +146,7 @@ class Holding(nn.Module):
 @pytest.mark.parametrize("make", [*KINDS.values(), *NESTED.values()], ids=[*KINDS, *NESTED])
 def test_buffers_of_all_kinds(make):
     true = reset(Holding(make), seed=3)
-    model = ReplicatedModel(reset(Holding(make), seed=3), [CPU] * 3)
+    model = DataParallelModel(reset(Holding(make), seed=3), [CPU] * 3)
     for put in (None, lambda x: make(3.0)):  # every replica puts the same
         true.put = model.module.put = put
         for each in (true, model):
@@ -194,9 +194,9 @@ def test_what_cannot_be_cut_or_joined_is_refused_by_name(kind):
 def test_a_compiled_model(whole):
     true, compiled = mlp(), mlp()
     if whole:
-        model = torch.compile(ReplicatedModel(compiled, [CPU] * 3), backend="aot_eager")
+        model = torch.compile(DataParallelModel(compiled, [CPU] * 3), backend="aot_eager")
     else:
-        model = ReplicatedModel(torch.compile(compiled, backend="aot_eager"), [CPU] * 3)
+        model = DataParallelModel(torch.compile(compiled, backend="aot_eager"), [CPU] * 3)
     for each in (true, model):
         ((each(X) - Y) ** 2).sum(1).mean().backward()
     assert_same(gradients(compiled), gradients(true))
@@ -244,7 +244,7 @@ def test_nested_inputs_and_outputs():
 
 
 def test_other_ways_into_the_model_are_the_one_models():
-    model = ReplicatedModel(reset(Tied(), seed=3), [CPU] * 3)
+    model = DataParallelModel(reset(Tied(), seed=3), [CPU] * 3)
     assert model.first is model.module.first
     assert model.module.first.weight is next(model.parameters())
     assert not hasattr(model, "no_such")
@@ -252,8 +252,8 @@ def test_other_ways_into_the_model_are_the_one_models():
 
 def test_what_has_no_rows_is_refused():
     model = replicated(mlp())
-    wrapped = ReplicatedModel(MeanOutput(), [CPU] * 2)
-    transposed = ReplicatedModel(Transposed(), [CPU] * 2)
+    wrapped = DataParallelModel(MeanOutput(), [CPU] * 2)
+    transposed = DataParallelModel(Transposed(), [CPU] * 2)
     with pytest.raises(ConfigurationError, match="LS001") as caught:
         replicated(reset(Nested(), seed=5))({"x": X, "named": Named(X[:5], [])}, 1, extra=X)
     assert "['named'].features" in str(caught.value)
@@ -312,14 +312,14 @@ class Writes(nn.Module):
     "how", ["data", "no_grad", "buffer", "replaced buffer", "attribute", "list"]
 )
 def test_a_write_that_would_be_lost_is_refused(how):
-    model = ReplicatedModel(Writes(how), [CPU] * 2)
+    model = DataParallelModel(Writes(how), [CPU] * 2)
     with pytest.raises(LostUpdateError, match="LS310"):
         model(X)
 
 
 @pytest.mark.parametrize("how", ["nothing", "clamp", "counter", "replaced counter"])
 def test_a_write_that_every_replica_makes_alike_stays(how):
-    model, true = ReplicatedModel(Writes(how), [CPU] * 2), Writes(how)
+    model, true = DataParallelModel(Writes(how), [CPU] * 2), Writes(how)
     for _ in range(2):
         assert torch.equal(model(X), true(X))
         for name, value in true.state_dict().items():
@@ -327,7 +327,7 @@ def test_a_write_that_every_replica_makes_alike_stays(how):
 
 
 def test_running_statistics_are_replica_zeros():
-    model, first = ReplicatedModel(nn.BatchNorm1d(4).double(), [CPU] * 2), nn.BatchNorm1d(4)
+    model, first = DataParallelModel(nn.BatchNorm1d(4).double(), [CPU] * 2), nn.BatchNorm1d(4)
     first.double()(X[:5])
     model(X)
     for name, value in first.state_dict().items():
@@ -336,13 +336,13 @@ def test_running_statistics_are_replica_zeros():
 
 def test_statistics_over_all_replicas_are_refused():
     layer = nn.Sequential(nn.SyncBatchNorm(4))
-    ReplicatedModel(layer, [CPU])
+    DataParallelModel(layer, [CPU])
     with pytest.raises(ConfigurationError, match="`0`"):
-        ReplicatedModel(layer, [CPU] * 2)
+        DataParallelModel(layer, [CPU] * 2)
 
 
 def test_dropout_is_drawn_anew_for_every_replica():
-    model = ReplicatedModel(nn.Dropout(0.5), [CPU] * 2)
+    model = DataParallelModel(nn.Dropout(0.5), [CPU] * 2)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         out = model(torch.ones(128, 8))

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import ConfigurationError, LostUpdateError
 from lockstep.keys import BATCH_SIZE
-from lockstep.sync import ReplicatedModel
+from lockstep.sync import DataParallelModel
 
 CONFIG = {BATCH_SIZE: GLOBAL_BATCH}
 
@@ -83,7 +83,7 @@ def test_the_loss_is_computed_once_for_the_whole_batch():
     with start(Seen, num_workers=2, num_shards=5) as trainer:
         trainer.train()
         assert trainer.get_local_operator().sizes == [12, 12, 12, 1]
-        assert type(trainer.get_local_operator().model) is ReplicatedModel
+        assert type(trainer.get_local_operator().model) is DataParallelModel
         assert trainer.get_local_operator().world_rank == 0
 
 
@@ -134,7 +134,7 @@ def test_objects_handed_in_hold_the_trained_weights():
         trainer.train(num_steps=STEPS)
         assert farthest(model, one_process()) < 1e-12
         assert len(optimizer.state) == 4
-        assert type(trainer.get_local_operator().model) is ReplicatedModel
+        assert type(trainer.get_local_operator().model) is DataParallelModel
 
 
 class Writing(DefaultLoop):

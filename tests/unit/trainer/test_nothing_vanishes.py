@@ -79,7 +79,8 @@ REFUSED = {
 ELSEWHERE = {
     "joint_loss": "tests/ray/test_joint_losses.py",
     "loss_reduction": "tests/unit/operator/test_loss_reduction.py",
-    "register_metrics": "a user's setup calls it; tests/unit/operator/test_registered_metrics.py",
+    "register_metrics": "a user's setup calls it; tests/unit/operator/"
+    "test_registered_torchmetrics.py",
     "from_creators": "called by users alone",
     "from_lightning": "called by users alone",
     "from_ptl": "called by users alone",

@@ -38,7 +38,7 @@ from lockstep.integrations.lightning.trainer_view import TrainerView, update_vie
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator import TrainingOperator
 from lockstep.operator.default_forward import registered_parts
-from lockstep.operator.operator_protocol import PassIterator
+from lockstep.operator.loop_protocols import PassIterator
 from lockstep.operator.shard_results import ShardResults
 from lockstep.operator.sync_batch_norm_refusal import is_computed_per_shard
 

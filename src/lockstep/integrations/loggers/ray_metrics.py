@@ -66,7 +66,7 @@ class RayMetricsLogger(Logger):
                 fix="ray.init() before the trainer, or another logger",
             )
         if self.run is None:
-            self.run = trainer._pool.spec.operator_cls.__name__
+            self.run = trainer._workers.spec.operator_cls.__name__
         kinds = import_optional("ray.util.metrics", extra="cluster", by="RayMetricsLogger")
         for names, kind in ((_GAUGES, kinds.Gauge), (_COUNTERS, kinds.Counter)):
             for name, meaning in names.items():

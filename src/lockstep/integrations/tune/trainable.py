@@ -96,7 +96,7 @@ class TorchTrainable(Trainable):
 def _train_and_validate(trainer: TorchTrainer) -> dict[str, Any]:
     """Train and validate; the merged results, in which a count of both is that of the training."""
     trained = trainer.train(profile=True)
-    if not trainer._pool.has_loader("validation"):
+    if not trainer._workers.has_loader("validation"):
         return dict(trained)
     validated = trainer.validate(profile=True)
     times = {**validated.pop("profile", {}), **trained.pop("profile", {})}

@@ -46,8 +46,8 @@ class RemoteOptimizer:
             has them, by number; all optimizers share it. None on the other ranks.
 
     Attributes:
-        undo_point: steps of the run to which an interruption now leads back, the server's
-            state with the rest; None: the server's steps from now on stay.
+        undo_point: the step to which a failure from now on would take the run back: the server
+            logs what it needs to return there. None: the server's steps are final.
     """
 
     def __init__(

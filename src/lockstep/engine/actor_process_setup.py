@@ -8,11 +8,11 @@ import signal
 from lockstep.import_without_gc import import_and_freeze, pause_gc
 
 
-def bootstrap(module: str) -> None:
+def set_up_actor_process(module: str) -> None:
     """Import `module` in an actor's process, torch with it and torch's compiler left out.
 
-    Ray ends actors with SIGTERM, and its handler prints a traceback into the user's terminal,
-    before the error that the actors were ended for: the signal's own effect is put back.
+    Ray ends actors with SIGTERM, and its handler prints a traceback into the user's terminal, ahead
+    of the error that caused the shutdown. So the default action of SIGTERM is restored.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with pause_gc():

@@ -50,7 +50,7 @@ class Snapshot:
 class SnapshotTaker:
     """Takes a worker's snapshots when they are due; holds the latest until the driver fetches it.
 
-    `take` and `request` alone may be called from another thread.
+    `pop_latest` and `request` alone may be called from another thread.
 
     Attributes:
         give: called with each snapshot in the worker's own process, instead of holding it.
@@ -72,7 +72,7 @@ class SnapshotTaker:
         """Copy the state before the next batch, due or not."""
         self._is_requested = True
 
-    def take(self) -> Snapshot | None:
+    def pop_latest(self) -> Snapshot | None:
         """Return the latest snapshot once. The next call means that the driver wrote this one."""
         if self._in_transit is not None:
             self._in_transit.give_back()
@@ -107,8 +107,8 @@ class SnapshotTaker:
             self._take_requested_snapshot(is_settled)
         if not self._is_due or not is_settled or (self._has_own_loop and self._needs_all_ranks):
             return
-        # Only a `train_epoch` of the user's own knows its state between two batches: then the
-        # snapshot is taken after the call.
+        # The variables of a user's `train_epoch` cannot be copied between two batches, so
+        # `after_call` takes the snapshot.
         if not self._worker.operator._lockstep_overrides(TrainingOperator.train_epoch):
             self._copy()
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Protocols of the loops: the operator that they train, and the iterator that a worker gives them.
 
-`TrainingOperator` hands itself to functions of modules that it imports. Those name the `Operator`
-protocol, so that no module imports a module by which it is imported.
+The modules that `training_operator` imports take the operator as an argument. They annotate it with
+the `Operator` protocol, which avoids a circle of imports.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torchmetrics.wrappers import ClasswiseWrapper
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.metrics.torchmetrics_merge import compute_merged
-from lockstep.operator.registered_metrics import RegisteredMetrics
+from lockstep.operator.registered_torchmetrics import RegisteredMetrics
 
 CLASSES, SAMPLES = 3, 37
 GENERATOR = torch.Generator().manual_seed(0)

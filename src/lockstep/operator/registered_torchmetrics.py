@@ -37,7 +37,8 @@ class RegisteredMetrics:
         Args:
             given: a metric, a ``MetricCollection``, or a mapping from names to such.
             device: of the metrics' states.
-            is_borrowed: whether the current batch belongs to another worker, which counts it.
+            is_borrowed: whether the current batch is another worker's, which counts it (see
+                `ShardedLoader`'s module).
 
         Raises:
             WrongTypeError: something in it is no torchmetrics object.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RunDirectory`: finds the checkpoint to resume from, and writes the run's checkpoints."""
+"""`CheckpointDirectory`: finds the checkpoint to resume from, and writes the run's checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("lockstep.checkpoint")
 
 
-class RunDirectory:
+class CheckpointDirectory:
     """The checkpoint directory of a run, and the state that the run resumes from.
 
     Args:
@@ -38,7 +38,7 @@ class RunDirectory:
 
     Attributes:
         every: steps between two checkpoints; None for none.
-        found: the state to resume from; None for a fresh start.
+        resume_state: the state to resume from; None for a fresh start.
 
     Raises:
         ConfigurationError: arguments that do not fit together, or the directory holds
@@ -50,7 +50,7 @@ class RunDirectory:
     def __init__(self, folder: Any, every: Any, keep: Any, resume: Any, sync: str) -> None:
         _check_arguments(folder, every, keep, resume)
         self.every: int | None = every
-        self.found: dict[str, Any] | None = None
+        self.resume_state: dict[str, Any] | None = None
         self._rotation: Rotation | None = None
         if folder is not None:
             write = checkpoint.write_directory if sync == "fsdp" else checkpoint.write
@@ -67,10 +67,10 @@ class RunDirectory:
         if resume is None:
             self._refuse_to_mix()
         elif resume != "auto":
-            self.found = checkpoint.read(resume)
+            self.resume_state = checkpoint.read(resume)
             return str(os.fspath(resume))
         elif self._rotation is not None and (newest := self._rotation.read_newest()) is not None:
-            path, self.found = newest
+            path, self.resume_state = newest
             return path
         return None
 
@@ -94,16 +94,17 @@ class RunDirectory:
         Raises:
             CheckpointError: the state has fewer shards than there are workers, or the user said
                 another `num_shards` or `seed`.
-            NotAvailableError: no moment is the same for all ranks.
+            NotAvailableError: `checkpoint_every` needs the states of all ranks at one step, and
+                with ``add_dist_sampler=False`` each rank counts its own steps.
         """
-        if self.found is not None:
-            refuse_another_run(self.found, explicit)
+        if self.resume_state is not None:
+            refuse_another_run(self.resume_state, explicit)
         spec = replace(spec, checkpoint_every=self.every)
         _refuse_uncollectable_states(spec)
-        if self.found is None:
+        if self.resume_state is None:
             return spec
-        shards = spec.num_shards_of(self.found, self._source)
-        return replace(spec, num_shards=shards, seed=self.found.get("seed", spec.seed))
+        shards = spec.num_shards_of(self.resume_state, self._source)
+        return replace(spec, num_shards=shards, seed=self.resume_state.get("seed", spec.seed))
 
     def write(self, snapshot: Snapshot) -> None:
         """Write a checkpoint, and let go of the oldest."""
@@ -111,11 +112,11 @@ class RunDirectory:
         path = self._rotation.write(snapshot.step, snapshot.state)
         _log.info("step %d is safe: %s", snapshot.step, path)
 
-    def announce(self) -> None:
-        """The state that was found has been taken over."""
-        assert self.found is not None
-        _log.info("going on after step %d: %s", self.found["global_step"], self._source)
-        self.found = None  # as large as the model
+    def finish_resume(self) -> None:
+        """Log from which step the run goes on, and drop the state: the workers have loaded it."""
+        assert self.resume_state is not None
+        _log.info("going on after step %d: %s", self.resume_state["global_step"], self._source)
+        self.resume_state = None  # as large as the model
 
 
 def _check_arguments(folder: Any, every: Any, keep: Any, resume: Any) -> None:

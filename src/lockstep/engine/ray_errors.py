@@ -1,35 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads failures of calls and actors from Ray: whether a call failed, why an actor died, Ctrl-C."""
+"""Reads failures of calls and actors from Ray: whether a call failed, and why an actor died."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import ray
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ray.exceptions import RayActorError
 
     from lockstep.worker import Outcome
     from ray import ObjectRef
-
-
-@contextmanager
-def reraise_keyboard_interrupt() -> Iterator[None]:
-    """Around a wait for Ray, raise Ctrl-C as KeyboardInterrupt.
-
-    Python reports a Ctrl-C in Ray's compiled code as a SystemError, which the code that ends the
-    workers, and the user's program, would take for any other exception.
-    """
-    try:
-        yield
-    except SystemError as error:
-        if isinstance(error.__cause__, KeyboardInterrupt):
-            raise error.__cause__ from None
-        raise
 
 
 def has_failed(ref: ObjectRef[Outcome]) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.operator.custom_loop_refusals import refuse_own_step, requested_loop_options
-from lockstep.operator.operator_protocol import Operator
+from lockstep.operator.loop_protocols import Operator
 from lockstep.randomness import derive_seed, preserve_rng_state
 
 if TYPE_CHECKING:

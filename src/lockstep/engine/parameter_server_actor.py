@@ -15,10 +15,10 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import ray
-from lockstep.engine.actor_bootstrap import bootstrap
-from lockstep.engine.actor_failures import death_reason
+from lockstep.engine.actor_process_setup import set_up_actor_process
 from lockstep.engine.actor_termination import end_actor
 from lockstep.engine.cluster import this_node
+from lockstep.engine.ray_errors import death_reason
 from lockstep.engine.rendezvous_store import LOOPBACK
 from lockstep.errors import WorkerDiedError
 
@@ -37,7 +37,7 @@ class ServerActor:
     """Listens and serves until the workers of a generation have left, generation by generation."""
 
     def __init__(self) -> None:
-        bootstrap("lockstep.sync")
+        set_up_actor_process("lockstep.sync")
         self._server: ParameterServer | None = None
 
     def __repr__(self) -> str:
@@ -84,7 +84,7 @@ RemoteServer: ActorClass[ServerActor] = _remote(
 )(ServerActor)
 
 
-class ServerProcess:
+class ServerHandle:
     """The driver's handle of a parameter server in an actor.
 
     Args:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WorkerPool`: calls the workers of a trainer, one call at a time, until its `shutdown`."""
+"""`WorkerCalls`: calls the workers of a trainer, one call at a time, until its `shutdown`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
-class WorkerPool:
+class WorkerCalls:
     """Calls the workers' remote methods; raises the reason if the workers have ended.
 
     Attributes:

@@ -3,7 +3,7 @@
 
 import pytest
 
-from lockstep.engine.actor_failures import reraise_keyboard_interrupt
+from lockstep.engine.keyboard_interrupt import reraise_keyboard_interrupt
 
 
 def test_a_ctrl_c_in_compiled_code_is_a_ctrl_c():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Heartbeats`: asks each worker for its status while a call runs, and keeps the last answers."""
+"""`StatusPoller`: asks each worker for its status while a call runs, and keeps the last answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ASK_EVERY_S: Final = 0.5
 
 
 @dataclass
-class Heartbeat:
+class PolledStatus:
     """The last status of one worker, and the request for the next one.
 
     Attributes:
@@ -48,27 +48,27 @@ class Heartbeat:
         return 0.0 if self.asked_at is None else now - self.asked_at
 
 
-class Heartbeats:
+class StatusPoller:
     """Asks workers for their status, and never blocks for an answer."""
 
     def __init__(self) -> None:
-        self._by_worker: dict[WorkerHandle, Heartbeat] = {}
+        self._by_worker: dict[WorkerHandle, PolledStatus] = {}
 
     def clear(self) -> None:
-        """Forget all heartbeats: another call begins, and no worker has made a step in it."""
+        """Forget all answers: another call begins, and no worker has made a step in it."""
         self._by_worker.clear()
 
-    def poll(self, workers: Sequence[WorkerHandle]) -> dict[WorkerHandle, Heartbeat]:
-        """The heartbeats of `workers` in actors; takes new answers, and sends new requests."""
+    def poll(self, workers: Sequence[WorkerHandle]) -> dict[WorkerHandle, PolledStatus]:
+        """The latest status of `workers` in actors; takes new answers, and sends new requests."""
         now = time.monotonic()
         for worker in workers:
             if worker.actor is None:
                 continue
-            heartbeat = self._by_worker.setdefault(worker, Heartbeat(None, now))
-            _take_answer(heartbeat, now)
-            if heartbeat.asked_at is None and now >= heartbeat.next_at:
-                heartbeat.answer, heartbeat.asked_at = worker.actor.status.remote(), now
-                heartbeat.next_at = now + _ASK_EVERY_S
+            polled = self._by_worker.setdefault(worker, PolledStatus(None, now))
+            _take_answer(polled, now)
+            if polled.asked_at is None and now >= polled.next_at:
+                polled.answer, polled.asked_at = worker.actor.status.remote(), now
+                polled.next_at = now + _ASK_EVERY_S
         return {each: self._by_worker[each] for each in workers if each in self._by_worker}
 
     def last_seen(self, worker: WorkerHandle) -> WorkerStatus | None:
@@ -76,14 +76,14 @@ class Heartbeats:
         return self._by_worker[worker].latest if worker in self._by_worker else None
 
 
-def _take_answer(heartbeat: Heartbeat, now: float) -> None:
-    if heartbeat.answer is None or not ray.wait([heartbeat.answer], timeout=0)[0]:
+def _take_answer(polled: PolledStatus, now: float) -> None:
+    if polled.answer is None or not ray.wait([polled.answer], timeout=0)[0]:
         return
     try:
-        status = ray.get(heartbeat.answer)
+        status = ray.get(polled.answer)
     except RayActorError:
         return  # the pending call reports the death
-    latest = heartbeat.latest
+    latest = polled.latest
     if latest is None or status is None or status.steps != latest.steps:
-        heartbeat.since = now
-    heartbeat.latest, heartbeat.asked_at, heartbeat.answer = status, None, None
+        polled.since = now
+    polled.latest, polled.asked_at, polled.answer = status, None, None

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from lockstep.worker.data_cursor import StepSource
 
 
-def open_loader(operator: TrainingOperator, loader: Any, purpose: str) -> StepSource:
+def make_sharded_loader(operator: TrainingOperator, loader: Any, purpose: str) -> StepSource:
     """Cut `loader` the way `operator`'s loop for `purpose` ("train", "validation") wants it."""
     context = operator._lockstep.context
     assignment = context.shard_assignment
     if not context.options.add_dist_sampler:
         return UserShardedLoader(loader, assignment)
-    # A user's own validation loop would count a borrowed batch (see `ShardedLoader`'s module), and
-    # has collectives only with a joint loss.
+    # A user's own `validate` would count the samples of a borrowed batch (see `ShardedLoader`'s
+    # module), and without a joint loss it has no collectives to take part in.
     borrows = (
         purpose == "train"
         or operator.joint_loss
