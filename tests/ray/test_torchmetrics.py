@@ -2,7 +2,7 @@
 """torchmetrics objects on two workers with uneven shards: the values of the whole data."""
 
 import pytest
-from tests.unit.operator.test_registered_metrics import (
+from tests.unit.operator.test_registered_torchmetrics import (
     CLASSES,
     DATA,
     Classifier,

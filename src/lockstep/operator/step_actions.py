@@ -17,7 +17,8 @@ class StepActions:
     """The default loop calls each method once per optimizer step, `around_backward` once per shard.
 
     An integration replaces the actions to call its framework's hooks at the moments at which its
-    own loop calls them; what a step computes stays the loop's.
+    own loop calls them; what a step computes stays the loop's. A loop of the user's own calls none
+    of them.
     """
 
     def set_training(self, run: TrainingParts, training: bool) -> None:

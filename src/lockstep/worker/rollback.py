@@ -10,8 +10,7 @@ What has to be copied depends on when a rank can still be interrupted:
 
 1. Buffers (running statistics) change in every forward. They are copied in every step.
 2. In the default loop an optimizer steps after all communication of the step. If a peer dies
-before,
-   weights and optimizer are unchanged: nothing more is copied. After an error behind the
+   before, weights and optimizer are unchanged: nothing more is copied. After an error behind the
    optimizer's step the weights cannot be restored; then the step counts, if it is complete
    (`is_complete`), or the run ends.
 3. A loop of the user's own may communicate after an optimizer has stepped (two models with two
