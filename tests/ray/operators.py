@@ -75,7 +75,7 @@ class PlainBackward(TrainingOperator):
         return {"train_loss": losses[0], "other_loss": losses[1]}
 
 
-def one_process(forward: str = "forward") -> Net:
+def one_process(forward: str = "forward", clip: float = float("inf")) -> Net:
     """The same steps by plain autograd, without any of lockstep."""
     features, targets = problem()
     model = net()
@@ -86,6 +86,7 @@ def one_process(forward: str = "forward") -> Net:
         rows = slice(start, start + GLOBAL_BATCH)
         optimizer.zero_grad()
         nn.functional.mse_loss(getattr(model, forward)(features[rows]), targets[rows]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
     return model
 

@@ -39,4 +39,5 @@ class StepActions:
         clip_grad_norm: float | None,
     ) -> None:
         """Unscale, clip and step; the loop calls it after the reduction."""
-        precision.step(optimizer, run.parameters(), clip_grad_norm)
+        # A norm with local gradients in it differs between ranks, and so would the shared weights.
+        precision.step(optimizer, run.shared_parameters(), clip_grad_norm)

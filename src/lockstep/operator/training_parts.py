@@ -120,6 +120,10 @@ class TrainingParts:
         # Each parameter once: clipping would count a parameter that modules share twice.
         yield from dict.fromkeys(p for module in self.modules() for p in module.parameters())
 
+    def shared_parameters(self) -> Iterator[nn.Parameter]:
+        """`parameters()`, without those that `lockstep.local` leaves to each rank."""
+        return (parameter for parameter in self.parameters() if not is_local(parameter))
+
     def set_training(self, training: bool) -> None:
         for module in self.modules():
             module.train(training)

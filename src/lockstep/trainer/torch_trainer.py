@@ -80,7 +80,8 @@ class TorchTrainer:
         reproducible: the same bits at every `num_workers`, `num_shards` fixed; the default loop.
         accumulate: global batches that one optimizer step of the default loop consumes; the
             last window of an epoch may be shorter, and counts rightly.
-        clip_grad_norm: largest norm of the global gradient, for the default loop.
+        clip_grad_norm: largest norm of the global gradient, for the default loop. Gradients of
+            `lockstep.local` parameters are not part of it, and are not clipped.
         check_finite: a step whose gradients hold NaN or infinity is an error (LS115) that names
             samples and layer, and is not taken; False takes it.
         bucket_cap_mb: size of the buckets that gradients travel in, in MiB.

@@ -114,7 +114,7 @@ def agree_on_bits(group: Group, run: TrainingParts, *, with_optimizers: bool) ->
 
 
 def _shared_tensors(run: TrainingParts, with_optimizers: bool) -> Iterator[torch.Tensor]:
-    shared = [parameter for parameter in run.parameters() if not is_local(parameter)]
+    shared = list(run.shared_parameters())
     yield from shared
     for model, average in zip(run.plain_models(), run.averages, strict=False):
         pairs = zip(model.parameters(), average.module.parameters(), strict=False)

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How messages call a parameter: as the user does, with a position where two models need it."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
+import lockstep
+from lockstep.sync.local_parameters import is_local
 from lockstep.sync.synced_tensors import find_synced_tensors
 from lockstep.sync.tensor_bits import sum_of_bits
 
@@ -27,6 +31,15 @@ class Weighing(nn.Module):
 )
 def test_a_position_is_said_only_where_several_modules_hold_tensors(modules, names):
     assert [*find_synced_tensors(modules).parameters] == names
+
+
+def test_a_deep_copy_of_a_local_module_is_local():
+    model = nn.Sequential(nn.Linear(2, 3), lockstep.local(nn.BatchNorm1d(3)))
+    copied = copy.deepcopy(model)
+    found = find_synced_tensors([copied])
+    assert [*found.parameters] == ["0.weight", "0.bias"]
+    assert not found.buffers
+    assert is_local(copied[1].weight), "an optimizer's check asks the tensor, not its module"
 
 
 def test_buffers_of_a_criterion_count_as_tensors():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep.errors import NotAvailableError
+from lockstep.sync import is_local
 from lockstep.sync.optimizer_inspection import optimizer_parameters
 
 if TYPE_CHECKING:
@@ -167,7 +168,8 @@ class _StrategyView:
         """Clip the global gradients, for `LightningModule.clip_gradients(...)`."""
         if not clip_val:
             return
-        parameters = optimizer_parameters(optimizer)
+        # A norm with local gradients in it differs between ranks, and so would the shared weights.
+        parameters = [held for held in optimizer_parameters(optimizer) if not is_local(held)]
         if str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value":
             torch.nn.utils.clip_grad_value_(parameters, clip_val)
         else:

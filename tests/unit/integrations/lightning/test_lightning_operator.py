@@ -11,6 +11,7 @@ from tests.unit.integrations.lightning.modules import (
     loader,
 )
 
+import lockstep
 from lockstep import TorchTrainer, TrainingOperator
 
 pytestmark = pytest.mark.filterwarnings(
@@ -71,6 +72,17 @@ class ClipsByItself(Classifier):
         assert gradient_clip_val == 0.05
         if self.current_epoch > 0:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+
+class HoldsALocalParameter(Classifier):
+    """Its local parameter has a much larger gradient than the layers."""
+
+    def __init__(self, width=7, lr=0.3):
+        super().__init__(width, lr)
+        self.own = lockstep.local(torch.nn.Parameter(torch.zeros((), dtype=torch.float64)))
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + 100 * self.own
 
 
 class KeepsALayerInEvalMode(Classifier):
@@ -134,6 +146,15 @@ def test_what_it_configures_is_done(module_cls, lightning_arguments, operator, a
     assert farthest(model, expected) < 1e-12
     if module_cls is not KeepsALayerInEvalMode:
         assert farthest(expected, plain) > 1e-3, "the oracle does not see what is configured"
+
+
+@pytest.mark.parametrize("arguments", [{"clip_grad_norm": 0.05}, {}])
+def test_a_local_parameter_is_no_part_of_the_norm_that_is_clipped(arguments):
+    operator = {} if arguments else {"gradient_clip_val": 0.05}
+    expected, _ = by_lightning(Classifier(), gradient_clip_val=0.05)
+    model, _, _ = by_lockstep(HoldsALocalParameter, operator=operator, **arguments)
+    del model.own
+    assert farthest(model, expected) < 1e-12
 
 
 @pytest.mark.slow
