@@ -21,5 +21,5 @@ def test_it_counts_the_shards_that_it_carried_then():
     fewer = replace(setting.shard_assignment, shards=range(1))
     worker.operator._lockstep.context = replace(setting, shard_assignment=fewer)
     call.catch_up(replace(call.progress, steps=2))
-    assert call.tally.samples == 20
+    assert call.committed.samples == 20
     worker.stop()

@@ -310,7 +310,7 @@ def page() -> str:
     grouped: dict[tuple[str, ...], list[str]] = {}
     for refusal in REFUSALS:
         syncs = (
-            "every `sync` with peers"
+            "every `sync`, on 2 or more ranks"
             if refusal.syncs == ALL
             else ", ".join(map("`{}`".format, refusal.syncs))
         )

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from lockstep.errors import WeightError
     from lockstep.reduction_context import ReductionContext
     from lockstep.sync import Synchroniser
-    from lockstep.worker.data_cursor import Cursor, Tally
+    from lockstep.worker.committed_counts import CommittedCounts
+    from lockstep.worker.data_cursor import Cursor
     from lockstep.worker.rollback import Rollback
 
 
@@ -42,7 +43,7 @@ class BatchIterator:
         self,
         operator: Operator,
         cursor: Cursor,
-        tally: Tally,
+        committed: CommittedCounts,
         reduction: ReductionContext,
         *,
         limit: int | None,
@@ -53,7 +54,7 @@ class BatchIterator:
         self._operator = operator
         self._state = operator._lockstep
         self._cursor = cursor
-        self._tally = tally
+        self._committed = committed
         self._reduction = reduction
         self._limit = limit
         self._purpose = purpose
@@ -80,8 +81,8 @@ class BatchIterator:
     def __next__(self) -> Any:
         while True:
             self.commit()
-            if self._tally.before_batch is not None:
-                self._tally.before_batch()
+            if self._committed.before_batch is not None:
+                self._committed.before_batch()
             at_limit = self._limit is not None and self.num_delivered >= self._limit
             read = None if self.is_epoch_over or at_limit else self._cursor.take()
             if read is None:
@@ -115,15 +116,15 @@ class BatchIterator:
             # Without an open batch as well: a loop may step once more after its last one.
             stepped, step.stepped_optimizers = step.stepped_optimizers, []
             update_averages(state.registered, stepped)
-            self._tally.has_stepped = bool(stepped)
+            self._committed.has_stepped = bool(stepped)
         if self._num_open_samples is None:
             return
         if training:
             refuse_skipped_batch(self._operator)
         self._cursor.commit()
-        self._tally.steps += 1
-        if self._tally.steps > 0:
-            self._tally.samples += self._num_open_samples
+        self._committed.steps += 1
+        if self._committed.steps > 0:
+            self._committed.samples += self._num_open_samples
         else:
             state.forget_counts()
         self._num_open_samples = None
@@ -139,8 +140,8 @@ class BatchIterator:
                 epoch = self._cursor.epochs_entered
                 state.step_log.commit(state.committed, epoch, is_settled=is_settled)
         self._check_epoch_end()
-        if self._tally.on_commit is not None:
-            self._tally.on_commit()
+        if self._committed.on_commit is not None:
+            self._committed.on_commit()
 
     def _note_window(self, step: StepContext) -> None:
         every = self._state.context.options.accumulate
@@ -170,7 +171,7 @@ class BatchIterator:
         if training:
             step.opens_window, step.closes_window = self._place_in_window(read)
             if self._rollback is not None:
-                self._rollback.keep(self._cursor, self._tally)
+                self._rollback.keep(self._cursor, self._committed)
             if sync is not None:
                 sync.begin_step(state.committed)
         state.step = step

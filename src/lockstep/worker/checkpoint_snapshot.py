@@ -23,7 +23,7 @@ from lockstep.worker.tensor_pool import TensorPool
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lockstep.worker.data_cursor import Tally
+    from lockstep.worker.committed_counts import CommittedCounts
     from lockstep.worker.state_access import StateAccess
 
 
@@ -95,14 +95,14 @@ class SnapshotTaker:
         self._counted_to = None
         self.begin()
 
-    def before_batch(self, tally: Tally) -> None:
+    def before_batch(self, committed: CommittedCounts) -> None:
         """Between two batches, take a snapshot if one is due or requested.
 
         Collective:
             Where `_needs_all_ranks`, when a copy is due: every rank.
         """
         # A step ends the window of a loop of the user's own.
-        is_settled = tally.has_stepped if self._has_own_loop else self._is_between_windows
+        is_settled = committed.has_stepped if self._has_own_loop else self._is_between_windows
         if self._is_requested and not self._needs_all_ranks:
             self._take_requested_snapshot(is_settled)
         if not self._is_due or not is_settled or (self._has_own_loop and self._needs_all_ranks):

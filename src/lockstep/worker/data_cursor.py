@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Cursor`, a position in a worker's data, and `Tally`, the steps and samples of a call."""
+"""`Cursor`: a worker's position in its data."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.phases import Phase, in_phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Generator, Sequence
 
     from lockstep.data import Step
     from lockstep.group import Group
@@ -140,23 +139,3 @@ class Cursor:
         """Passes completed; a pass whose last step is committed counts before `finish_epoch`."""
         total = self.source.steps_per_epoch
         return self.epoch + (total is not None and 0 < total <= self.step)
-
-
-@dataclass
-class Tally:
-    """Steps and samples that a worker has committed during one call.
-
-    Attributes:
-        steps: negative while the first batches of a window are computed again, which an earlier
-            call has counted.
-        has_stepped: an optimizer has stepped in the last batch.
-        on_commit: called after every step.
-        before_batch: called before every batch; an error that it raises ends the call between two
-            steps.
-    """
-
-    steps: int = 0
-    samples: int = 0
-    has_stepped: bool = False
-    on_commit: Callable[[], None] | None = None
-    before_batch: Callable[[], None] | None = None

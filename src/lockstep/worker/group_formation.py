@@ -97,7 +97,7 @@ def stand_down(
         if call is not None and interrupted == "train":
             # The first batches of the open window belong to an earlier call, which counted them.
             worker.num_batches_to_recompute = max(
-                worker.num_batches_to_recompute, -call.tally.steps
+                worker.num_batches_to_recompute, -call.committed.steps
             )
         return SurvivorState(survivor.position, is_cut_short=survivor.is_cut_short)
     return survivor

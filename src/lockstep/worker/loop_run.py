@@ -25,7 +25,7 @@ from lockstep.operator.registration import step_schedulers
 from lockstep.randomness import preserve_rng_state
 from lockstep.reduction_context import ReductionContext, activate
 from lockstep.worker.batch_iterator import BatchIterator
-from lockstep.worker.data_cursor import Tally
+from lockstep.worker.committed_counts import CommittedCounts
 from lockstep.worker.report import LoopCounts, PassResult, Report
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class LoopRun:
 
     Attributes:
         cursor: the position in the data.
-        tally: the steps and samples committed so far.
+        committed: the steps and samples committed so far.
         is_over: the call has done all that was requested.
         counted: a recent copy of the samples and sums, for other threads.
     """
@@ -121,7 +121,7 @@ class LoopRun:
         }
         self._arithmetic = arithmetic
         self._rollback = rollback
-        self.tally = Tally(steps=-num_batches_to_recompute, on_commit=on_commit)
+        self.committed = CommittedCounts(steps=-num_batches_to_recompute, on_commit=on_commit)
         self.first_epoch, self.first_step = cursor.epoch, cursor.step + num_batches_to_recompute
         self.is_over = False
         self._shards = self._state.context.shard_assignment.shards
@@ -142,7 +142,7 @@ class LoopRun:
     @property
     def progress(self) -> LoopProgress:
         return LoopProgress(
-            self.first_epoch, self.first_step, self.tally.steps, self._pass_began, self.is_over
+            self.first_epoch, self.first_step, self.committed.steps, self._pass_began, self.is_over
         )
 
     @property
@@ -156,21 +156,21 @@ class LoopRun:
     @property
     def own_steps(self) -> int:
         """The number of steps of the call that this process has computed itself."""
-        return self.tally.steps - self._steps_of_others
+        return self.committed.steps - self._steps_of_others
 
     def catch_up(self, progress: LoopProgress) -> None:
         """Count a step that this worker took part in, and that only the others committed."""
-        counted = max(self.tally.steps, 0)
+        counted = max(self.committed.steps, 0)
         first, missed = self.first_step + counted, max(progress.steps - counted, 0)
         # The shards of that step: since then the shards may have been assigned to fewer workers.
         samples = self.cursor.source.samples_of(self._shards, first, missed) or 0
-        self.tally.samples += samples
+        self.committed.samples += samples
         self._state.meters.n += samples
         self._set_progress(progress)
 
     def _set_progress(self, progress: LoopProgress) -> None:
         self.first_epoch, self.first_step = progress.epoch, progress.step
-        self.tally.steps, self.is_over = progress.steps, progress.is_over
+        self.committed.steps, self.is_over = progress.steps, progress.is_over
         self._pass_began = progress.pass_began
 
     def finish_step(self) -> None:
@@ -187,7 +187,7 @@ class LoopRun:
             return  # reading a number would make the host wait for the device
         self._counted_at = now
         sums = self._state.meters.state()
-        self.counted = LoopCounts(self.tally.samples, sums)
+        self.counted = LoopCounts(self.committed.samples, sums)
 
     def rewind(self) -> None:
         """Move back to the position at which the call began."""
@@ -209,7 +209,7 @@ class LoopRun:
 
     def _run_pass(self, reduction: ReductionContext) -> bool:
         """Make one pass over (the rest of) an epoch; return whether it was the call's last pass."""
-        operator, cursor, tally = self._operator, self.cursor, self.tally
+        operator, cursor, committed = self._operator, self.cursor, self.committed
         purpose, num_steps = self.request.purpose, self.request.num_steps
         if not cursor.at_epoch_start and cursor.ends_before(cursor.step):
             self._end_epoch()
@@ -218,26 +218,26 @@ class LoopRun:
         self._state.summary = None
         if self._rollback is not None:
             self._rollback.begin_pass(cursor)
-        left = None if num_steps is None else num_steps - tally.steps
+        left = None if num_steps is None else num_steps - committed.steps
         batches = BatchIterator(
             operator,
             cursor,
-            tally,
+            committed,
             reduction,
             limit=left,
             purpose=purpose,
             rollback=self._rollback,
-            first_index=tally.steps - self._pass_began,
+            first_index=committed.steps - self._pass_began,
         )
         self._batches = batches
         metrics = self._run_operators_loop(batches)
         batches.commit()
-        samples = tally.samples - sum(each.samples for each in self._passes)
+        samples = committed.samples - sum(each.samples for each in self._passes)
         self._passes.append(PassResult(metrics, self._state.summary, samples))
-        self._pass_began = tally.steps
+        self._pass_began = committed.steps
         if batches.is_epoch_over:
             self._end_epoch()
-        finished = num_steps is None or tally.steps >= num_steps
+        finished = num_steps is None or committed.steps >= num_steps
         return finished or not batches.is_epoch_over or batches.num_delivered == 0
 
     def _run_operators_loop(self, batches: PassIterator) -> dict[str, Any]:
@@ -273,8 +273,8 @@ class LoopRun:
         return Report(
             passes=self._passes,
             sums=self._state.meters.state(),
-            samples=self.tally.samples,
-            steps=self.tally.steps,
+            samples=self.committed.samples,
+            steps=self.committed.steps,
             epoch=self.cursor.epochs_entered if training else None,
             timers=operator.timers.stats() if self.request.profile else None,
             weighed_by=self._state.weighed_by.get(self.request.purpose),

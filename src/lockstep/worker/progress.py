@@ -42,11 +42,11 @@ def progress_of(worker: Worker) -> ProgressReport:
         return ProgressReport()
     state = worker.operator._lockstep
     assignment = state.context.shard_assignment
-    samples = call.tally.samples * assignment.num_shards / len(assignment.shards)
+    samples = call.committed.samples * assignment.num_shards / len(assignment.shards)
     loss = as_number(state.latest.get("train_loss", state.latest.get("val_loss")))
     # A number: a driver without CUDA cannot unpickle a CUDA tensor.
     return ProgressReport(
-        call.tally.steps, samples, None if loss is None else float(loss), call.total_steps
+        call.committed.steps, samples, None if loss is None else float(loss), call.total_steps
     )
 
 

@@ -52,7 +52,8 @@ if TYPE_CHECKING:
 
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.sync import Synchroniser
-    from lockstep.worker.data_cursor import Cursor, Tally
+    from lockstep.worker.committed_counts import CommittedCounts
+    from lockstep.worker.data_cursor import Cursor
 
 
 _STEPS_TO_LEARN: Final = 3
@@ -65,8 +66,8 @@ class StepStart:
     epoch: int
     step: int
     committed: int
-    tally_steps: int
-    tally_samples: int
+    call_steps: int
+    call_samples: int
     meters: Any
     measures: Any
 
@@ -156,7 +157,9 @@ class Rollback:
             start, fresh = self._open.start, AverageMeterCollection()
             began = start.committed
             steps = began - state.committed
-            self._open.start = replace(start, tally_steps=steps, tally_samples=0, meters=fresh)
+            self._open.start = replace(
+                start, call_steps=steps, call_samples=0, meters=fresh
+            )
         # With a `train_epoch` of the user's own, an undo goes back to the beginning of the call.
         self._call_began = (
             began if self._operator._lockstep_overrides(TrainingOperator.train_epoch) else None
@@ -236,7 +239,7 @@ class Rollback:
             window_gradients.restore(self._run.parameters())
         return window_gradients is None or not window_gradients.is_unreduced
 
-    def keep(self, cursor: Cursor, tally: Tally) -> None:
+    def keep(self, cursor: Cursor, committed: CommittedCounts) -> None:
         """Before a batch: open a step and copy what it may change, unless a step is open."""
         if self._open is not None:
             self._tell_server(self._open.start.committed)
@@ -248,9 +251,9 @@ class Rollback:
             cursor.epoch,
             cursor.step,
             state.committed,
-            tally.steps,
-            tally.samples,
-            _counts_to_keep(state.meters, tally) if counts else None,
+            committed.steps,
+            committed.samples,
+            _counts_to_keep(state.meters, committed) if counts else None,
             state.registered_metrics.mark(),
         )
         self._tell_server(state.committed)
@@ -368,7 +371,7 @@ class Rollback:
         """Whether no step is open, so that nothing will be undone."""
         return self._open is None
 
-    def undo(self, cursor: Cursor, tally: Tally) -> bool:
+    def undo(self, cursor: Cursor, committed: CommittedCounts) -> bool:
         """Undo the open step; False if weights have changed without a copy from before.
 
         Between two steps this only drops batches that were read ahead.
@@ -377,13 +380,13 @@ class Rollback:
         if opened is None:
             cursor.move_to(cursor.epoch, cursor.step)
             return True
-        is_undone = self._undo(opened, cursor, tally)
+        is_undone = self._undo(opened, cursor, committed)
         # Last: after Ctrl-C in the undo, the step is still open and can be undone again.
         self._open = None
         return is_undone
 
-    def _undo(self, opened: OpenStep, cursor: Cursor, tally: Tally) -> bool:
-        self._restore_counts(opened.start, cursor, tally)
+    def _undo(self, opened: OpenStep, cursor: Cursor, committed: CommittedCounts) -> bool:
+        self._restore_counts(opened.start, cursor, committed)
         self.put_buffers_back()
         for parameter in self._run.parameters():
             parameter.grad = None
@@ -424,21 +427,23 @@ class Rollback:
         parameters = list(self._run.parameters())
         self._in_place_writes.expect(parameters[place] for place in places)
 
-    def _restore_counts(self, start: StepStart, cursor: Cursor, tally: Tally) -> None:
+    def _restore_counts(self, start: StepStart, cursor: Cursor, committed: CommittedCounts) -> None:
         cursor.move_to(start.epoch, start.step)
         state = self._operator._lockstep
         state.committed = self._operator.global_step = start.committed
         if state.step_log is not None:
             state.step_log.rewind_to(start.committed)
-        tally.steps, tally.samples = start.tally_steps, start.tally_samples
+        committed.steps, committed.samples = start.call_steps, start.call_samples
         if start.meters is not None:
             state.meters = start.meters
         state.registered_metrics.restore(start.measures)
 
 
-def _counts_to_keep(meters: AverageMeterCollection, tally: Tally) -> AverageMeterCollection:
+def _counts_to_keep(
+    meters: AverageMeterCollection, committed: CommittedCounts
+) -> AverageMeterCollection:
     # Batches before the call's own first step do not count.
-    return AverageMeterCollection() if tally.steps < 0 else meters.copy()
+    return AverageMeterCollection() if committed.steps < 0 else meters.copy()
 
 
 class _ScheduleCopies:

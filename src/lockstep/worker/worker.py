@@ -25,7 +25,7 @@ from lockstep.operator.rank_context import RankContext
 from lockstep.operator.registration import conclude_setup, update_schedulers
 from lockstep.randomness import derive_seed, preserve_rng_state
 from lockstep.worker.checkpoint_snapshot import SnapshotTaker
-from lockstep.worker.data_cursor import Tally
+from lockstep.worker.committed_counts import CommittedCounts
 from lockstep.worker.dataset_switch import DatasetSwitch
 from lockstep.worker.determinism import deterministic_mode
 from lockstep.worker.device import pick_device
@@ -285,7 +285,7 @@ class Worker(StateAccess):
         if self.loop_run is not None:
             self.loop_run.note_counts()
             if self.loop_run.request.purpose == "train":
-                self.snapshots.before_batch(self.loop_run.tally)
+                self.snapshots.before_batch(self.loop_run.committed)
         if self._is_asked_to_leave:
             raise PeerLostError(
                 "this rank left the group between two steps",
@@ -310,7 +310,7 @@ class Worker(StateAccess):
             # A `train_epoch` of the user's own: only it knows its state between two batches.
             self.load_state(self.before_call)
             return Undone.CALL if self.rollback.restart_call() else Undone.IMPOSSIBLE
-        is_undone = self.rollback.undo(call.cursor, call.tally)
+        is_undone = self.rollback.undo(call.cursor, call.committed)
         return Undone.STEP if is_undone else Undone.IMPOSSIBLE
 
     def return_to_window(self) -> bool:
@@ -319,7 +319,7 @@ class Worker(StateAccess):
         if not cursor.has_open_window:
             return False
         before = self.operator._lockstep.committed
-        done = self.rollback.undo(cursor, Tally())
+        done = self.rollback.undo(cursor, CommittedCounts())
         self.num_batches_to_recompute += before - self.operator._lockstep.committed
         return done
 
@@ -401,7 +401,7 @@ class Worker(StateAccess):
         interrupted = request.interrupted_at
         if interrupted is None or self.loop_run is None:
             self.loop_run = self._begin(request)
-        elif interrupted.is_over or self.loop_run.tally.steps < interrupted.steps:
+        elif interrupted.is_over or self.loop_run.committed.steps < interrupted.steps:
             self.loop_run.catch_up(interrupted)
         report = self.loop_run.run()
         self.is_warm = self.is_warm or self.loop_run.own_steps > 0
@@ -433,7 +433,7 @@ class Worker(StateAccess):
             if self.operator._lockstep.step_log is not None:
                 self.operator._lockstep.step_log.begin_call()
         if training or self._rollback is not None:
-            call.tally.before_batch = self._before_batch
+            call.committed.before_batch = self._before_batch
         return call
 
     def arithmetic(self) -> AbstractContextManager[None]:

@@ -59,7 +59,7 @@ def status_of(worker: Worker, thread_id: int) -> WorkerStatus:
     if call is None:
         return status_of_thread(thread_id, 0, None, is_warm=False)
     is_warm = worker.is_warm or call.own_steps > 0
-    return status_of_thread(thread_id, call.tally.steps, call.counted, is_warm=is_warm)
+    return status_of_thread(thread_id, call.committed.steps, call.counted, is_warm=is_warm)
 
 
 def status_of_thread(
