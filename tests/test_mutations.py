@@ -50,7 +50,7 @@ MUTATIONS = {
         (f"{EXACT}::test_as_one_process[Plain-plain-even]",),
     ),
     "mean_of_the_ranks_means": Mutation(
-        "sync/batch_weights.py",
+        "sync/weighted_loss_scale.py",
         (
             (
                 "share = weight / self.unit(WEIGHTED) if self.averages else float(weight > 0)",
@@ -70,7 +70,7 @@ MUTATIONS = {
         (f"{TABLE}::test_exact_or_refused[replicate-Plain-uneven-2]",),
     ),
     "missing_weight_at_the_root": Mutation(
-        "sync/batch_weights.py",
+        "sync/weighted_loss_scale.py",
         (("root.register_hook(lambda gradient: gradient * carried)", "pass"),),
         (f"{EXACT}::test_as_one_process[Plain-weighted-uneven]",),
     ),

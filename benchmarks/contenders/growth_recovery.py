@@ -24,7 +24,7 @@ from lockstep.errors import WorkerDiedError
 from lockstep.recovery.lost_worker import LostWorker
 from lockstep.recovery.regrouping import Regrouping
 from lockstep.recovery.watchdog import Watchdog
-from lockstep.worker import Outcome, SurvivorState, join, stand_down
+from lockstep.worker import Outcome, SurvivorState, join, leave_broken_group
 from reporting import report
 
 WORKERS = (2, 10, 100, 1_000)
@@ -36,7 +36,7 @@ class Everybody:
 
     def __init__(self) -> None:
         self._answers = {
-            stand_down.contract: cloudpickle.dumps(SurvivorState(point=(7, 0))),
+            leave_broken_group.contract: cloudpickle.dumps(SurvivorState(point=(7, 0))),
             join.contract: cloudpickle.dumps(None),
         }
         self.asked = 0

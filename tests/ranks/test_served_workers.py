@@ -22,7 +22,7 @@ from lockstep.worker import (
     Worker,
     WorkerSpec,
     join,
-    stand_down,
+    leave_broken_group,
     verify,
 )
 from ranks.programs import X, Y, mlp, squared
@@ -167,7 +167,7 @@ def test_the_run_goes_on_with_those_that_are_left(operator_cls, moment, victim, 
         workers, lambda rank, worker: worker.train(LoopRequest("train", 2, False, {}))
     )
     assert isinstance(results[victim], Dies)
-    survivor = stand_down(left, "train")
+    survivor = leave_broken_group(left, "train")
     first.end()
     second = Generation(1, 1, before=first)
     join(left, 0, Formation(second.rendezvous, size=1, source=0, stale=(), local_ranks=(0,)))
@@ -193,7 +193,7 @@ def test_the_copies_of_verify_have_the_local_rank_of_the_new_generation(monkeypa
 
     (lost, left), first = started(Notes, 2)
     lost.stop()
-    stand_down(left, None)
+    leave_broken_group(left, None)
     first.end()
     second = Generation(1, 1, before=first)
     join(left, 0, Formation(second.rendezvous, size=1, source=0, stale=(), local_ranks=(0,)))

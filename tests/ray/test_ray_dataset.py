@@ -75,7 +75,7 @@ class OwnStep(Regression):
     """A loop that takes plain batches, and so has to borrow one where it has no rows."""
 
     def train_batch(self, batch, batch_info):
-        weight = self._lockstep.step.joint_batch.num_samples
+        weight = self._lockstep.global_batch.joint_batch.num_samples
         if weight:
             self.seen.append((batch_info["global_step"], batch["id"].tolist()))
         self._lockstep.registered.optimizers[0].zero_grad()

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.compiler_disable import disable_dynamo
 from lockstep.lazy_dynamo_import import import_compiler_lazily
-from lockstep.sync.batch_weights import make_weighted_root
+from lockstep.sync.weighted_loss_scale import scale_loss
 
 OPTIMIZERS = [
     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -71,7 +71,7 @@ leaf = torch.ones(2, dtype=torch.float16, requires_grad=True)
 seen = []
 loss = (leaf * 2).mean()
 loss.register_hook(seen.append)
-carried, root, given = make_weighted_root(loss, None, 0.7, "here")
+carried, root, given = scale_loss(loss, None, 0.7, "here")
 assert (root.item(), given) == (loss.item(), None)
 root.backward()
 assert leaf.grad.tolist() == [carried] * 2 and seen == [carried]

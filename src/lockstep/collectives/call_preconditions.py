@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks before a call of `gather` and the losses: its group, the loss reduction, its samples.
 
-These checks read the reduction context of this rank alone; `row_layout` compares the ranks.
+These checks read the reduction context of this rank alone; `row_agreement` compares the ranks.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import torch
 
 from lockstep import reduction_context
 from lockstep._torch_compat import current_graph_task
-from lockstep.collectives.row_layout import format_ranks
+from lockstep.collectives.row_agreement import format_ranks
 from lockstep.errors import (
     CrossedWeightsError,
     LossesDifferError,
@@ -33,7 +33,7 @@ from lockstep.expected_exchange import ExpectedExchange
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lockstep.collectives.row_layout import RowLayout
+    from lockstep.collectives.row_agreement import RowLayout
     from lockstep.group import Group
 
 _PRINTS: Final = 8

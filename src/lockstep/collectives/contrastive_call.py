@@ -17,7 +17,7 @@ from lockstep.collectives.call_preconditions import (
     require_mean_reduction,
 )
 from lockstep.collectives.communicating_backward import CommunicatingBackward
-from lockstep.collectives.row_layout import RowLayout, agree_on_rows, format_ranks
+from lockstep.collectives.row_agreement import RowLayout, agree_on_rows, format_ranks
 from lockstep.collectives.similarity_tiles import Similarities, strips_of
 from lockstep.errors import ConfigurationError, ReplicasDifferError
 

@@ -20,12 +20,12 @@ import torch
 
 from lockstep.collectives.call_preconditions import group_for_call, has_no_samples
 from lockstep.collectives.communicating_backward import CommunicatingBackward
-from lockstep.collectives.row_layout import agree_on_rows
+from lockstep.collectives.row_agreement import agree_on_rows
 from lockstep.compiler_disable import disable_dynamo
 from lockstep.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from lockstep.collectives.row_layout import RowLayout
+    from lockstep.collectives.row_agreement import RowLayout
     from lockstep.group import Group
 
 _UNEVEN = ("pad", "error")

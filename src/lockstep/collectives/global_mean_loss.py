@@ -13,7 +13,7 @@ from lockstep.collectives.call_preconditions import (
     require_mean_reduction,
 )
 from lockstep.collectives.communicating_backward import CommunicatingBackward, note_global_mean
-from lockstep.collectives.row_layout import agree_on_rows
+from lockstep.collectives.row_agreement import agree_on_rows
 from lockstep.compiler_disable import disable_dynamo
 from lockstep.errors import ConfigurationError
 

@@ -106,7 +106,7 @@ def _join_plain(parts: list[Any], path: KeyPath) -> Any:
     raise _join_error("joined", path, f"a {type(first).__name__}")
 
 
-def rows_of(batch: Any, rows: slice) -> Any:
+def slice_rows(batch: Any, rows: slice) -> Any:
     """The rows `rows` of `batch`, in the same structure; ``slice(0)`` takes none.
 
     Raises:
@@ -150,7 +150,7 @@ def _join_error(verb: str, path: KeyPath, got: str) -> NotShardableError:
 def _slice_error(path: KeyPath, got: str) -> NotShardableError:
     place = f"batch{keystr(path)}"
     return NotShardableError(
-        f"{place} has no version with zero rows, which a rank without samples needs",
+        f"rows of {place} cannot be taken, and a rank without samples takes zero of them",
         where=place,
         expected="tensors, arrays, sequences, or tuples, dicts and dataclasses of them",
         got=got,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from lockstep.data.batch_rows import rows_of
+from lockstep.data.batch_rows import slice_rows
 from lockstep.data.shard_assignment import ShardAssignment
 from lockstep.data.sharded_loader import BatchParts, ShardedLoader
 from lockstep.errors import CheckpointError
@@ -165,7 +165,7 @@ class RankLoader:
         per_step = self._sharded.items_per_step
         for step in self._sharded.batches(epoch, start_step, offset=offset):
             (part,) = step.parts
-            batch = part.batch if part.num_samples else rows_of(part.batch, slice(0))
+            batch = part.batch if part.num_samples else slice_rows(part.batch, slice(0))
             if self._reader is reader:  # else a newer iteration moves the position
                 self._step = step.index + 1
                 self._offset = offset + (self._step - start_step) * per_step

@@ -8,15 +8,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from lockstep.engine.engine_protocol import PoolStatus
-from lockstep.engine.rollback_messages import rollback_impossible_error, warn_of_cut_short_step
+from lockstep.engine.rollback_errors import rollback_impossible_error, warn_of_cut_short_step
 from lockstep.engine.sigint_after_step import sigint_after_step
 from lockstep.worker import (
     OnFailure,
     Worker,
     add_rank,
-    go_back_alone,
     progress_of,
     rows_after,
+    undo_without_peers,
 )
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class InlineEngine:
         cause = self.interrupted_by
         if cause is None:
             return
-        survivor = go_back_alone(self._worker, self._interrupted_loop)
+        survivor = undo_without_peers(self._worker, self._interrupted_loop)
         if survivor.position is None:
             self.ended_by = rollback_impossible_error(cause)
             self.close(force=True)

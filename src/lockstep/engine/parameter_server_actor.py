@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import ray
-from lockstep.engine.actor_process_setup import set_up_actor_process
+from lockstep.engine.actor_imports_and_signals import set_up_actor_process
 from lockstep.engine.actor_termination import end_actor
 from lockstep.engine.cluster import this_node
 from lockstep.engine.ray_errors import death_reason

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 import ray
-from lockstep.engine.actor_process_setup import set_up_actor_process
+from lockstep.engine.actor_imports_and_signals import set_up_actor_process
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

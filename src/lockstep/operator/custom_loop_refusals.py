@@ -58,7 +58,7 @@ def refuse_skipped_batch(operator: Operator) -> None:
     leaves out, computes twice or reads ahead would count in another window, or in none.
     """
     state = operator._lockstep
-    num_train_batch_calls = state.step.num_train_batch_calls
+    num_train_batch_calls = state.global_batch.num_train_batch_calls
     if state.context.options.accumulate == 1 or num_train_batch_calls == 1:
         return
     raise ConfigurationError(

@@ -8,25 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.errors import ConfigurationError
+from lockstep.operator.registration import registered_parts
 
 if TYPE_CHECKING:
     from lockstep.operator.loop_protocols import Operator
-    from lockstep.operator.training_parts import TrainingParts
-
-
-def registered_parts(operator: Operator) -> TrainingParts:
-    """The models, optimizers and schedulers that `operator` registered in its `setup`.
-
-    Raises:
-        ConfigurationError: `setup` did not call `register`.
-    """
-    run = operator._lockstep.registered
-    if run is None:
-        raise ConfigurationError(
-            f"{type(operator).__name__} has no model to train",
-            fix="call self.register(models=..., optimizers=...) inside setup",
-        )
-    return run
 
 
 def require_single(operator: Operator, attribute: str, items: list[Any]) -> Any:
@@ -66,7 +51,7 @@ def default_loss(operator: Operator, batch: Any) -> tuple[torch.Tensor, Any, Any
     output = model(*features)
     loss = criterion(output, target)
     state = operator._lockstep
-    state.registered_metrics.observe(state.step.purpose, output, target)
+    state.registered_metrics.observe(state.global_batch.purpose, output, target)
     return loss, output, target
 
 

@@ -7,8 +7,8 @@ random numbers, and its loss is weighed by its samples. The backward of the last
 reduction; a worker without shards contributes zeros to it. So the step depends on the shards
 alone, and not on which worker computes them.
 
-The way of a batch: `BatchIterator.__next__` makes its `StepContext`; `train_epoch` passes it to the
-operator's `train_batch`, which computes each shard (`_train_shard`): `compute_loss`, then
+The way of a batch: `BatchIterator.__next__` makes its `GlobalBatchContext`; `train_epoch` passes it
+to the operator's `train_batch`, which computes each shard (`_train_shard`): `compute_loss`, then
 `backward`, which gives the loss and its weight to the gradients' synchronisation.
 """
 
@@ -27,14 +27,13 @@ from lockstep.operator.default_forward import (
     class_accuracy,
     default_loss,
     describe_value,
-    registered_parts,
     require_single,
 )
 from lockstep.operator.loop_protocols import Operator, PassIterator, rank_and_step
-from lockstep.operator.registration import step_schedulers
+from lockstep.operator.registration import registered_parts, step_schedulers
 from lockstep.operator.shard_buffers import BufferSnapshot, ShardBuffers
 from lockstep.operator.shard_results import BY_SAMPLES, ShardResults
-from lockstep.operator.sync_batch_norm_refusal import is_computed_per_shard
+from lockstep.operator.sync_batch_norm_refusal import refuse_norms_of_one_shard
 from lockstep.phases import Phase, in_phase
 
 if TYPE_CHECKING:
@@ -64,10 +63,10 @@ class _MetricsRecorder:
 
     def add(self, metrics: dict[str, Any]) -> None:
         """Count the metrics of the current batch."""
-        step, log = self._state.step, self._state.step_log
-        samples = step.num_samples_of(metrics)
-        partial, step.partial_weights = step.partial_weights, {}
-        if log is not None and step.purpose == "train":
+        global_batch, log = self._state.global_batch, self._state.step_log
+        samples = global_batch.num_samples_of(metrics)
+        partial, global_batch.partial_weights = global_batch.partial_weights, {}
+        if log is not None and global_batch.purpose == "train":
             log.add(metrics, samples, partial)
         both = (self._pass,) if self._call is self._pass else (self._pass, self._call)
         for meters in both:
@@ -101,26 +100,30 @@ def train_epoch(
             metrics = require_metrics(operator, "train_batch", result)
             step_batch_schedulers(state, info)
             recorder.add(metrics)
-            if state.step.closes_window:
+            if state.global_batch.closes_window:
                 state.window.batches.clear()
     return recorder.summary()
 
 
 def _record_shards(state: OperatorState, batch: Any, batch_info: Mapping[str, Any]) -> None:
     """Keep the shards of the window, for `nan_origin` should a gradient not be finite."""
-    step, noted = state.step, state.window.batches
-    if step.opens_window:
+    global_batch, noted = state.global_batch, state.window.batches
+    if global_batch.opens_window:
         noted.clear()
     if state.context.options.check_finite:
-        noted.extend((shard, batch_info) for shard in step.shards_in(batch))
+        noted.extend((shard, batch_info) for shard in global_batch.shards_in(batch))
 
 
 def step_batch_schedulers(state: OperatorState, info: Mapping[str, Any]) -> None:
     """Step the schedulers, where ``scheduler_step_freq="batch"`` and the window closes."""
-    step, run = state.step, state.registered
-    if info.get(SCHEDULER_STEP) == SCHEDULER_STEP_BATCH and step.closes_window and run is not None:
+    global_batch, run = state.global_batch, state.registered
+    if (
+        info.get(SCHEDULER_STEP) == SCHEDULER_STEP_BATCH
+        and global_batch.closes_window
+        and run is not None
+    ):
         step_schedulers(run.schedulers)
-    step.has_scheduled = True
+    global_batch.has_scheduled = True
 
 
 def require_metrics(operator: Operator, method: str, result: Any) -> dict[str, Any]:
@@ -141,20 +144,40 @@ def require_metrics(operator: Operator, method: str, result: Any) -> dict[str, A
     )
 
 
+def is_computed_per_shard(operator: Operator, batch: Any) -> bool:
+    """Whether the default loop computes the global batch of `batch` in several shards.
+
+    A single shard is the whole global batch; of several shards, also on one worker, each is a part
+    of it, as on several workers.
+
+    Raises:
+        PerShardLossError: a module would share statistics between some of the shards.
+    """
+    state = operator._lockstep
+    if batch is not state.global_batch or state.context.shard_assignment.num_shards == 1:
+        return False
+    if state.global_batch.shards:
+        refuse_norms_of_one_shard(operator)
+    return True
+
+
 def train_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
     """Compute this worker's shards of a global batch, reduce, and step where a window closes.
 
     Args:
-        batch: the `StepContext`; or a plain batch, from an override that calls this method.
+        batch: the `GlobalBatchContext`; or a plain batch, from an override that calls this method.
 
     Collective:
         Every rank: the gradients' reduction and the broadcast of buffers.
     """
     run, state = registered_parts(operator), operator._lockstep
-    optimizer, step = require_single(operator, "optimizer", run.optimizers), state.step
-    shards, sync = step.shards_in(batch), run.sync
+    optimizer, global_batch = (
+        require_single(operator, "optimizer", run.optimizers),
+        state.global_batch,
+    )
+    shards, sync = global_batch.shards_in(batch), run.sync
     per_shard = is_computed_per_shard(operator, batch)
-    if step.opens_window:
+    if global_batch.opens_window:
         _open_window(state, run, optimizer)
     in_order = state.context.options.reproducible
     own_weights = state.weighed_by.get("train") != BY_SAMPLES
@@ -162,26 +185,26 @@ def train_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> d
     results = ShardResults(operator, "train")
     for position, shard in enumerate(shards):
         buffers.begin_shard(position)
-        reduces = step.closes_window and position == len(shards) - 1
-        with step.activate_shard(shard, per_shard=per_shard):
+        reduces = global_batch.closes_window and position == len(shards) - 1
+        with global_batch.activate_shard(shard, per_shard=per_shard):
             metrics, weight = _train_shard(operator, state, shard, batch_info, results, reduces)
         results.add(shard, metrics, weight)
         buffers.end_shard(position, counts=weight > 0)
         if in_order and sync is not None and not reduces:
             sync.take_shard(shard.shard)
-    if sync is not None and step.closes_window and not shards:
+    if sync is not None and global_batch.closes_window and not shards:
         sync.reduce_pending()
     buffers.commit()
-    step.num_train_batch_calls += 1
-    if step.closes_window:
+    global_batch.num_train_batch_calls += 1
+    if global_batch.closes_window:
         with operator.timers.record("apply"):
             _step(state, run, optimizer)
     return results.metrics()
 
 
 def _step(state: OperatorState, run: TrainingParts, optimizer: torch.optim.Optimizer) -> None:
-    step, clip_grad_norm = state.step, state.context.options.clip_grad_norm
-    step.is_stepping = True
+    global_batch, clip_grad_norm = state.global_batch, state.context.options.clip_grad_norm
+    global_batch.is_stepping = True
     try:
         state.step_actions.step(state.precision, run, optimizer, clip_grad_norm)
     except NonFiniteError:
@@ -189,7 +212,7 @@ def _step(state: OperatorState, run: TrainingParts, optimizer: torch.optim.Optim
         state.put_buffers_back()
         raise
     finally:
-        step.is_stepping = False
+        global_batch.is_stepping = False
 
 
 def _open_window(
@@ -254,7 +277,7 @@ def recompute_loss(
     """The loss of a shard once more, with the same random numbers, on this rank alone."""
     state = operator._lockstep
     # The other ranks do not compute this shard again, so a gather in its forward would hang.
-    with state.step.activate_shard(shard, per_shard=True), state.precision.autocast():
+    with state.global_batch.activate_shard(shard, per_shard=True), state.precision.autocast():
         return loss_and_metrics(operator, operator.to_device(shard.batch), batch_info)[0]
 
 
@@ -282,10 +305,10 @@ def backward(operator: Operator, loss: torch.Tensor, weight: float | None) -> No
     state = operator._lockstep
     if state.sync is not None:
         state.sync.backward(
-            loss, weight=state.step.weight_of_backward(weight, rank_and_step(operator))
+            loss, weight=state.global_batch.weight_of_backward(weight, rank_and_step(operator))
         )
         return
-    joint_batch = state.step.joint_batch
+    joint_batch = state.global_batch.joint_batch
     has_peers = state.context.world_size > 1 and state.registered is not None
     is_own = weight is not None and joint_batch is not None and weight != joint_batch.num_samples
     if has_peers and is_own:
@@ -314,15 +337,15 @@ def validate(operator: Operator, iterator: Iterable[Any], info: dict[str, Any]) 
 @in_phase(Phase.VALIDATION)
 def validate_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
     state = operator._lockstep
-    step = state.step
+    global_batch = state.global_batch
     own_loss = operator._lockstep_overrides(Operator.compute_loss)
     per_shard = is_computed_per_shard(operator, batch)
     results = ShardResults(operator, "validation")
-    for shard in step.shards_in(batch):
+    for shard in global_batch.shards_in(batch):
         with (
             operator.timers.record("eval_fwd"),
             state.precision.autocast(),
-            step.activate_shard(shard, per_shard=per_shard),
+            global_batch.activate_shard(shard, per_shard=per_shard),
         ):
             moved = operator.to_device(shard.batch)
             if own_loss:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lockstep.errors import NonFiniteError
-from lockstep.operator.default_forward import registered_parts
 from lockstep.operator.default_loops import recompute_loss
 from lockstep.operator.non_finite_check import FIX, SKIP_CHECK
+from lockstep.operator.registration import registered_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -88,7 +88,7 @@ def _explained_error(error: NonFiniteError, results: list[_Recomputed]) -> NonFi
 def _shards_of_window(operator: Operator) -> list[tuple[ShardBatch, Mapping[str, Any]]]:
     """The shards of the gradients; in a loop of the user's own, the current batch."""
     state = operator._lockstep
-    noted, joint_batch = state.window.batches, state.step.joint_batch
+    noted, joint_batch = state.window.batches, state.global_batch.joint_batch
     if noted or joint_batch is None:
         return noted
     return [(joint_batch, {"batch_idx": 0, "global_step": operator.global_step})]

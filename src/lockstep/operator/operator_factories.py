@@ -13,8 +13,8 @@ from torch import nn
 
 from lockstep._torch_compat import Loss
 from lockstep.errors import ConfigurationError, WrongTypeError
-from lockstep.operator.default_forward import registered_parts
 from lockstep.operator.host_file_lock import host_lock
+from lockstep.operator.registration import registered_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

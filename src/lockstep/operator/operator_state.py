@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lockstep.metrics import AverageMeterCollection
+from lockstep.operator.global_batch_context import GlobalBatchContext
 from lockstep.operator.mixed_precision import Precision
 from lockstep.operator.registered_torchmetrics import RegisteredMetrics
 from lockstep.operator.step_actions import StepActions
-from lockstep.operator.step_context import StepContext
 from lockstep.reduction_context import ReductionContext
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class OperatorState:
         registered_metrics: the arguments of `register_metrics`. Reset by `begin_call`.
         step_actions: the default loop's calls on models and optimizers. Replaced by an
             integration's `setup`.
-        step: the current global batch. Set by `BatchIterator` at each delivery and commit; reset by
+        global_batch: the current one. Set by `BatchIterator` at each delivery and commit; reset by
             `begin_call` and `forget_step`.
         window: the batches and buffers of the accumulation window that is open. Filled and cleared
             by the default loop.
@@ -98,7 +98,7 @@ class OperatorState:
 
     def begin_call(self, purpose: str) -> None:
         """Begin a `train` or `validate`: its metrics start from nothing."""
-        self.step = StepContext(ReductionContext(self.context.group), purpose)
+        self.global_batch = GlobalBatchContext(ReductionContext(self.context.group), purpose)
         self.registered_metrics.reset()
         self.meters = AverageMeterCollection()
         self.summary: dict[str, Any] | None = None
@@ -107,7 +107,9 @@ class OperatorState:
 
     def forget_step(self) -> None:
         """Drop the context of a step that did not come to its end."""
-        self.step = StepContext(self.step.reduction, self.step.purpose)
+        self.global_batch = GlobalBatchContext(
+            self.global_batch.reduction, self.global_batch.purpose
+        )
 
     def forget_counts(self) -> None:
         """Drop the counts of the call so far: its batches were counted by an earlier call."""

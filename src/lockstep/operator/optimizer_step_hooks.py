@@ -26,7 +26,7 @@ def add_step_hooks(operator: Operator, run: TrainingParts) -> list[RemovableHand
     state = operator._lockstep
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not state.step.is_stepping:
+        if not state.global_batch.is_stepping:
             refuse_own_step(operator)
 
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -47,9 +47,9 @@ def _was_taken(optimizer: torch.optim.Optimizer) -> bool:
 
 def _note_step(operator: Operator, optimizer: torch.optim.Optimizer) -> None:
     state = operator._lockstep
-    number = len(state.step.stepped_optimizers)
+    number = len(state.global_batch.stepped_optimizers)
     # Before `after_step`, which may fail: the step was taken.
-    state.step.stepped_optimizers.append(optimizer)
+    state.global_batch.stepped_optimizers.append(optimizer)
     if operator._lockstep_overrides(Operator.after_step):
         # The same numbers on every rank: what is drawn goes into weights that ranks share.
         seed = derive_seed(

@@ -353,6 +353,21 @@ def _refuse_foreign_parameters(registered: TrainingParts) -> None:
                 )
 
 
+def registered_parts(operator: Operator) -> TrainingParts:
+    """The models, optimizers and schedulers that `operator` registered in its `setup`.
+
+    Raises:
+        ConfigurationError: `setup` did not call `register`.
+    """
+    run = operator._lockstep.registered
+    if run is None:
+        raise ConfigurationError(
+            f"{type(operator).__name__} has no model to train",
+            fix="call self.register(models=..., optimizers=...) inside setup",
+        )
+    return run
+
+
 def step_schedulers(schedulers: Sequence[Any]) -> None:
     for scheduler in schedulers:
         scheduler.step()

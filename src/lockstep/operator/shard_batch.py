@@ -58,7 +58,7 @@ class ShardBatch:
         Args:
             part: as the loader has read it; without a shard if its samples are no shard's.
             run_seed: the trainer's.
-            purpose: see `StepContext`.
+            purpose: see `GlobalBatchContext`.
             epoch: passes over the data before.
             step: number of the global batch in its epoch.
         """

@@ -81,7 +81,7 @@ class ShardResults:
     def metrics(self) -> dict[str, Any]:
         """The batch's metrics, its samples, and its weight if that is the operator's own."""
         state = self._operator._lockstep
-        state.step.partial_weights = partial_weights(self._results)
+        state.global_batch.partial_weights = partial_weights(self._results)
         merged = {**mean_over_shards(self._results), NUM_SAMPLES: self._num_samples}
         if self._results and state.weighed_by[self._purpose] == BY_OWN:
             merged[WEIGHT] = sum(weight for _, weight in self._results)

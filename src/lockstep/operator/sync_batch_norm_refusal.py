@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -14,26 +14,18 @@ if TYPE_CHECKING:
     from lockstep.operator.loop_protocols import Operator
 
 
-def is_computed_per_shard(operator: Operator, batch: Any) -> bool:
-    """Whether the default loop computes the global batch of `batch` in several shards.
-
-    A single shard is the whole global batch; of several shards, also on one worker, each is a part
-    of it, as on several workers.
+def refuse_norms_of_one_shard(operator: Operator) -> None:
+    """Refuse layers that would normalise by one of several shards.
 
     Raises:
-        PerShardLossError: a module would share statistics between some of the shards.
+        PerShardLossError: a module shares statistics between workers.
     """
-    state = operator._lockstep
-    if batch is not state.step or state.context.shard_assignment.num_shards == 1:
-        return False
-    if state.step.shards:
-        _refuse_norms(
-            operator,
-            "sees one shard here, and means the whole global batch",
-            "write `joint_loss = True` in the operator: its worker's shards then go through as"
-            " one batch",
-        )
-    return True
+    _refuse_norms(
+        operator,
+        "sees one shard here, and means the whole global batch",
+        "write `joint_loss = True` in the operator: its worker's shards then go through as"
+        " one batch",
+    )
 
 
 def refuse_borrowed_batch(operator: Operator) -> None:

@@ -277,7 +277,7 @@ class TrainingOperator:
         for purpose, given in (("train", train), ("validation", validation)):
             if given is not None:
                 self._lockstep.registered_metrics.register(
-                    purpose, given, self.device, lambda: self._lockstep.step.is_borrowed
+                    purpose, given, self.device, lambda: self._lockstep.global_batch.is_borrowed
                 )
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from lockstep.data import shards_of
 from lockstep.engine.idle_worker_eviction import evicted_error, register_for_eviction
-from lockstep.engine.rollback_messages import warn_of_cut_short_step
+from lockstep.engine.rollback_errors import warn_of_cut_short_step
 from lockstep.errors import LockstepError, PoisonedStepError, WorkerDiedError
 from lockstep.recovery.incident import Incident
 from lockstep.recovery.lost_sample_counts import LostSampleCounts

@@ -5,7 +5,7 @@ Design note. A rank commits a step only after everything of it was communicated,
 survivors are more than one step apart, and the furthest one holds the truth. One attempt to form
 the next generation is three rounds of calls:
 
-1. `stand_down`, on every member: it leaves the broken group, undoes what it has not committed, and
+1. `leave_broken_group`, on every member: it leaves the group, undoes what it has not committed, and
    answers with its `SurvivorState`: how far it has come. A member that fails in this is lost as
    well, and the round is repeated with the others until all remaining members have answered.
 2. The driver picks the survivor that is furthest (`_find_furthest`) as the source of the state, and
@@ -29,12 +29,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.engine.rank_assignment import local_ranks
-from lockstep.engine.rollback_messages import rollback_impossible_error
+from lockstep.engine.rollback_errors import rollback_impossible_error
 from lockstep.errors import WorkerDiedError
 from lockstep.recovery.lost_worker import LostWorker
 from lockstep.recovery.rank_table import RankTable
 from lockstep.recovery.spare_replacer import SpareReplacer
-from lockstep.worker import Formation, join, stand_down
+from lockstep.worker import Formation, join, leave_broken_group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,7 +116,7 @@ class Regrouping:
             table.mark_lost(each)
             self._workers.forget(each.worker)
         for _ in range(_ATTEMPTS):
-            survivors = self._stand_down(purpose, abandoned_because is not None, table)
+            survivors = self._leave_broken_group(purpose, abandoned_because is not None, table)
             furthest = _find_furthest(survivors)
             if furthest is None and not table.lost_workers and abandoned_because is not None:
                 raise rollback_impossible_error(abandoned_because)
@@ -131,11 +131,11 @@ class Regrouping:
             fix="build a new trainer and load the last checkpoint",
         )
 
-    def _stand_down(
+    def _leave_broken_group(
         self, purpose: str | None, is_abandoned: bool, table: RankTable
     ) -> dict[WorkerHandle, SurvivorState]:
         """Let all members leave the group; a member that fails is lost. Empty if all are lost."""
-        call = stand_down.with_args(purpose, is_abandoned=is_abandoned)
+        call = leave_broken_group.with_args(purpose, is_abandoned=is_abandoned)
         while members := list(self._workers.members):
             self._watchdog.begin_call()
             pending_call = self._engine.perform(

@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.engine.actor_termination import kill_worker
-from lockstep.engine.process_and_host_state import is_node_reachable, process_state
+from lockstep.engine.liveness_probes import is_node_reachable, process_state
 from lockstep.engine.status_polling import StatusPoller
 
 if TYPE_CHECKING:

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from lockstep._torch_compat import version_of
-from lockstep.sync import round_errors
+from lockstep.sync import round_error_texts
 from lockstep.sync.round_contribution import PLAIN, WEIGHTED, Contribution, Fault
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from lockstep.sync.batch_weights import BatchWeights
     from lockstep.sync.buckets import Slot
     from lockstep.sync.earlier_gradients import EarlierGradients
+    from lockstep.sync.weighted_loss_scale import BatchWeights
 
 _RememberedGradient = tuple[weakref.ref[torch.Tensor], int]
 """The gradient in ``parameter.grad`` when a backward ended, and its version."""
@@ -79,7 +79,7 @@ class AccumulationWindow:
             return True
         if self.kind != kind:
             got = f"a {self.kind} backward, then a {kind} one"
-            raise round_errors.fault_error("mixed", got, where=where)
+            raise round_error_texts.fault_error("mixed", got, where=where)
         return False
 
     def _enter_plain(self, delivered: float | None, where: str) -> None:
@@ -90,7 +90,7 @@ class AccumulationWindow:
             # The terms of the sum of local gradients are lost. This rank reports the fault and does
             # not raise: on the other ranks the weights may have stayed the same.
             got = f"the delivered weight changed from {self.delivered} to {delivered}"
-            self.faults.append(Fault("changed", got))
+            self.faults.append(Fault("unequal_batches", got))
 
     def _enter_sum(self, delivered: float | None, where: str) -> None:
         """Note a plain backward whose loss is a sum; it counts unless `delivered` is zero."""

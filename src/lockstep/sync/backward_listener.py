@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.sync.buckets import Slot
-    from lockstep.sync.transport import Transport
+    from lockstep.sync.transport_protocol import Transport
 
 
 class BackwardListener:

@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from lockstep._torch_compat import version_of
-from lockstep.sync import round_errors
+from lockstep.sync import round_error_texts
 from lockstep.sync.ordered_reducer import OrderedReducer
 from lockstep.sync.reducer import Reducer
 from lockstep.sync.round_contribution import WEIGHTED, Contribution, UnreadTotals
-from lockstep.sync.transport import RoundResult, Transport
+from lockstep.sync.transport_protocol import RoundResult, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lockstep.sync.buckets import Bucket, Slot
     from lockstep.sync.round_contribution import Fault, RoundTotals
     from lockstep.sync.shard_tree_sum import ShardOrder
-    from lockstep.sync.transport import Gradients, RoundController
+    from lockstep.sync.transport_protocol import Gradients, RoundController
 
 _STALE: Final = (
     "assigned by hand (after autograd.grad?), or no backward since the last step",
@@ -161,7 +161,7 @@ class BucketTransport(Transport):
         if self._order is None:
             return
         if not self._controller.is_paused and self._last_shard is None:
-            raise round_errors.out_of_order_error(self._controller.place)
+            raise round_error_texts.out_of_order_error(self._controller.place)
         # Unfrozen since the buckets were made: every worker runs the same operator.
         if is_first and self._has_unfrozen:
             self._make_buckets([slot for slot in self._slots if slot.param.requires_grad])
@@ -203,19 +203,19 @@ class BucketTransport(Transport):
         reducer, is_whole = self.reducer, not self._unbucketed
         sums = reducer.finish()
         used_all = reducer.used_all() and is_whole
-        verdicts = [] if sums is None else [(sums, contribution)]
+        sums_to_judge = [] if sums is None else [(sums, contribution)]
         unread = None
         if sums is None:
             unread = UnreadTotals(reducer.layout.sums_on_device, contribution)
         if contribution.has_unfrozen or (sums is not None and sums.unfrozen):
-            verdicts.append(self._reduce_unfrozen(contribution))
+            sums_to_judge.append(self._reduce_unfrozen(contribution))
         self._end_counting()
         self._is_finishing = False
         return RoundResult(
             took_place=True,
             has_gradients=sums is None or sums.plain + sums.weighted > 0,
             used_all=used_all,
-            verdicts=verdicts,
+            sums_to_judge=sums_to_judge,
             unread=unread,
             read_together=reducer.reads_are_free,
         )

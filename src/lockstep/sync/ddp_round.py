@@ -17,7 +17,7 @@ import torch
 from lockstep._torch_compat import call_at_end_of_task
 from lockstep.errors import GradientNotReducedError
 from lockstep.expected_exchange import is_exchange_expected
-from lockstep.sync import round_errors
+from lockstep.sync import round_error_texts
 from lockstep.sync.ddp_round_header import Header, exchange_headers, make_header
 from lockstep.sync.ddp_wrapper import copy_from_view, views_of, write_to_view
 from lockstep.sync.round_contribution import Contribution, Fault
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lockstep.sync.buckets import Slot
     from lockstep.sync.ddp_wrapper import DDPWrapper
     from lockstep.sync.round_contribution import RoundTotals
-    from lockstep.sync.transport import Gradients, RoundController
+    from lockstep.sync.transport_protocol import Gradients, RoundController
 
 
 @dataclass
@@ -114,8 +114,8 @@ class DDPRound:
     def _slot_of(self, param: torch.Tensor) -> Slot:
         slot = self._slots.get(id(param))
         if slot is None:
-            fault = Fault.of("unknown", [f"one of shape {tuple(param.shape)}"])
-            raise round_errors.fault_error(*fault, where=self._controller.place)
+            fault = Fault.of("added_parameter", [f"one of shape {tuple(param.shape)}"])
+            raise round_error_texts.fault_error(*fault, where=self._controller.place)
         return slot
 
     def note_arrival(self, slot: Slot) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from lockstep.group import Group
     from lockstep.sync.buckets import Slot
-    from lockstep.sync.transport import RoundController, Transport
+    from lockstep.sync.transport_protocol import RoundController, Transport
 
 
 class DDPSync(GradientSync):

@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep.errors import ConfigurationError, PeerLostError
-from lockstep.sync import round_errors
+from lockstep.sync import round_error_texts
 from lockstep.sync.ddp_round import DDPRound, gradient_twice_error
 from lockstep.sync.ddp_wrapper import DDPWrapper
 from lockstep.sync.end_of_backward import nesting_depth
 from lockstep.sync.local_parameters import is_local
 from lockstep.sync.round_contribution import WEIGHTED, Fault
-from lockstep.sync.transport import RoundResult, Transport
+from lockstep.sync.transport_protocol import RoundResult, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from lockstep.sync.buckets import Slot
     from lockstep.sync.round_contribution import Contribution
-    from lockstep.sync.transport import Gradients, RoundController
+    from lockstep.sync.transport_protocol import Gradients, RoundController
 
 _STALE: Final = (
     "it did not come out of the forward of the model that register() returned (model.module,"
@@ -112,7 +112,9 @@ class DDPTransport(Transport):
         pairs = zip(self._slots, self._kinds, strict=True)
         moved = [slot.name for slot, kind in pairs if _kind(slot.param) != kind]
         if moved:
-            raise round_errors.fault_error(*Fault.of("moved", moved), where=self._controller.place)
+            raise round_error_texts.fault_error(
+                *Fault.of("moved", moved), where=self._controller.place
+            )
         addresses = [slot.param.data_ptr() for slot in self._slots]
         if addresses != self._addresses:
             # After `.to` another dtype and back, autograd accumulates in nodes without DDP's hooks.
@@ -149,7 +151,7 @@ class DDPTransport(Transport):
         """See `Transport`: refuses what DDP would fail at in C++."""
         if torch.is_grad_enabled():
             fault = Fault.of("graph", [slot.name])
-            raise round_errors.fault_error(*fault, where=self._controller.place)
+            raise round_error_texts.fault_error(*fault, where=self._controller.place)
         # DDP takes parameters that a reentrant checkpoint hides for unused, and fails when their
         # gradients come after all.
         is_awaited = slot in self._model_of and self._model_of[slot].is_waiting
@@ -224,7 +226,7 @@ class DDPTransport(Transport):
             took_place=already_reduced,
             has_gradients=already_reduced,
             used_all=False,  # the guard looks at each gradient
-            verdicts=[] if sums is None else [(sums, mine)],
+            sums_to_judge=[] if sums is None else [(sums, mine)],
             unreduced=own,
         )
 
@@ -238,7 +240,7 @@ class DDPTransport(Transport):
         self._round.contribution.faults += found
         refusal = None
         if found:
-            refusal = round_errors.fault_error(*found[0], where=self._controller.place)
+            refusal = round_error_texts.fault_error(*found[0], where=self._controller.place)
         try:
             self._round.finish()
         except PeerLostError as lost:

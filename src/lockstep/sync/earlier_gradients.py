@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lockstep.sync.autograd_grad_watch import AutogradGradWatch
     from lockstep.sync.backward_listener import BackwardListener
     from lockstep.sync.buckets import Slot
-    from lockstep.sync.transport import Gradients
+    from lockstep.sync.transport_protocol import Gradients
 
 
 class EarlierGradients:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from lockstep.errors import WeightError
     from lockstep.sync.shard_tree_sum import ShardOrder
-    from lockstep.sync.transport import TransportFactory
+    from lockstep.sync.transport_protocol import TransportFactory
 
 
 def replicate(

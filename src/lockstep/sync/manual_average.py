@@ -7,13 +7,13 @@ from typing import Any
 
 from lockstep.group import resolve_group
 from lockstep.sync import optimizer_guard
-from lockstep.sync.batch_weights import as_weight
 from lockstep.sync.buckets import Slot
 from lockstep.sync.reducer import Reducer
 from lockstep.sync.replica_checks import compare_structures
 from lockstep.sync.round_checks import judge
 from lockstep.sync.round_contribution import PLAIN, Contribution
 from lockstep.sync.synced_tensors import as_modules, find_synced_tensors
+from lockstep.sync.weighted_loss_scale import as_weight
 
 _CAP_BYTES = 25 * 2**20
 

@@ -102,7 +102,7 @@ class Reducer:
             return
         with self._arriving:
             if bucket.is_launched:
-                self.contribution.faults.append(Fault.of("late", [slot.name]))
+                self.contribution.faults.append(Fault.of("after_bucket_left", [slot.name]))
                 return
             bucket.missing.discard(slot.number)
             assert self._group is not None

@@ -29,16 +29,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep import reduction_context
-from lockstep.sync import round_checks, round_errors
+from lockstep.sync import round_checks, round_error_texts
 from lockstep.sync.accumulation_window import AccumulationWindow
 from lockstep.sync.autograd_grad_watch import AutogradGradWatch
 from lockstep.sync.backward_listener import BackwardListener
-from lockstep.sync.batch_weights import BatchWeights, as_weight
 from lockstep.sync.buckets import Slot
 from lockstep.sync.earlier_gradients import EarlierGradients
 from lockstep.sync.end_of_backward import call_at_end
 from lockstep.sync.late_parameters import LateParameters
 from lockstep.sync.round_contribution import PLAIN, WEIGHTED, Contribution, Fault
+from lockstep.sync.weighted_loss_scale import BatchWeights, as_weight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from lockstep.group import Group
     from lockstep.sync.round_contribution import RoundTotals, UnreadTotals
     from lockstep.sync.synced_tensors import SyncedTensors
-    from lockstep.sync.transport import Gradients, RoundResult, TransportFactory
+    from lockstep.sync.transport_protocol import Gradients, RoundResult, TransportFactory
 
 
 class ReductionRounds:
@@ -149,7 +149,7 @@ class ReductionRounds:
             weight = as_weight(weight, self.place)
             self._judge_unread_sums()  # the weights of the last round set the unit of the next one
             given = backward_kwargs.get("gradient")
-            scale, loss, given = self.weights.root(loss, given, weight)
+            scale, loss, given = self.weights.scale_loss(loss, given, weight)
             backward_kwargs["gradient"] = given
             self._open_window(WEIGHTED)
             self._window.weight += scale
@@ -237,7 +237,7 @@ class ReductionRounds:
         # Other ranks may be threads of this process.
         if driving and driving.at_root and group and driving.group.rank == group.rank:
             fault = Fault.of("weighted_by_other_sync", [slot.name])
-            raise round_errors.fault_error(*fault, where=self.place)
+            raise round_error_texts.fault_error(*fault, where=self.place)
 
     def _at_end(self, function: Callable[[], None]) -> None:
         """Call `function` when the running backward has ended and its gradients are in place."""
@@ -335,7 +335,7 @@ class ReductionRounds:
             contribution.weight = self._window.weight
         unknown = self._late.names_with_gradient()
         try:
-            result = finish([Fault.of("unknown", unknown)] if unknown else [])
+            result = finish([Fault.of("added_parameter", unknown)] if unknown else [])
         except BaseException:
             self._fail()
             raise
@@ -345,7 +345,7 @@ class ReductionRounds:
         try:
             # Raise last: every rank has made the same collective calls by now, and can go on.
             self._unread = result.unread
-            for sums, mine in result.verdicts:
+            for sums, mine in result.sums_to_judge:
                 self._judge(sums, mine, together=result.read_together)
         except BaseException:
             earlier.put_back()
@@ -409,9 +409,9 @@ class ReductionRounds:
             GradientNotReducedError: an earlier failure left the ranks at different places.
         """
         if self._group is None:
-            raise round_errors.detached_error(self.place)
+            raise round_error_texts.detached_error(self.place)
         if self._is_broken:
-            raise round_errors.broken_error(self.place)
+            raise round_error_texts.broken_error(self.place)
         return self._group
 
     def mark_broken(self) -> None:

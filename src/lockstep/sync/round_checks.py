@@ -14,7 +14,7 @@ from lockstep.errors import (
     GradientNotReducedError,
     WeightError,
 )
-from lockstep.sync import round_errors
+from lockstep.sync import round_error_texts
 
 if TYPE_CHECKING:
     from lockstep.group import Group
@@ -63,12 +63,12 @@ def judge(sums: RoundTotals, mine: Contribution, group: Group, *, together: bool
         _refuse_alone(place, mine.faults)
     if 0 < sums.delivered < sums.plain:
         got = f"{sums.delivered:.0f} ranks know the weight of their batch, others do not"
-        raise round_errors.fault_error("weights_known_on_some_ranks", got, where=place)
+        raise round_error_texts.fault_error("weights_known_on_some_ranks", got, where=place)
     if sums.earlier != mine.earlier * group.size:
-        raise round_errors.fault_error("by_hand", where=place)
+        raise round_error_texts.fault_error("by_hand", where=place)
     if sums.plain and sums.weighted:
         got = f"{sums.plain:.0f} ranks plain, {sums.weighted:.0f} ranks weighted"
-        raise round_errors.fault_error("mixed", got, where=place)
+        raise round_error_texts.fault_error("mixed", got, where=place)
     if sums.plain + sums.weighted and not sums.weight > 0.0:
         raise WeightError(
             "the weights of all ranks add up to zero",
@@ -90,7 +90,7 @@ def _refuse_together(group: Group, mine: list[Fault]) -> None:
     everyone = group.exchange(mine)
     ranks = [rank for rank, faults in enumerate(everyone) if faults]
     where = f"rank {', '.join(map(str, ranks))} of {group.size}"
-    raise round_errors.fault_error(*everyone[ranks[0]][0], where=where)
+    raise round_error_texts.fault_error(*everyone[ranks[0]][0], where=where)
 
 
 def _refuse_alone(place: str, mine: list[Fault]) -> None:
@@ -100,7 +100,7 @@ def _refuse_alone(place: str, mine: list[Fault]) -> None:
         SparseGradientError, MixedWeightsError, GradientNotReducedError: this rank's, if any.
     """
     if mine:
-        raise round_errors.fault_error(*mine[0], where=place)
+        raise round_error_texts.fault_error(*mine[0], where=place)
     raise GradientNotReducedError(
         "another rank refused the last reduction",
         where=place,

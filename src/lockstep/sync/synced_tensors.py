@@ -64,7 +64,7 @@ class SyncedTensors:
         ]
 
     def signature(self) -> int:
-        """A small number that is the same on all ranks and hardly the same for two models."""
+        """A number below 64, the same on all ranks; one pair of models in 64 shares it."""
         return zlib.crc32(repr(self.structure()).encode()) % 64
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockstep.batch_dependent_layers import freeze_batch_dependent_layers
-from lockstep.data.batch_rows import leading_length, rows_of
+from lockstep.data.batch_rows import leading_length, slice_rows
 from lockstep.data.shard_assignment import shard_bounds
 from lockstep.errors import ConfigurationError, ParityError
 from lockstep.no_dropout_mode import NoDropoutMode
@@ -94,7 +94,7 @@ def _compare_with_one_process(
         rows = stop - start
         # A rank without rows computes on the batch's first row with weight 0, so that it takes part
         # in the collectives.
-        part = rows_of(batch, slice(start, stop) if rows else slice(1))
+        part = slice_rows(batch, slice(start, stop) if rows else slice(1))
         sync = GradientSync([model], group)
         sync.set_delivered_weight(rows)
         try:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import CheckpointError, CheckpointWriteError
-from lockstep.trainer.preemption import PreemptionNotice
+from lockstep.trainer.preemption import SigtermDeferral
 from lockstep.worker import Snapshot
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class CheckpointWriter:
 
     def __init__(self, write: Callable[[Snapshot], None], engine: Engine) -> None:
         self._write = write
-        self._preemption = PreemptionNotice()
+        self._preemption = SigtermDeferral()
         self._lock = threading.Lock()
         self._waiting: Snapshot | None = None
         self._running: Future[None] | None = None

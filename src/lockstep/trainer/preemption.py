@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PreemptionNotice`: on SIGTERM during training, writes a checkpoint before the program ends."""
+"""`SigtermDeferral`: on SIGTERM during training, writes a checkpoint before the program ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EXIT_STATUS: Final = 128 + signal.SIGTERM
 """The exit status by which a shell reports a death by SIGTERM."""
 
 
-class PreemptionNotice:
+class SigtermDeferral:
     """Delays the effect of SIGTERM until a checkpoint is written.
 
     Attributes:

@@ -3,13 +3,13 @@
 
 from lockstep.worker.call_outcome import Outcome, add_rank, error_text, failed_outcome, is_peer_lost
 from lockstep.worker.checkpoint_snapshot import Snapshot
-from lockstep.worker.group_formation import (
+from lockstep.worker.group_rejoin import (
     Formation,
     RunPosition,
     SurvivorState,
-    go_back_alone,
     join,
-    stand_down,
+    leave_broken_group,
+    undo_without_peers,
 )
 from lockstep.worker.loop_run import LoopProgress, LoopRequest
 from lockstep.worker.parity_trial import Trial, verify
@@ -57,19 +57,19 @@ __all__ = [
     "arrival_key",
     "error_text",
     "failed_outcome",
-    "go_back_alone",
     "is_peer_lost",
     "items_ahead",
     "join",
+    "leave_broken_group",
     "position",
     "predict",
     "progress_of",
     "report_of_lost_worker",
     "rows_after",
     "samples_of",
-    "stand_down",
     "start_tracing",
     "status_of",
     "stop_tracing",
+    "undo_without_peers",
     "verify",
 ]

@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockstep.operator.custom_loop_refusals import refuse_skipped_batch
+from lockstep.operator.global_batch_context import GlobalBatchContext
 from lockstep.operator.loop_protocols import Operator, rank_and_step
 from lockstep.operator.read_ahead_batches import ReadAheadBatches
 from lockstep.operator.shard_batch import ShardBatch
-from lockstep.operator.step_context import StepContext
 from lockstep.operator.sync_batch_norm_refusal import refuse_borrowed_batch
 from lockstep.operator.weight_averages import update_averages
 
@@ -63,7 +63,9 @@ class BatchIterator:
         self._num_open_samples: int | None = None
         own_loop = purpose == "train" and operator._lockstep_overrides(Operator.train_epoch)
         self._read_ahead = ReadAheadBatches() if own_loop and cursor.source.joint else None
-        self._state.step = StepContext(reduction, purpose, read_ahead=self._read_ahead)
+        self._state.global_batch = GlobalBatchContext(
+            reduction, purpose, read_ahead=self._read_ahead
+        )
         self.num_delivered = 0
         self.is_epoch_over = False
 
@@ -109,12 +111,12 @@ class BatchIterator:
             PeerLostError: the group was given up meanwhile; whether the step has happened on all
                 ranks is unknown.
         """
-        state, step = self._state, self._state.step
+        state, global_batch = self._state, self._state.global_batch
         state.context.group.confirm()
         training = self._purpose == "train"
         if training and state.registered is not None:
             # Without an open batch as well: a loop may step once more after its last one.
-            stepped, step.stepped_optimizers = step.stepped_optimizers, []
+            stepped, global_batch.stepped_optimizers = global_batch.stepped_optimizers, []
             update_averages(state.registered, stepped)
             self._committed.has_stepped = bool(stepped)
         if self._num_open_samples is None:
@@ -128,11 +130,11 @@ class BatchIterator:
         else:
             state.forget_counts()
         self._num_open_samples = None
-        state.step = step.between_batches()
+        state.global_batch = global_batch.between_batches()
         if training:
             state.committed += 1
             self._operator.global_step = state.committed
-            self._note_window(step)
+            self._note_window(global_batch)
             if self._rollback is not None:
                 self._rollback.settle(self._cursor)
             if state.step_log is not None:
@@ -143,9 +145,9 @@ class BatchIterator:
         if self._committed.on_commit is not None:
             self._committed.on_commit()
 
-    def _note_window(self, step: StepContext) -> None:
+    def _note_window(self, global_batch: GlobalBatchContext) -> None:
         every = self._state.context.options.accumulate
-        if step.closes_window or self._cursor.step % every == 0:
+        if global_batch.closes_window or self._cursor.step % every == 0:
             self._cursor.window_start = self._cursor.step
 
     def _check_epoch_end(self) -> None:
@@ -154,7 +156,7 @@ class BatchIterator:
             self.is_epoch_over = True
 
     def _deliver(self, read: Step) -> Any:
-        """Make the `StepContext` of a batch, and tell the gradient sync that its step begins.
+        """Make a batch's `GlobalBatchContext`, and tell the gradient sync that its step begins.
 
         Returns:
             The context, for the default loops; the plain batch, for a loop of the user's own.
@@ -165,25 +167,25 @@ class BatchIterator:
             ShardBatch.of(part, run_seed, self._purpose, epoch, read.index) for part in read.parts
         )
         is_joint = self._cursor.source.joint
-        step = StepContext(
+        global_batch = GlobalBatchContext(
             self._reduction, self._purpose, shards, is_joint, read_ahead=self._read_ahead
         )
         if training:
-            step.opens_window, step.closes_window = self._place_in_window(read)
+            global_batch.opens_window, global_batch.closes_window = self._place_in_window(read)
             if self._rollback is not None:
                 self._rollback.keep(self._cursor, self._committed)
             if sync is not None:
                 sync.begin_step(state.committed)
-        state.step = step
-        # In the default loops each shard has its weight, which `StepContext.activate_shard` sets.
+        state.global_batch = global_batch
+        # In the default loops `GlobalBatchContext.activate_shard` sets the weight of each shard.
         self._reduction.weight = shards[0].num_samples if is_joint else None
         if not is_joint:
-            return step
-        if training and step.is_borrowed:
+            return global_batch
+        if training and global_batch.is_borrowed:
             refuse_borrowed_batch(self._operator)
         if sync is not None:
-            step.weight = self._weight_of_plain_backward(sync, shards[0].num_samples)
-            sync.set_delivered_weight(step.weight)
+            global_batch.weight = self._weight_of_plain_backward(sync, shards[0].num_samples)
+            sync.set_delivered_weight(global_batch.weight)
         shards[0].seed_randomness()
         return shards[0].batch
 

@@ -21,7 +21,9 @@ class DatasetSwitch:
 
     Attributes:
         loader: the cursor of the operator's own loader; None if it has none.
-        position: the position of a loaded state, for an operator without a training loader.
+        position: epoch and step of a loaded checkpoint, until a dataset is there to read from: an
+            operator without a training loader has no cursor that they could move.
+        is_open: training reads from a dataset.
     """
 
     loader: Cursor | None = None

@@ -18,10 +18,9 @@ from lockstep.keys import (
     USE_FP16,
 )
 from lockstep.operator import TrainingOperator
-from lockstep.operator.default_forward import registered_parts
 from lockstep.operator.default_loops import require_metrics, step_batch_schedulers
 from lockstep.operator.nan_origin import explain_non_finite_error
-from lockstep.operator.registration import step_schedulers
+from lockstep.operator.registration import registered_parts, step_schedulers
 from lockstep.randomness import preserve_rng_state
 from lockstep.reduction_context import ReductionContext, activate
 from lockstep.worker.batch_iterator import BatchIterator
@@ -176,7 +175,7 @@ class LoopRun:
     def finish_step(self) -> None:
         """Commit the open step, whose loop has failed after its optimizers had stepped."""
         assert self._batches is not None
-        if not self._state.step.has_scheduled:
+        if not self._state.global_batch.has_scheduled:
             step_batch_schedulers(self._state, self._info)
         self._batches.commit()
 

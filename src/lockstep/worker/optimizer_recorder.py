@@ -87,7 +87,7 @@ class OptimizerRecorder:
         self._current.gradients.append(
             {name: None if p.grad is None else copy_to_cpu(p.grad) for name, p in held}
         )
-        delivered = self._operator._lockstep.step.joint_batch
+        delivered = self._operator._lockstep.global_batch.joint_batch
         if delivered is not None:
             self._current.has_drawn |= _has_drawn_since(delivered.seed)
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.data import BatchParts, ShardedLoader
+from lockstep.operator.global_batch_context import GlobalBatchContext
 from lockstep.operator.shard_batch import ShardBatch
-from lockstep.operator.step_context import StepContext
 from lockstep.phases import Phase, in_phase
 from lockstep.randomness import preserve_rng_state
 from lockstep.reduction_context import ReductionContext
@@ -88,7 +88,7 @@ def _predict_part(
 ) -> Prediction:
     shard = ShardBatch.of(part, assignment.seed, "predict", epoch=0, step=step)
     state = operator._lockstep
-    context = StepContext(ReductionContext(state.context.group), "predict", (shard,))
+    context = GlobalBatchContext(ReductionContext(state.context.group), "predict", (shard,))
     per_shard = assignment.num_shards > 1
     with state.precision.autocast(), context.activate_shard(shard, per_shard=per_shard):
         batch = operator.to_device(shard.batch)

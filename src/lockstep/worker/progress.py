@@ -24,8 +24,8 @@ class ProgressReport:
         samples: their samples, over all workers.
         loss: the loss of rank 0's latest batch; None before the first batch.
         total_steps: global batches that the call will commit; None if that is unknown.
-        rows: for every worker the committed steps of the run, and its rows of metrics after the
-            step that the driver named; None without metrics of single steps.
+        rows: for every worker its committed steps of the run, and its rows of metrics that the
+            driver has not received yet; None without metrics of single steps.
     """
 
     steps: int = 0

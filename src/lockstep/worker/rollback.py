@@ -157,9 +157,7 @@ class Rollback:
             start, fresh = self._open.start, AverageMeterCollection()
             began = start.committed
             steps = began - state.committed
-            self._open.start = replace(
-                start, call_steps=steps, call_samples=0, meters=fresh
-            )
+            self._open.start = replace(start, call_steps=steps, call_samples=0, meters=fresh)
         # With a `train_epoch` of the user's own, an undo goes back to the beginning of the call.
         self._call_began = (
             began if self._operator._lockstep_overrides(TrainingOperator.train_epoch) else None

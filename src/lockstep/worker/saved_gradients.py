@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SavedGradients`: copies of gradients that one pass over the data, or one call, leaves to the
-next.
+"""`SavedGradients`: gradients of a window that is still open when a pass, or a call, ends.
 
 A loop of the user's own may accumulate gradients over the batches of two passes. A repeated pass
 cannot compute the batches of the pass before: only the loop knows how passes differ (the numbers of
-its batches start anew). So the gradients themselves are copied. After their reduction every rank
-holds the same gradients.
+its batches start anew). So the gradients themselves are copied. Reduced ones are equal on all
+ranks, and the copy of any survivor will do; a dead rank's part of unreduced ones is lost.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.data import ShardAssignment, shards_of
-from lockstep.operator.default_forward import registered_parts
+from lockstep.operator.registration import registered_parts
 from lockstep.worker import state_dict as state_dicts
 from lockstep.worker.data_cursor import Cursor
 from lockstep.worker.loader_sharding import make_sharded_loader

@@ -16,13 +16,12 @@ from lockstep.errors import ConfigurationError, PeerLostError
 from lockstep.group import Group
 from lockstep.metrics.step_log import StepLog
 from lockstep.operator import TrainingOperator
-from lockstep.operator.default_forward import registered_parts
 from lockstep.operator.mixed_precision import forget_unscaled
 from lockstep.operator.non_finite_check import add_non_finite_checks
 from lockstep.operator.optimizer_comparison import compare_optimizers
 from lockstep.operator.optimizer_step_hooks import add_step_hooks
 from lockstep.operator.rank_context import RankContext
-from lockstep.operator.registration import conclude_setup, update_schedulers
+from lockstep.operator.registration import conclude_setup, registered_parts, update_schedulers
 from lockstep.randomness import derive_seed, preserve_rng_state
 from lockstep.worker.checkpoint_snapshot import SnapshotTaker
 from lockstep.worker.committed_counts import CommittedCounts

@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from lockstep.content_digest import content_digest
-from lockstep.data.batch_rows import concatenate, leading_length, rows_of
+from lockstep.data.batch_rows import concatenate, leading_length, slice_rows
 from lockstep.errors import NotShardableError
 
 Pair = namedtuple("Pair", "x y")
@@ -46,7 +46,7 @@ def test_joined_batches_are_the_one_that_holds_all_rows() -> None:
 
 
 def test_a_batch_without_rows_has_the_same_structure() -> None:
-    empty = rows_of(batch(0, 4), slice(0))
+    empty = slice_rows(batch(0, 4), slice(0))
     assert content_digest(empty) == content_digest(batch(0, 0))
     assert empty["record"].tokens.shape == (0, 1)
     assert leading_length(empty) == 0
@@ -83,4 +83,4 @@ def test_what_cannot_be_joined_is_refused_by_name(parts: list, place: str) -> No
 def test_what_has_no_empty_version_is_refused_with_drop_last() -> None:
     for value in (pack_sequence([torch.ones(2)]), [object()], {"x": torch.tensor(1.0)}):
         with pytest.raises(NotShardableError, match="drop_last=True"):
-            rows_of(value, slice(0))
+            slice_rows(value, slice(0))

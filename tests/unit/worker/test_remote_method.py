@@ -17,9 +17,9 @@ from lockstep.worker import (
     RemoteMethod,
     Worker,
     join,
+    leave_broken_group,
     position,
     predict,
-    stand_down,
     verify,
 )
 
@@ -28,7 +28,16 @@ REQUEST = LoopRequest("train", 3, False, {})
 
 @pytest.mark.parametrize(
     "method",
-    [Worker.train, Worker.state_dict, Worker.stop, join, stand_down, verify, predict, position],
+    [
+        Worker.train,
+        Worker.state_dict,
+        Worker.stop,
+        join,
+        leave_broken_group,
+        verify,
+        predict,
+        position,
+    ],
 )
 def test_a_remote_method_travels_as_a_reference(method: RemoteMethod) -> None:
     """Its code is not pickled: what arrives is the other process's own function."""

@@ -37,10 +37,10 @@ from lockstep.integrations.lightning.step_outputs import detach, loss_and_metric
 from lockstep.integrations.lightning.trainer_view import TrainerView, update_view
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator import TrainingOperator
-from lockstep.operator.default_forward import registered_parts
+from lockstep.operator.default_loops import is_computed_per_shard
 from lockstep.operator.loop_protocols import PassIterator
+from lockstep.operator.registration import registered_parts
 from lockstep.operator.shard_results import ShardResults
-from lockstep.operator.sync_batch_norm_refusal import is_computed_per_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -255,9 +255,11 @@ class LightningOperator(TrainingOperator):
         index = self._batch_index(batch_info)
         self._outputs = []
         self._logging.step = self.global_step
-        self._step_hooks.begin(index, has_batches=bool(self._lockstep.step.shards_in(batch)))
+        self._step_hooks.begin(
+            index, has_batches=bool(self._lockstep.global_batch.shards_in(batch))
+        )
         metrics = super().train_batch(batch, batch_info)
-        if self._lockstep.step.closes_window:
+        if self._lockstep.global_batch.closes_window:
             self._steps_taken += 1
             update_view(self._view, global_step=self._steps_taken)
             if self._steps_schedulers:
@@ -329,11 +331,11 @@ class LightningOperator(TrainingOperator):
         self._logging.step = index
         per_shard = is_computed_per_shard(self, batch)
         results = ShardResults(self, "validation")
-        for shard in state.step.shards_in(batch):
+        for shard in state.global_batch.shards_in(batch):
             with (
                 self.timers.record("eval_fwd"),
                 state.precision.autocast(),
-                state.step.activate_shard(shard, per_shard=per_shard),
+                state.global_batch.activate_shard(shard, per_shard=per_shard),
                 self._logging.counting_for(shard.num_samples, first_time=True),
             ):
                 metrics = self._run_validation_step(self.to_device(shard.batch), index)

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lockstep._torch_compat import schedulers_within, set_last_lr
-from lockstep.operator.default_forward import registered_parts
+from lockstep.operator.registration import registered_parts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The warning and the error for an interrupted step that cannot be rolled back.
 
-If all its optimizers had stepped, the step counts; otherwise the run ends.
+If all its optimizers had stepped, the step is kept, with a warning; otherwise the run ends with the
+error.
 """
 
 from __future__ import annotations

@@ -8,16 +8,16 @@ from lockstep import reduction_context
 from lockstep.errors import WeightError
 from lockstep.group import Group
 from lockstep.keys import NUM_SAMPLES
+from lockstep.operator.global_batch_context import GlobalBatchContext
 from lockstep.operator.read_ahead_batches import ReadAheadBatches
 from lockstep.operator.shard_batch import ShardBatch
-from lockstep.operator.step_context import StepContext
 from lockstep.reduction_context import ReductionContext
 
 ROWS = torch.arange(6.0).reshape(3, 2)
 
 
 def step(*shards, is_joint=False, **further):
-    return StepContext(
+    return GlobalBatchContext(
         ReductionContext(Group(None), averages=False), "train", shards, is_joint, **further
     )
 

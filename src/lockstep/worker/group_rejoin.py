@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leaving a process group that has broken, and joining the next one in the same process.
 
+`leave_broken_group` undoes the step that is not committed. `join` enters the next group, where the
+ranks that are behind load the state of the one that is furthest. The driver calls both
+(`recovery.regrouping`), once it knows which workers are lost.
+
 A rank commits a step only after all communication of the step, so that its weights then hold every
 rank's contribution; and no rank can finish the communication of the next step before all ranks have
-entered it. So the surviving ranks are at most one step apart, and the state of the rank that is
-furthest counts: the other ranks take it over, and the step that no rank has committed is computed
-again.
+entered it. So the surviving ranks are at most one step apart: those behind load the state of the
+furthest, and the step that no rank has committed is computed again.
 
 The state that travels is that of a checkpoint (see `state_dict`), and what a checkpoint leaves to
 `setup`: which parameters train, buffers that are not persistent, gradients of an open window.
@@ -68,7 +71,7 @@ class Formation:
     """The next generation of the group.
 
     Attributes:
-        source: the rank whose state counts.
+        source: the rank whose state the others load.
         stale: ranks that load the state of `source`.
         local_ranks: each rank's index among the ranks of its host.
     """
@@ -81,7 +84,7 @@ class Formation:
 
 
 @remote_method(Communication.NONE, OnFailure.RAISE, is_timed=True)
-def stand_down(
+def leave_broken_group(
     worker: Worker, interrupted: str | None, *, is_abandoned: bool = False
 ) -> SurvivorState:
     """Leave the group and undo the step that was not committed. Idempotent.
@@ -91,7 +94,7 @@ def stand_down(
             call was interrupted.
         is_abandoned: the call does not go on: it has ended with the last committed step.
     """
-    survivor = _stand_down(worker, interrupted)
+    survivor = _leave_broken_group(worker, interrupted)
     if is_abandoned and survivor.position is not None:
         call, worker.loop_run, worker.before_call = worker.loop_run, None, None
         if call is not None and interrupted == "train":
@@ -103,16 +106,16 @@ def stand_down(
     return survivor
 
 
-def go_back_alone(worker: Worker, interrupted: str | None) -> SurvivorState:
+def undo_without_peers(worker: Worker, interrupted: str | None) -> SurvivorState:
     """Without peers, undo the step that was not committed, and be ready for the next call.
 
     Args:
-        interrupted: as for `stand_down`.
+        interrupted: as for `leave_broken_group`.
 
     Returns:
         How far the worker has come; `position` is None if an optimizer's change cannot be undone.
     """
-    survivor = stand_down(worker, interrupted, is_abandoned=True)
+    survivor = leave_broken_group(worker, interrupted, is_abandoned=True)
     if survivor.position is None:
         return survivor
     state = worker.operator._lockstep
@@ -124,7 +127,7 @@ def go_back_alone(worker: Worker, interrupted: str | None) -> SurvivorState:
     return survivor
 
 
-def _stand_down(worker: Worker, interrupted: str | None) -> SurvivorState:
+def _leave_broken_group(worker: Worker, interrupted: str | None) -> SurvivorState:
     cursor = worker.cursors.get("train")
     is_unreduced = cursor is not None and worker.rollback.holds_unreduced_gradients(cursor)
     worker.leave()
@@ -142,7 +145,7 @@ def _stand_down(worker: Worker, interrupted: str | None) -> SurvivorState:
             worker.has_state = False
             return SurvivorState(None)
     # A rank that has trained to the end of the call is ahead. A validation is done again by all
-    # ranks: the counts of a lost worker are lost.
+    # ranks: the sums of its metrics on a lost worker are lost.
     if call is None or (call.is_over and interrupted == "train"):
         return SurvivorState(_position(worker), None if call is None else call.progress)
     undone = worker.undo(call)

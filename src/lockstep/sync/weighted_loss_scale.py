@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BatchWeights`: the weights of a rank's batches, by which the roots of backwards are multiplied.
+"""`BatchWeights`: the weights of a rank's batches, by which their losses are multiplied.
 
-A weighted backward multiplies its root by weight / unit, and the reduced sum is divided by the
-sum of weight / unit. The unit cancels, but keeps the gradients near their usual size: a root times
-100 000 tokens would overflow float16. All ranks take the same unit, known beforehand or from
-the sums of the same earlier round: where a gather sends gradients across ranks, roots of
-different units would be silently wrong.
+A weighted backward multiplies its loss by weight / unit, and the reduced sum of the gradients is
+divided by the sum of weight / unit. A unit is about the mean weight of a batch. It cancels, but
+keeps the gradients near their usual size: a loss times 100 000 tokens would overflow float16. All
+ranks take the same unit, known beforehand or from the sums of the same earlier round: where a
+gather sends gradients across ranks, losses in different units would be silently wrong.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def as_weight(weight: Any, where: str) -> float:
     )
 
 
-def make_weighted_root(
+def scale_loss(
     loss: torch.Tensor, given: torch.Tensor | None, scale: float, where: str
 ) -> tuple[float, torch.Tensor, torch.Tensor | None]:
-    """Make the root of a backward whose gradients carry the factor `scale`.
+    """Multiply a loss by `scale`, and so the gradients of its backward.
 
     Torch compares the shape of an explicit ``gradient=``, for which it imports sympy, a third of a
     second: in a worker that would happen in the step after a death, when fewer workers carry
@@ -98,10 +98,11 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
 class BatchWeights:
     """The weights of one rank's batches, in units that all ranks have in common.
 
-    A unit is about the mean weight of a batch: in units of it a weight is a number near 1. Without
-    `set_expected_total`, or with samples where batches count tokens, a unit follows the
-    power of two nearest to the last round's weights, for each kind of backward: a power of
-    two, so that the result does not depend on what that round was.
+    A unit is about the mean weight of a batch: in units of it a weight is a number near 1. If no
+    total is expected (`set_expected_total`), or if it counts samples and the backwards' weights
+    count tokens, the unit becomes the power of two nearest to the last round's mean weight, for
+    each kind of backward: dividing by a power of two does not round, so the result does not depend
+    on what that round was.
 
     Args:
         group: the ranks.
@@ -157,9 +158,9 @@ class BatchWeights:
         has no samples in this step."""
         return self._delivered == 0.0
 
-    def root(
+    def scale_loss(
         self, loss: torch.Tensor, given: torch.Tensor | None, weight: float
     ) -> tuple[float, torch.Tensor, torch.Tensor | None]:
-        """The root of the backward of a loss with that weight; see `make_weighted_root`."""
+        """Multiply the loss by its weight in units; see the function `scale_loss`."""
         share = weight / self.unit(WEIGHTED) if self.averages else float(weight > 0)
-        return make_weighted_root(loss, given, share, self._place)
+        return scale_loss(loss, given, share, self._place)

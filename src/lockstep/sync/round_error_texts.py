@@ -75,7 +75,7 @@ _FAULTS: Final = {
         " other does not know what the loss counts for",
         "hand all models of a backward to one replicate([...])",
     ),
-    "unknown": _FaultKind(
+    "added_parameter": _FaultKind(
         "the model holds parameters that nobody synchronises",
         "they were added or replaced after replicate() or register(), and have got a"
         " gradient of this rank alone",
@@ -94,7 +94,7 @@ _FAULTS: Final = {
         "model.to(...), model.double() or parameter.data = ... after replicate() or register()",
         "convert the model first; or detach(), and replicate() again on every rank",
     ),
-    "late": _FaultKind(
+    "after_bucket_left": _FaultKind(
         "a gradient arrived after its bucket had left",
         "reentrant checkpointing runs backward through this parameter more than once, "
         "and did not in the first step",
@@ -106,7 +106,7 @@ _FAULTS: Final = {
     "weights_known_on_some_ranks": _mixed_weights(
         "some ranks ran another backward than the others"
     ),
-    "changed": _mixed_weights(
+    "unequal_batches": _mixed_weights(
         "loss.backward() adds up batches of different sizes (is one the last of an epoch?) as if"
         " each counted the same"
     ),

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.group import Group
-    from lockstep.sync.batch_weights import BatchWeights
     from lockstep.sync.buckets import Slot
     from lockstep.sync.round_contribution import Contribution, Fault, RoundTotals, UnreadTotals
+    from lockstep.sync.weighted_loss_scale import BatchWeights
 
 Gradients = dict["Slot", "torch.Tensor"]
 
@@ -55,21 +55,22 @@ class RoundResult:
     """The outcome of a round, from the transport; the round controller judges it.
 
     Attributes:
-        took_place: the ranks have met, and compared what earlier rounds left.
+        took_place: all ranks took part in the collective; they have exchanged the faults that were
+            found after earlier rounds, too.
         has_gradients: some rank has brought gradients.
         used_all: this rank has brought a gradient for every parameter.
-        verdicts: sums over the ranks that the round controller has to judge, each with this rank's
-            contribution to them.
-        unread: sums that are judged later, so that the host need not wait for an accelerator.
-        read_together: every rank reads these sums at this place, so that the ranks can exchange
-            what they have to refuse.
+        sums_to_judge: sums over the ranks of weights and faults, each with this rank's contribution
+            to them. The round controller refuses the gradients by them.
+        unread: such sums that are judged later, so that the host need not wait for an accelerator.
+        read_together: all ranks judge `sums_to_judge` after this round, so another collective may
+            follow in which they exchange why they refuse it.
         unreduced: the parameters whose gradients are still this rank's own.
     """
 
     took_place: bool
     has_gradients: bool
     used_all: bool
-    verdicts: Sequence[tuple[RoundTotals, Contribution]] = ()
+    sums_to_judge: Sequence[tuple[RoundTotals, Contribution]] = ()
     unread: UnreadTotals | None = None
     read_together: bool = True
     unreduced: Collection[Slot] = ()
@@ -141,8 +142,8 @@ class Transport(Protocol):
 
         Args:
             faults: that the round controller has found since `begin`. Under ``sync="ddp"`` the
-                peers hear of them in this round only where gradients wait for its end (late
-                parameters, halves of a shared one); else in the next round.
+                peers hear of them in the next round; or in this one, where gradients are reduced at
+                its end (of parameters added later, or shared by two wrapped models).
 
         Gradient:
             ``parameter.grad`` becomes the sum over the ranks, divided by the sum of their

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One global batch on this worker, from its delivery to its commit: `StepContext`.
+"""One global batch on this worker, from its delivery to its commit: `GlobalBatchContext`.
 
-The worker's `BatchIterator` makes a `StepContext` where a global batch begins. Which shards this
-worker computes, what each counts for, which seed each has, where the batch stands in its
-accumulation window and over which ranks its gradients are reduced stands there, and nowhere else in
-operator and worker. The default loops receive the context itself as their batch and pass it down;
-the gradients' synchronisation and the collectives are told the weight by `BatchIterator`, once.
+The worker's `BatchIterator` makes a `GlobalBatchContext` where a global batch begins. It is the
+only place in operator and worker that holds this worker's shards, their weights and seeds, the
+place in the accumulation window, and the ranks that reduce the gradients. The default loops receive
+the context itself as their batch and pass it down; `BatchIterator` tells the weight to the
+gradients' synchronisation and to the collectives, once.
 
 The default loops compute a worker's shards one after the other, so that the arithmetic of a shard
 does not depend on which worker carries it. A loop of the user's own receives the samples of all of
 its worker's shards as one plain batch, as the loader collated it, which then counts as one shard.
 The functions that such a loop calls (`self.backward`, ``super().train_batch``, ``metric.update``)
-find the context as ``operator._lockstep.step``. Between two batches a context without shards stands
-there, for a loop may run a backward or step an optimizer after its last batch.
+find the context as ``operator._lockstep.global_batch``. Between two batches a context without
+shards stands there, for a loop may run a backward or step an optimizer after its last batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class StepContext:
+class GlobalBatchContext:
     """One global batch on this worker, and how far the worker has come with it.
 
     Attributes:
@@ -44,8 +44,8 @@ class StepContext:
         purpose: "train", "validation" or "predict".
         shards: this worker's shards of the batch, in shard order; one if `is_joint`.
         is_joint: the user's loop has received this worker's samples as one plain batch.
-        weight: what a plain ``loss.backward()`` counts for, if the batch is joint; the error to
-            raise where that cannot be known; None if each shard's loss has its own weight.
+        weight: of a plain ``loss.backward()``. A number if the batch is joint; the error to raise
+            where the weight cannot be known; None if each shard's loss has a weight of its own.
         opens_window: this batch is the first of its accumulation window.
         closes_window: this batch is the last of its window: the optimizer steps after it.
         read_ahead: the batches that the user's own `train_epoch` has read; None in all other loops.
@@ -71,9 +71,9 @@ class StepContext:
     stepped_optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     partial_weights: dict[str, float] = field(default_factory=dict)
 
-    def between_batches(self) -> StepContext:
+    def between_batches(self) -> GlobalBatchContext:
         """The context that stands after this batch until the next one is delivered."""
-        return StepContext(
+        return GlobalBatchContext(
             self.reduction,
             self.purpose,
             opens_window=self.opens_window,
@@ -98,7 +98,7 @@ class StepContext:
             batch: this context, the plain batch that was delivered, or a batch that the user made
                 from it (moved, augmented, cut).
         """
-        if isinstance(batch, StepContext):
+        if isinstance(batch, GlobalBatchContext):
             return batch.shards
         joint_batch = self.joint_batch
         if joint_batch is None:

@@ -4,7 +4,7 @@
 import resource
 import socket
 
-from lockstep.engine.process_and_host_state import is_host_reachable
+from lockstep.engine.liveness_probes import is_host_reachable
 
 
 def test_a_port_where_nobody_listens_is_an_answer():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares the process of an actor: signal handlers and lean imports."""
+"""Prepares the process of an actor: the handler of SIGTERM, and imports that take little time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lockstep.import_without_gc import import_and_freeze, pause_gc
 
 
 def set_up_actor_process(module: str) -> None:
-    """Import `module` in an actor's process, torch with it and torch's compiler left out.
+    """Import `module`, and torch without its compiler, in an actor's process; restore SIGTERM.
 
     Ray ends actors with SIGTERM, and its handler prints a traceback into the user's terminal, ahead
     of the error that caused the shutdown. So the default action of SIGTERM is restored.
