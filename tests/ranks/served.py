@@ -14,7 +14,7 @@ from harness import outcomes
 from lockstep.errors import PeerLostError
 from lockstep.group import Group
 from lockstep.sync import ParameterServer, ParameterServerSync, ServerAddress
-from lockstep.sync.parameter_server.server_client import connect_to_server
+from lockstep.sync.parameter_server.server_connection import connect_to_server
 from ranks import programs
 from ranks.worlds import Loss, OneProcess, OnRanks
 

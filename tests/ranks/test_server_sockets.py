@@ -12,7 +12,7 @@ from lockstep.errors import PeerLostError
 from lockstep.serialization import join, pack, split, unpack
 from lockstep.sync import ParameterServer, ServerAddress
 from lockstep.sync.parameter_server.messages import Message
-from lockstep.sync.parameter_server.server_client import connect_to_server
+from lockstep.sync.parameter_server.server_connection import connect_to_server
 from ranks.served import server
 
 

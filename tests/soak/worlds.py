@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lockstep.errors import PeerLostError
 from lockstep.group import Group
 from lockstep.sync import DataParallelModel, GradientSync, ParameterServer, ParameterServerSync
-from lockstep.sync.parameter_server.server_client import connect_to_server
+from lockstep.sync.parameter_server.server_connection import connect_to_server
 
 
 class World:

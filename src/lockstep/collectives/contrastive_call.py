@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
+from lockstep.collectives.backward_agreement import BackwardCheck
 from lockstep.collectives.call_preconditions import (
     group_for_call,
     has_no_samples,
     require_mean_reduction,
 )
-from lockstep.collectives.communicating_backward import CommunicatingBackward
 from lockstep.collectives.row_agreement import RowLayout, agree_on_rows, format_ranks
 from lockstep.collectives.similarity_tiles import Similarities, strips_of
 from lockstep.errors import ConfigurationError, ReplicasDifferError
@@ -52,7 +52,7 @@ class ContrastiveCall:
     rows: RowLayout
     columns: RowLayout
     scale: float
-    communication: CommunicatingBackward | None
+    communication: BackwardCheck | None
     reduction: str
     tile: Tile
     is_empty: bool
@@ -151,7 +151,7 @@ def compare_arguments(
     _compare_calls(name, rows, columns, positives is not None)
     communication = None
     if torch.is_grad_enabled() and (grad or a.requires_grad or b.requires_grad):
-        communication = CommunicatingBackward(name, ranks, rows)
+        communication = BackwardCheck(name, ranks, rows)
     return ContrastiveCall(
         ranks, rows, columns, scale, communication, reduction, tile, has_no_samples()
     )

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from lockstep.collectives.backward_agreement import BackwardCheck
 from lockstep.collectives.call_preconditions import group_for_call, has_no_samples
-from lockstep.collectives.communicating_backward import CommunicatingBackward
 from lockstep.collectives.row_agreement import agree_on_rows
 from lockstep.compiler_disable import disable_dynamo
 from lockstep.errors import ConfigurationError
@@ -86,7 +86,7 @@ def gather(
     mine = mine[:0] if has_no_samples() else mine
     communication = None
     if x.requires_grad and torch.is_grad_enabled():
-        communication = CommunicatingBackward(name, ranks, layout, returns_rows=True)
+        communication = BackwardCheck(name, ranks, layout, returns_rows=True)
     apply: Any = _Gather.apply
     rows: torch.Tensor = apply(mine, ranks, layout, communication, backward)
     return rows.movedim(0, dim)
@@ -129,7 +129,7 @@ class _Gather(torch.autograd.Function):
         rows: torch.Tensor,
         group: Group,
         layout: RowLayout,
-        communication: CommunicatingBackward | None,
+        communication: BackwardCheck | None,
         backward: str,
     ) -> torch.Tensor:
         ctx.communication, ctx.backward, ctx.dtype = communication, backward, rows.dtype
@@ -137,7 +137,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        communication: CommunicatingBackward = ctx.communication
+        communication: BackwardCheck = ctx.communication
         rank = communication.group.rank
         replicated = ctx.backward == "replicated"
         infos = communication.exchange_backward_info(gradient, one_loss=replicated)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep.collectives.backward_agreement import BackwardCheck, note_global_mean
 from lockstep.collectives.call_preconditions import (
     group_for_call,
     has_no_samples,
     require_mean_reduction,
 )
-from lockstep.collectives.communicating_backward import CommunicatingBackward, note_global_mean
 from lockstep.collectives.row_agreement import agree_on_rows
 from lockstep.compiler_disable import disable_dynamo
 from lockstep.errors import ConfigurationError
@@ -61,7 +61,7 @@ def global_mean(per_row_loss: torch.Tensor, *, group: Any = None) -> torch.Tenso
             fix="give one number for each row",
         )
     needs = per_row_loss.requires_grad and torch.is_grad_enabled()
-    communication = CommunicatingBackward(name, ranks, layout) if needs else None
+    communication = BackwardCheck(name, ranks, layout) if needs else None
     apply: Any = _GlobalMean.apply
     mean: torch.Tensor = apply(mine, ranks, elements, communication)
     return mean
@@ -74,7 +74,7 @@ class _GlobalMean(torch.autograd.Function):
         rows: torch.Tensor,
         group: Group,
         elements: int,
-        communication: CommunicatingBackward | None,
+        communication: BackwardCheck | None,
     ) -> torch.Tensor:
         ctx.communication, ctx.elements, ctx.shape = communication, elements, rows.shape
         ctx.dtype = rows.dtype

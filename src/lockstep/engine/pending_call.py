@@ -84,7 +84,7 @@ class PendingCall(Generic[R]):
 
     @property
     def _has_other_cause(self) -> bool:
-        return any(map(_is_no_collective_error, self._causes))
+        return any(map(_cannot_be_collective, self._causes))
 
     def fail(self, rank: int, error: BaseException, *, peer_lost: bool) -> None:
         """Note that `rank` raised `error`.
@@ -190,6 +190,6 @@ class PendingCall(Generic[R]):
         return next(iter(found), None)
 
 
-def _is_no_collective_error(error: BaseException) -> bool:
+def _cannot_be_collective(error: BaseException) -> bool:
     """Whether no collective can have raised `error`, so that no lost peer explains it."""
     return isinstance(error, LockstepError) or not isinstance(error, RuntimeError)

@@ -33,7 +33,7 @@ from lockstep.engine.rollback_errors import rollback_impossible_error
 from lockstep.errors import WorkerDiedError
 from lockstep.recovery.lost_worker import LostWorker
 from lockstep.recovery.rank_table import RankTable
-from lockstep.recovery.spare_replacer import SpareReplacer
+from lockstep.recovery.spare_workers import SpareWorkers
 from lockstep.worker import Formation, join, leave_broken_group
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Regrouping:
         self._workers = engine.workers
         self._min_workers = min_workers
         self._watchdog = watchdog
-        self.spares = SpareReplacer(engine.workers, watchdog)
+        self.spares = SpareWorkers(engine.workers, watchdog)
 
     @property
     def can_grow(self) -> bool:

@@ -13,7 +13,7 @@ from lockstep.sync.gradient_sync import replicate as replicate
 from lockstep.sync.local_parameters import is_local as is_local
 from lockstep.sync.local_parameters import local as local
 from lockstep.sync.manual_average import average_gradients as average_gradients
-from lockstep.sync.parameter_server.server_client import ServerAddress as ServerAddress
+from lockstep.sync.parameter_server.server_connection import ServerAddress as ServerAddress
 from lockstep.sync.parameter_server.server_loop import ParameterServer as ParameterServer
 from lockstep.sync.parameter_server.server_sync import ParameterServerSync as ParameterServerSync
 from lockstep.sync.shard_tree_sum import ShardOrder as ShardOrder

@@ -44,8 +44,9 @@ class AccumulationWindow:
 
     Attributes:
         kind: PLAIN, WEIGHTED, or None before the first.
-        weight: of the weighted backwards so far, in units.
-        delivered: the weight that the first plain backward carried (None: one per rank).
+        weight: the sum of the weighted backwards' weights, in multiples of `BatchWeights.unit`.
+        delivered: the weight of the batch that the first plain backward was for; None: no weight
+            was delivered, and every rank's counts as 1.
         faults: reasons for all ranks to refuse the round.
     """
 
@@ -87,8 +88,9 @@ class AccumulationWindow:
         if self._enter(PLAIN, where):
             self.delivered = delivered
         elif self.delivered != delivered:
-            # The terms of the sum of local gradients are lost. This rank reports the fault and does
-            # not raise: on the other ranks the weights may have stayed the same.
+            # `parameter.grad` holds the sum already, so the batches can no longer be weighted one
+            # by one. This rank reports the fault and does not raise: on the other ranks the weights
+            # may have stayed the same.
             got = f"the delivered weight changed from {self.delivered} to {delivered}"
             self.faults.append(Fault("unequal_batches", got))
 

@@ -64,7 +64,7 @@ class SyncedTensors:
         ]
 
     def signature(self) -> int:
-        """A number below 64, the same on all ranks; one pair of models in 64 shares it."""
+        """A hash modulo 64, the same on all ranks; two models may collide."""
         return zlib.crc32(repr(self.structure()).encode()) % 64
 
 

@@ -59,8 +59,9 @@ class RoundResult:
             found after earlier rounds, too.
         has_gradients: some rank has brought gradients.
         used_all: this rank has brought a gradient for every parameter.
-        sums_to_judge: sums over the ranks of weights and faults, each with this rank's contribution
-            to them. The round controller refuses the gradients by them.
+        sums_to_judge: pairs of sums over the ranks (of weights and faults) and this rank's
+            contribution to them. By the sums the round controller decides whether to refuse the
+            gradients.
         unread: such sums that are judged later, so that the host need not wait for an accelerator.
         read_together: all ranks judge `sums_to_judge` after this round, so another collective may
             follow in which they exchange why they refuse it.
@@ -85,8 +86,8 @@ class Transport(Protocol):
 
     Attributes:
         can_rejoin: another group may take the place of one that has broken.
-        ends_late: gradients are complete only after callbacks that the transport itself queues
-            at the end of a backward.
+        ends_late: gradients are complete only after autograd's end-of-backward callbacks, which
+            the transport queues.
         stale_advice: for the guard: why a gradient was not reduced, and what to type.
     """
 

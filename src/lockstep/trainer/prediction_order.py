@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data.uncollate import uncollate
+from lockstep.trainer.split_predictions import split_predictions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ def order_predictions(answers: Iterable[Sequence[Prediction]]) -> list[Any]:
     keyed: list[tuple[Any, Any]] = []
     indices: list[Any] = []
     for part in parts:
-        items = uncollate(part.output, part.num_samples)
+        items = split_predictions(part.output, part.num_samples)
         indices += part.indices
         # A dataset of ready batches has one index for all the samples of a batch.
         per_sample = len(part.indices) == len(items)

@@ -94,8 +94,8 @@ class BatchIterator:
                 raise StopIteration
             self._num_open_samples = sum(part.num_samples for part in read.parts)
             self.num_delivered += 1
-            # Without parts the batch has no sample for this worker, nor a borrowed one, and no peer
-            # waits for this worker: a loop that takes plain batches skips the batch.
+            # No parts: this worker has no samples, and nobody waits for it. A loop that takes plain
+            # batches does not see this batch.
             if read.parts or not self._cursor.source.joint:
                 return self._deliver(read)
 

@@ -6,10 +6,10 @@ learns which weights these are in the first steps, in which it copies all weight
 copies only those. A loop that updates its weights by hand, and lets no optimizer step, stays in the
 first steps.
 
-A write that begins later is seen by torch's version counters, which costs nothing. The weight is
-copied from then on; the step in which the write came first cannot be undone. A write that raises no
-counter (`.data`, fused kernels, kernels of the user's own) is seen in the first steps only, by the
-value.
+Torch's version counters tell of a weight that is first written to after those steps, which costs
+nothing. The weight is copied from then on; the step in which the write came first cannot be undone.
+A write that raises no counter (`.data`, fused kernels, kernels of the user's own) is seen in the
+first steps only, by the value.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class InPlaceWriteTracker:
         self._found.update(dict.fromkeys(parameters))
 
     def has_missed(self) -> bool:
-        """Whether the batch wrote, before an optimizer stepped, to a weight without a copy."""
+        """Whether a weight that was not copied was written to in this batch, before any step."""
         return (
             self._has_no_copy(self._find_changed()) if self._is_ahead_of_step else self._has_missed
         )

@@ -10,17 +10,17 @@ What has to be copied depends on when a rank can still be interrupted:
 
 1. Buffers (running statistics) change in every forward. They are copied in every step.
 2. In the default loop an optimizer steps after all communication of the step. If a peer dies
-   before, weights and optimizer are unchanged: nothing more is copied. After an error behind the
-   optimizer's step the weights cannot be restored; then the step counts, if it is complete
-   (`is_complete`), or the run ends.
+   before, weights and optimizer are unchanged: nothing more is copied. After an error that comes
+   after ``optimizer.step()`` the weights cannot be restored: a complete step (`is_complete`) is
+   kept, and an incomplete one ends the run.
 3. A loop of the user's own may communicate after an optimizer has stepped (two models with two
    optimizers). Then weights, averages, optimizers and schedulers are copied before the first of
    the step's optimizers steps. The first steps show whether the loop does so
    (`_communicates_after_optimizer`); in them everything is copied in any case, until each optimizer
    has stepped once, for an optimizer may step in few batches only.
 4. Optimizers that step elsewhere, at a parameter server, keep an undo log there. The server is told
-   to which step it may have to go back (`_tell_server`). A step of theirs communicates, so that the
-   weights are copied here before each.
+   to which step it may have to go back (`_tell_server`). Their step communicates; therefore the
+   worker copies the weights before each.
 5. A forward may write to weights in any loop; see `in_place_writes`.
 6. A loop of the user's own may leave gradients to the next step, or to the next pass over the data.
    They are copied where the loop adds to them (`_reuses_gradients`, learned like
@@ -203,7 +203,7 @@ class Rollback:
         waits = self._open is not None and self._sync is not None and self._sync.has_open_window
         return cursor.has_open_window or waits
 
-    def restart_call(self) -> bool:
+    def restore_call_start(self) -> bool:
         """Restore the gradients of the call's beginning; False if parts of them are lost."""
         return self.restore_window_gradients(self._at_call)
 

@@ -122,7 +122,8 @@ class StateAccess:
     def apply_state(self, state: Mapping[str, Any]) -> None:
         """Load `state`; until `settle_state` the state from before can be restored."""
         before = self.state_dict()
-        # That state begins with the open window, whose batches have been counted.
+        # `before` lies at the start of the open window: batches after it are computed again, and
+        # must not be counted again.
         num_counted = self.operator._lockstep.committed - before["global_step"]
         self._before_load = before, self.num_batches_to_recompute + num_counted
         if self.operator._lockstep.step_log is not None:

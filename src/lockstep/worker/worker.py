@@ -308,7 +308,7 @@ class Worker(StateAccess):
         if self.before_call is not None:
             # A `train_epoch` of the user's own: only it knows its state between two batches.
             self.load_state(self.before_call)
-            return Undone.CALL if self.rollback.restart_call() else Undone.IMPOSSIBLE
+            return Undone.CALL if self.rollback.restore_call_start() else Undone.IMPOSSIBLE
         is_undone = self.rollback.undo(call.cursor, call.committed)
         return Undone.STEP if is_undone else Undone.IMPOSSIBLE
 

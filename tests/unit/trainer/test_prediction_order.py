@@ -18,8 +18,8 @@ from torch.utils.data import (
 )
 
 from lockstep import TorchTrainer, TrainingOperator
-from lockstep.data.uncollate import uncollate
 from lockstep.errors import ConfigurationError, NotShardableError
+from lockstep.trainer.split_predictions import split_predictions
 
 SAMPLES = 23
 FEATURES = torch.arange(SAMPLES * 3.0).reshape(SAMPLES, 3)
@@ -182,5 +182,5 @@ def test_rows_of_named_tuples():
     from collections import namedtuple
 
     Pair = namedtuple("Pair", "left right")
-    assert uncollate(Pair([1, 2], ["a", "b"]), 2) == [Pair(1, "a"), Pair(2, "b")]
-    assert uncollate(("x", 1), 2) == [("x", 1)] * 2
+    assert split_predictions(Pair([1, 2], ["a", "b"]), 2) == [Pair(1, "a"), Pair(2, "b")]
+    assert split_predictions(("x", 1), 2) == [("x", 1)] * 2

@@ -24,11 +24,10 @@ if TYPE_CHECKING:
 
 
 class OptimizerUndoLog:
-    """Copies of optimizers, and of their parameters, from before the steps of one point.
+    """Copies of optimizers, and of their parameters, as they were when the run had `point` steps.
 
     Attributes:
-        point: the steps of the run that are taken back together are those from this count on;
-            None: there is nothing to take back.
+        point: the count of steps that an undo returns to; None: there is nothing to undo.
     """
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from lockstep.serialization import dumps_exception
 from lockstep.sync.optimizer_inspection import optimizer_parameters
 from lockstep.sync.parameter_server.messages import Message
 from lockstep.sync.parameter_server.optimizer_undo_log import OptimizerUndoLog
-from lockstep.sync.parameter_server.server_client import raise_if_error
+from lockstep.sync.parameter_server.server_connection import raise_if_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

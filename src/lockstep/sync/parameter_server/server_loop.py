@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from lockstep.sync.parameter_server.message_socket import ConnectionLostError, MessageSocket
 from lockstep.sync.parameter_server.parameter_store import ParameterStore
-from lockstep.sync.parameter_server.server_client import ServerAddress
+from lockstep.sync.parameter_server.server_connection import ServerAddress
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -21,7 +21,7 @@ from lockstep.sync.parameter_server.remote_optimizer import (
     optimizers_to_serve,
     pickle_optimizers,
 )
-from lockstep.sync.parameter_server.server_client import ServerAddress, connect_to_server
+from lockstep.sync.parameter_server.server_connection import ServerAddress, connect_to_server
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,7 +18,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.tensor_tree import Key, children_of, rebuild_container
 
 
-def uncollate(output: Any, count: int, place: str = "the output") -> list[Any]:
+def split_predictions(output: Any, count: int, place: str = "the output") -> list[Any]:
     """Split `output` into one prediction for each of `count` samples, in the structure of `output`.
 
     Args:
@@ -45,7 +45,7 @@ def uncollate(output: Any, count: int, place: str = "the output") -> list[Any]:
         children = [(Key("[{}]", number), value) for number, value in enumerate(output)]
     if children is None:
         raise _wrong_row_count_error(place, count, f"a {type(output).__name__}")
-    columns = [uncollate(child, count, f"{place}{key}") for key, child in children]
+    columns = [split_predictions(child, count, f"{place}{key}") for key, child in children]
     return [
         rebuild_container(output, [column[number] for column in columns]) for number in range(count)
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SpareReplacer`: finds the workers that are ready for a rank, and replaces lost workers."""
+"""`SpareWorkers`: which spares are ready; new ones for those that failed or took a rank."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _MAX_STARTS: Final = 5
 """Starts in one bundle whose process may die before it is ready."""
 
 
-class SpareReplacer:
-    """Finds the spares of a run that are ready, and replaces those that fail.
+class SpareWorkers:
+    """The spare workers of a run: which are ready, and new ones in the place of those that fail.
 
     Args:
         watchdog: knows which hosts answer.

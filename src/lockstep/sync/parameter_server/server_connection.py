@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ServerClient`: a worker's connection to a parameter server in another process."""
+"""`ServerConnection`: a worker's connection to a parameter server in another process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ServerAddress:
     timeout_s: float
 
 
-def connect_to_server(address: ServerAddress, rank: int) -> ServerClient:
+def connect_to_server(address: ServerAddress, rank: int) -> ServerConnection:
     """Connect rank `rank` to its parameter server.
 
     Raises:
@@ -51,10 +51,10 @@ def connect_to_server(address: ServerAddress, rank: int) -> ServerClient:
         except (OSError, ConnectionLostError) as error:
             raise _server_lost_error(place, error) from error
         until_welcome.pop_all()
-    return ServerClient(messages, place)
+    return ServerConnection(messages, place)
 
 
-class ServerClient:
+class ServerConnection:
     """A worker's connection to a server in another process; see `Channel`."""
 
     def __init__(self, messages: MessageSocket, place: str) -> None:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CommunicatingBackward`: the checks before a backward in which gradients travel between ranks.
+"""`BackwardCheck`: the checks before a backward in which gradients travel between ranks.
 
 Every function of `collectives` that communicates in its backward first exchanges a `BackwardInfo`
 with all ranks. A rank that leaves its backward out is named in an error instead of waited for. Two
 faults can be found only in backward, and all ranks raise for them, because all have the same
-information: weights that are not equal and not on the roots of backward (the reduction would weigh
-a gradient that has travelled by the wrong rank's weight), and, for a function that needs one loss,
-ranks that differentiate different losses.
+information: unequal weights that are applied at the reduction, instead of to the loss (a gradient
+that has crossed to another rank would be multiplied by that rank's weight), and, for a function
+that needs one loss, ranks that differentiate different losses.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class BackwardInfo(NamedTuple):
     Attributes:
         call_id: the number that the rank gave the call in its forward.
         weight: of the rank's loss.
-        at_root: 1.0 if the weight was put on the root of the rank's backward, else 0.0.
-        scalar: the gradient of a function that returns a number; zero with weight zero.
+        at_root: 1.0 if the rank's loss was multiplied by the weight, else 0.0.
+        scalar: this rank's gradient of the function's result, if that is a number; zero with
+            weight zero.
         fingerprint: see `fingerprint_of`, where losses are compared; else zeros.
     """
 
@@ -57,7 +58,7 @@ class BackwardInfo(NamedTuple):
     fingerprint: list[float]
 
 
-class CommunicatingBackward:
+class BackwardCheck:
     """The upcoming backward of one call; made in the forward, kept by the autograd graph.
 
     Args:
