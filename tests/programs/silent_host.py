@@ -157,10 +157,13 @@ def cut(work):
     (work / "cut").touch()
 
 
-def notice(work, node):
-    """Note when Ray has reported that a node is dead."""
-    until(lambda: not next(n for n in ray.nodes() if n["NodeID"] == node)["Alive"], 120)
-    (work / "dead").write_text(str(time.time()))
+def notice(work, node, over):
+    """Until `over` is set: note when Ray has reported that a node is dead."""
+    while not over.is_set():
+        if not next(n for n in ray.nodes() if n["NodeID"] == node)["Alive"]:
+            (work / "dead").write_text(str(time.time()))
+            return
+        time.sleep(0.02)
 
 
 def main(sync, spares, hang_s, places):
@@ -177,8 +180,13 @@ def main(sync, spares, hang_s, places):
             for n in ray.nodes()
             if n["NodeID"] != ray.get_runtime_context().get_node_id()
         )
-        threading.Thread(target=notice, args=(work, far), daemon=True).start()
+        over = threading.Event()
+        watching = threading.Thread(target=notice, args=(work, far, over), daemon=True)
+        watching.start()
         found, told = trained(sync, spares, hang_s, place, work)
+        over.set()
+        for thread in (disturbance, watching):
+            thread.join()
         told["off"] = max(float((found[k] - expected[k]).abs().max()) for k in expected)
         told["bits"] = all(found[k].equal(expected[k]) for k in expected)
         print(json.dumps({"place": place, **told}), flush=True)
