@@ -21,6 +21,7 @@ from lockstep.operator.sync_setup import attach
 from lockstep.operator.training_parts import TrainingParts
 from lockstep.operator.weight_averages import make_weight_averages
 from lockstep.sync import is_local
+from lockstep.sync.local_parameters import mark_copies
 
 if TYPE_CHECKING:
     from lockstep.operator.loop_protocols import Operator
@@ -144,6 +145,7 @@ def build_training_parts(
         sync=None,
         sync_options=sync_options,
     )
+    mark_copies(registered.modules())
     _refuse_duplicates(registered.optimizers)
     _refuse_foreign_schedulers(registered)
     for module in registered.modules():

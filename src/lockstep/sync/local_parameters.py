@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from lockstep.errors import WrongTypeError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _MARK = "_lockstep_local"
 
@@ -18,7 +21,8 @@ def local(parameter_or_module: Owned) -> Owned:
     """Leave a parameter, a buffer or a whole module to each rank: never synchronised.
 
     It is not compared at attach, not broadcast, its gradients are not reduced, and an
-    optimizer may hold it. Mark it before a `GradientSync` is attached.
+    optimizer may hold it. Mark it before a `GradientSync` is attached; a parameter that is marked
+    alone, and not with its module, has to be marked again in a deep copy of the model.
 
     Args:
         parameter_or_module: a tensor, or a module with everything in it.
@@ -52,6 +56,15 @@ def local(parameter_or_module: Owned) -> Owned:
             fix="lockstep.local(model.router), or lockstep.local(model.router.weight)",
         )
     return parameter_or_module
+
+
+def mark_copies(modules: Iterable[torch.nn.Module]) -> None:
+    """Mark the tensors of local modules again: a deep copy of a module keeps its mark, and a deep
+    copy of a parameter does not."""
+    for module in modules:
+        for part in module.modules():
+            if is_local(part):
+                local(part)
 
 
 def is_local(parameter_or_module: torch.Tensor | torch.nn.Module) -> bool:

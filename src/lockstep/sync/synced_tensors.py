@@ -18,7 +18,7 @@ import torch
 from lockstep._torch_compat import buffers_of, parameters_of
 from lockstep.errors import WrongTypeError
 from lockstep.sync.buffer_broadcast import BufferPlace
-from lockstep.sync.local_parameters import is_local, local
+from lockstep.sync.local_parameters import is_local, mark_copies
 from lockstep.tensor_copies import is_block
 
 if TYPE_CHECKING:
@@ -101,9 +101,7 @@ def find_synced_tensors(modules: Sequence[torch.nn.Module]) -> SyncedTensors:
     seen: set[int] = set()
     # A criterion that holds no tensor leaves a lone model's names as the user knows them.
     several = sum(map(_holds_tensors, modules)) > 1
-    for part in chain.from_iterable(module.modules() for module in modules):
-        if is_local(part):
-            local(part)  # a deep copy of a parameter has lost its mark
+    mark_copies(modules)
     for position, module in enumerate(modules):
         for name, owner in module.named_modules(prefix=f"[{position}]" if several else ""):
             prefix = f"{name}." if name else ""

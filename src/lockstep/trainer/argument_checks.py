@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
 import torch
@@ -159,7 +160,7 @@ def explicit_args(num_shards: Any, seed: Any) -> dict[str, Any]:
 def check_numbers(**arguments: Any) -> None:
     """Refuse arguments that are no numbers above zero."""
     for name, value in arguments.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool)
+        number = isinstance(value, Real) and not isinstance(value, bool)
         require(number and value > 0, name, value, "a number above zero")
 
 
@@ -264,9 +265,9 @@ def check_options(
     step_freqs = (*sorted(VALID_SCHEDULER_STEP), None)
     require_choice("scheduler_step_freq", options.scheduler_step_freq, step_freqs)
     require_count("accumulate", options.accumulate)
-    clip = options.clip_grad_norm
-    require(clip is None or clip > 0, "clip_grad_norm", clip, "a positive norm, or None")
     check_numbers(bucket_cap_mb=options.bucket_cap_mb)
+    if options.clip_grad_norm is not None:
+        check_numbers(clip_grad_norm=options.clip_grad_norm)
     operator_cls._lockstep_check(options)
     _refuse_with_own_loop(options, operator_cls)
     _check_sync(options, use_local)

@@ -190,6 +190,12 @@ class Worker(StateAccess):
         )
         config = config_for(spec.config, spec.num_shards, context.shard_assignment.shards[0])
         operator = spec.operator_cls(config, context)
+        if "_lockstep" not in vars(operator):
+            raise ConfigurationError(
+                f"{spec.operator_cls.__name__}.__init__ does not call TrainingOperator's",
+                fix="super().__init__(config, context) at its beginning; or leave __init__ out, and"
+                " write setup(self, config)",
+            )
         # Set before `setup`, so that `stop` frees what a failing `setup` registered.
         self._operator = operator
         operator._lockstep.step_log = StepLog(spec.log_every) if spec.log_every else None

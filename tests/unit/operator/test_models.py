@@ -4,6 +4,7 @@
 `lockstep.operator.registration` and `lockstep.operator.shard_buffers` in whole runs.
 """
 
+import copy
 import subprocess
 import sys
 
@@ -24,6 +25,7 @@ from tests.unit.trainer.programs import (
 )
 from torch import nn
 
+import lockstep
 from lockstep import TrainingOperator
 from lockstep.randomness import RandomState
 
@@ -82,6 +84,36 @@ def test_a_parameter_of_two_modules_is_clipped_once():
     with trainer(WithSharedBias, clip_grad_norm=0.1) as one:
         one.train(num_steps=1)
         assert same(weights(one.get_model()), weights(model))
+
+
+class WithACopiedLocalLayer(TrainingOperator):
+    """The local layer's gradient is much longer than the other one's."""
+
+    def setup(self, config):
+        model = nn.Sequential(linear(), lockstep.local(nn.Linear(1, 1).double()))
+        self.model = copy.deepcopy(model)
+        self.register(models=self.model, optimizers=sgd(self.model))
+        self.register_data(train_loader=loader())
+
+    def compute_loss(self, batch, batch_info):
+        features, target = batch
+        own = 100.0 * self.model[1](torch.ones(1, 1, dtype=torch.float64)).sum()
+        return (self.model[0](features) - target).square().mean() + own
+
+
+@pytest.mark.parametrize("wrap_ddp", [True, False])
+def test_a_deep_copy_of_a_local_layer_is_no_part_of_the_norm_that_is_clipped(wrap_ddp):
+    features, target = problem()
+    model = linear()
+    optimizer = sgd(model)
+    (model(features[:BATCH]) - target[:BATCH]).square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    with trainer(WithACopiedLocalLayer, clip_grad_norm=0.1, wrap_ddp=wrap_ddp) as one:
+        if wrap_ddp:
+            assert one.verify(num_steps=2).ok
+        one.train(num_steps=1)
+        assert same(weights(one.get_model()[0]), weights(model))
 
 
 def test_a_criterion_with_parameters_is_trained_and_saved(tmp_path):

@@ -140,6 +140,8 @@ def test_the_operator_knows_how_it_was_asked_to_train():
         ({"num_cpus_per_worker": "2"}, "a number above zero"),
         ({"timeout_s": -1}, "timeout_s=-1"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
+        ({"clip_grad_norm": 0}, "clip_grad_norm=0"),
+        ({"clip_grad_norm": "1"}, "a number above zero"),
         ({"spare_workers": 1}, "num_workers=2 or more"),
         ({"min_workers": 2}, "min_workers=2"),
         ({"hang_timeout_s": 0}, "hang_timeout_s"),
@@ -283,6 +285,15 @@ def test_a_wrong_setup_is_refused_with_what_to_type(operator, error, needed):
         TorchTrainer(training_operator_cls=operator)
     assert needed in str(caught.value)
     assert isinstance(caught.value, LockstepError)
+
+
+def test_an_operator_without_its_base_class_is_refused():
+    class WithoutBase(Regression):
+        def __init__(self, config, context):
+            self.own = config
+
+    with pytest.raises(ConfigurationError, match=r"super\(\)\.__init__\(config, context\)"):
+        TorchTrainer(training_operator_cls=WithoutBase)
 
 
 def test_a_plateau_needs_its_metric():
