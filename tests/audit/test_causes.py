@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.audit.finding import Finding, Place
 from lockstep.audit.probe.frames import lines_through_a_library
-from lockstep.audit.rules.causes import with_causes
+from lockstep.audit.program_text.causes import with_causes
 
 BUGS = Path(__file__).parent / "bugs"
 

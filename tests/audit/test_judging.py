@@ -41,7 +41,7 @@ def test_a_rule_that_fails_costs_no_other_finding_and_the_report_says_so(monkeyp
     class Broken:
         codes = ()
 
-        def judge(self, world, explained):
+        def judge(self, world):
             yield from ()
             raise ZeroDivisionError("nobody saw it coming")
 

@@ -4,7 +4,7 @@
 import pytest
 
 from lockstep.audit.finding import Place
-from lockstep.audit.rules.words import line_with_factor
+from lockstep.audit.program_text.rank_factors import line_with_factor
 
 TEXT = """\
 import os

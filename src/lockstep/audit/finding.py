@@ -47,6 +47,7 @@ class Finding:
         parameters: names in the user's model.
         evidence: the numbers, JSON-able.
         where: lines of the user's program, the most telling first.
+        optimizer: the one that it concerns, by its key; "*": any of them; "": none.
         message: one or two sentences, with numbers.
         fix: what to type.
     """
@@ -61,6 +62,7 @@ class Finding:
     parameters: list[str] = field(default_factory=list)
     evidence: dict[str, Any] = field(default_factory=dict)
     where: list[Place] = field(default_factory=list)
+    optimizer: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """As the JSON report has it."""

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from lockstep.audit.packed import Packed, packed
-from lockstep.audit.prints import ABSENT, Fingerprint
+from lockstep.audit.prints import ABSENT, Fingerprint, Sketch
+from lockstep.audit.probe.shards import span_in_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +34,7 @@ def take(
     """The fingerprint of `tensors`, of which `counts` elements each are sampled.
 
     Without `norms`, which cost twice as much as the hashes, they are NaN. The samples of a sparse
-    tensor are sums of its elements.
+    tensor are sums of its elements; those of a piece are NaN where another rank has the element.
 
     Gradient:
         None: it reads.
@@ -46,15 +47,16 @@ def take(
         hashes = np.full(len(plain), ABSENT, dtype=np.int64)
         lengths = np.full(len(plain), np.nan)
         samples = np.full(sum(counts), np.nan)
+        spans = {place: span for place, t in enumerate(tensors) if (span := span_in_whole(t))}
         small: set[int] = set()
         for group in packed(plain):
             hashes[group.places] = group.lane_sums()
-            _fill_packed_samples(samples, group, counts)
+            _fill_packed_samples(samples, group, counts, spans)
             small.update(group.places)
         large = {p: t for p, t in enumerate(plain) if t is not None and p not in small}
         if large:
             hashes[list(large)] = stacked([_lane_sum(t) for t in large.values()]).numpy()
-            _fill_samples(samples, large, counts)
+            _fill_samples(samples, large, counts, spans)
         for place, tensor in enumerate(tensors):
             if tensor is not None and _is_sparse(tensor) and counts[place]:
                 end = sum(counts[: place + 1])
@@ -63,6 +65,64 @@ def take(
         if norms and present:
             lengths[[place for place, t in enumerate(plain) if t is not None]] = _norms(present)
     return Fingerprint(hashes, lengths, samples)
+
+
+def sampled(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """The elements that `take` samples of a tensor, as float64 on its device; shape (count,).
+
+    Gradient:
+        None: it reads.
+
+    Collective:
+        None.
+    """
+    with torch.no_grad():
+        if _is_sparse(tensor):
+            return torch.from_numpy(_folded(tensor, count))
+        flat = _dense(tensor).reshape(-1)
+        taken = flat[:: max(1, flat.numel() // count)][:count]
+        return taken.to(torch.float64, copy=True)
+
+
+def sketch(
+    tensors: dict[int, torch.Tensor], lengths: dict[int, torch.Tensor], counts: Sequence[int]
+) -> Sketch:
+    """What stands for some of P tensors, by their places.
+
+    Args:
+        tensors: what `sampled` gave.
+        lengths: their squared norms.
+        counts: how many are sampled of each of the P.
+    """
+    norms = np.full(len(counts), np.nan)
+    if lengths:
+        norms[list(lengths)] = np.sqrt(stacked(list(lengths.values())).numpy())
+    samples = np.full(sum(counts), np.nan)
+    ends = list(accumulate(counts))
+    slots: list[int] = []
+    for place, values in tensors.items():
+        start = ends[place] - counts[place]
+        slots.extend(range(start, start + values.numel()))
+    if slots:
+        samples[slots] = torch.cat([values.cpu() for values in tensors.values()]).numpy()
+    return Sketch(norms, samples)
+
+
+def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
+    """As a scalar of float64 on the tensor's device.
+
+    Gradient:
+        None: it reads.
+
+    Collective:
+        None.
+    """
+    with torch.no_grad():
+        plain = _dense(tensor)
+        norm: torch.Tensor = torch.linalg.vector_norm(
+            plain if _has_a_norm(plain) else plain.double()
+        )
+        return norm.to(torch.float64).square()
 
 
 def random_states() -> dict[str, int]:
@@ -169,8 +229,22 @@ def stacked(scalars: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([s.cpu() for s in scalars])
 
 
+def _places(size: int, count: int, span: tuple[int, int] | None) -> tuple[range, int]:
+    """Which elements of a tensor are sampled; as the how manieth sample of the whole they count."""
+    if span is None:
+        return range(0, size, max(1, size // count))[:count], 0
+    start, whole = span
+    stride = max(1, whole // count)
+    first = -(-start // stride)
+    last = min(count, -(-(start + size) // stride))
+    return range(first * stride - start, last * stride - start, stride), first
+
+
 def _fill_samples(
-    samples: np.ndarray[Any, Any], tensors: dict[int, torch.Tensor], counts: Sequence[int]
+    samples: np.ndarray[Any, Any],
+    tensors: dict[int, torch.Tensor],
+    counts: Sequence[int],
+    spans: dict[int, tuple[int, int]],
 ) -> None:
     picked: list[torch.Tensor] = []
     slots: list[int] = []
@@ -179,16 +253,20 @@ def _fill_samples(
         count = counts[place]
         if not count or not tensor.numel():
             continue
-        flat = tensor.reshape(-1)
-        taken = flat[:: max(1, flat.numel() // count)][:count]
+        places, first = _places(tensor.numel(), count, spans.get(place))
+        taken = tensor.reshape(-1)[places.start : max(places.stop, 0) : places.step]
         picked.append(taken)
-        slots.extend(range(ends[place] - count, ends[place] - count + taken.numel()))
+        start = ends[place] - count + first
+        slots.extend(range(start, start + taken.numel()))
     if picked:
         samples[slots] = torch.cat([p.double().cpu() for p in picked]).numpy()
 
 
 def _fill_packed_samples(
-    samples: np.ndarray[Any, Any], group: Packed, counts: Sequence[int]
+    samples: np.ndarray[Any, Any],
+    group: Packed,
+    counts: Sequence[int],
+    spans: dict[int, tuple[int, int]],
 ) -> None:
     ends = list(accumulate(counts))
     wanted: list[int] = []
@@ -196,8 +274,9 @@ def _fill_packed_samples(
     for place, start, size in zip(group.places, group.starts, group.sizes, strict=True):
         count = counts[place]
         if count:
-            taken = range(start, start + size, max(1, size // count))[:count]
-            wanted.extend(taken)
-            slots.extend(range(ends[place] - count, ends[place] - count + len(taken)))
+            places, first = _places(size, count, spans.get(place))
+            wanted.extend(start + at for at in places)
+            slot = ends[place] - count + first
+            slots.extend(range(slot, slot + len(places)))
     if wanted:
         samples[slots] = group.elements(wanted)

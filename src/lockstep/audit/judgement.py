@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lockstep.audit.finding import SEVERITIES, Finding
+from lockstep.audit.precedence import without_consequences
+from lockstep.audit.program_text.causes import with_causes
 from lockstep.audit.rules import RULES
-from lockstep.audit.rules.base import Explained
-from lockstep.audit.rules.causes import with_causes
 from lockstep.audit.selection import Selection
 from lockstep.audit.world import World
 
@@ -33,16 +33,15 @@ def judge(
         ignore: codes, or beginnings, to leave out.
     """
     world = World(ledgers)
-    explained = Explained()
-    found = [f for rule in RULES for f in _judged_by(rule, world, explained)]
+    found = without_consequences(f for rule in RULES for f in _judged_by(rule, world))
     kept, _ = Selection(tuple(only), tuple(ignore)).split(found)
     return sorted(map(with_causes, kept), key=lambda f: (-SEVERITIES.index(f.severity), f.code))
 
 
-def _judged_by(rule: Rule, world: World, explained: Explained) -> list[Finding]:
+def _judged_by(rule: Rule, world: World) -> list[Finding]:
     """A rule that fails must not cost the others' findings; the report says that it did."""
     try:
-        return list(rule.judge(world, explained))
+        return list(rule.judge(world))
     except Exception as error:
         message = f"{type(rule).__name__}: {type(error).__name__}: {error}"
         for ledger in world.ledgers.values():

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from lockstep.audit.finding import Place
-from lockstep.audit.prints import Fingerprint
+from lockstep.audit.prints import Fingerprint, Sketch
 
 FIRST_STEPS: Final = 64
 """This many steps are kept whole in `full` mode, then two of the next as many, and two each time
@@ -79,12 +79,11 @@ class Backward:
     `factor` is what the whole loss was multiplied by in the end, and `terms` what it consists of;
     `targets` stand for what it compares with, and `heads` are the parameters that it was computed
     with last.
-    By optimizer: `before` and `gradients` are what its parameters' gradients were when it began and
-    when it returned, and `own` this rank's, as they went into a communication hook. `hooked` tells
-    what hooks of the program's own made of the gradient of a parameter, by its name: it was
-    multiplied by ``factor``, or cut off at ``limit``. `touched` are the optimizers some of whose
-    gradients it wrote. `left` are the norms of all gradients of each model, and of all together,
-    when it returned; only in programs that scatter sums of gradients.
+    By optimizer: `local` is what it brought to each parameter, as autograd delivered it; `before`
+    and `gradients` are what its parameters' gradients were when it began and when it returned.
+    `touched` are the optimizers some of whose gradients it wrote. `left` are the norms of all
+    gradients of each model, and of all together, when it returned; only in programs that scatter
+    sums of gradients.
     """
 
     kind: str
@@ -96,9 +95,8 @@ class Backward:
     heads: list[str] = field(default_factory=list)
     wrappers: dict[str, dict[str, Any]] = field(default_factory=dict)
     gathered: list[dict[str, Any]] = field(default_factory=list)
+    local: dict[str, Sketch] = field(default_factory=dict)
     before: dict[str, Fingerprint] = field(default_factory=dict)
-    own: dict[str, Fingerprint] = field(default_factory=dict)
-    hooked: dict[str, dict[str, float]] = field(default_factory=dict)
     touched: list[str] = field(default_factory=list)
     left: list[float] = field(default_factory=list)
     gradients: dict[str, Fingerprint] = field(default_factory=dict)
@@ -108,8 +106,7 @@ class Backward:
 class Collective:
     """One call of a function of ``torch.distributed``.
 
-    `parameter` is the one whose gradient was communicated, `weights` the one that was itself;
-    `given` are elements of that gradient as it was handed over, in the first steps.
+    `parameter` is the one whose gradient was communicated, `weights` the one that was itself.
     """
 
     op: str
@@ -119,7 +116,6 @@ class Collective:
     reduction: str | None = None
     parameter: str | None = None
     weights: str | None = None
-    given: list[float] = field(default_factory=list)
     before: float | None = None
     after: float | None = None
     in_backward: bool = False
@@ -278,10 +274,14 @@ _CLASSES: Final = {
     for c in (Place, Term, Backward, Collective, Step, Parameter, Track, Loading, Ledger)
 }
 
+_FIELDS: Final = {name: {f.name for f in fields(c)} for name, c in _CLASSES.items()}
+
 
 def _packed(value: Any) -> Any:
     if isinstance(value, Fingerprint):
         return {"~": "Fingerprint", **value.as_json()}
+    if isinstance(value, Sketch):
+        return {"~": "Sketch", **value.as_json()}
     kind = type(value).__name__
     if kind in _CLASSES:
         return {"~": kind, **{f.name: _packed(getattr(value, f.name)) for f in fields(value)}}
@@ -300,5 +300,10 @@ def _unpacked(value: Any) -> Any:
     kind = value.pop("~", None)
     if kind == "Fingerprint":
         return Fingerprint.from_json(value)
+    if kind == "Sketch":
+        return Sketch.from_json(value)
     filled = {name: _unpacked(item) for name, item in value.items()}
-    return filled if kind is None else _CLASSES[kind](**filled)
+    if kind is None:
+        return filled
+    # A ledger that an earlier version has written may have fields that are gone.
+    return _CLASSES[kind](**{name: x for name, x in filled.items() if name in _FIELDS[kind]})

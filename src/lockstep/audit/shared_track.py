@@ -117,7 +117,12 @@ class SharedTrack:
 
     @cached_property
     def parameters(self) -> list[Shared]:
-        """What at least two ranks hold, by name and shape."""
+        """What at least two ranks hold as replicas of one another."""
+        return [shared for shared in self.held if shared.groups]
+
+    @cached_property
+    def held(self) -> list[Shared]:
+        """What at least two ranks hold, by name and shape, whole or in pieces."""
         places: dict[tuple[str, tuple[int, ...], int], dict[int, int]] = {}
         for rank, track in self.tracks.items():
             seen: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -129,7 +134,8 @@ class SharedTrack:
         for (name, _, _), held in places.items():
             described = {r: self.tracks[r].parameters[i] for r, i in held.items()}
             groups = self._groups(name, described)
-            if len(held) > 1 and groups and name not in self.apart:
+            own = any(p.local for p in described.values())
+            if len(held) > 1 and not own and name not in self.apart:
                 found.append(Shared(name, held, groups, described))
         return found
 
@@ -173,6 +179,7 @@ class SharedTrack:
         self.at_home = names
         self.apart |= names
         vars(self).pop("parameters", None)
+        vars(self).pop("held", None)
 
     def step(self, rank: int, number: int) -> Step | None:
         """One rank's record of one step."""
@@ -234,6 +241,7 @@ class SharedTrack:
         if max(norms) - min(norms) > allowed * max(norms):
             return True
         table = np.array([self.sampled(prints[r], shared, r) for r in ranks])
+        table = table[:, np.isfinite(table).all(axis=0)]  # pieces have some of the elements
         if not table.size:
             return False
         spread = float(np.max(table.max(axis=0) - table.min(axis=0)))
@@ -249,6 +257,11 @@ class SharedTrack:
             return []
         start, end = self._offsets[rank][shared.index[rank] : shared.index[rank] + 2]
         return [float(x) for x in held.samples[start:end]]
+
+    def samples_at(self, shared: Shared, rank: int) -> slice:
+        """Where the sampled elements of a parameter lie among all that a rank has sampled."""
+        start, end = self._offsets[rank][shared.index[rank] : shared.index[rank] + 2]
+        return slice(start, end)
 
     def _difference(
         self, prints: dict[int, Fingerprint], shared: Shared, ranks: list[int]

@@ -24,5 +24,5 @@ for step in range(3):
     x, y = batch(step)
     optimizer.zero_grad()
     scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
-    scaler.step(optimizer)  # here LS104
+    scaler.step(optimizer)  # here LS307
     scaler.update()

@@ -13,11 +13,10 @@ from lockstep.audit.ledger import Backward
 from lockstep.audit.probe import gathers, passed_back, scattered
 from lockstep.audit.probe.arguments import targets_of
 from lockstep.audit.probe.frames import users_lines
-from lockstep.audit.probe.hooked import watched_hooks
+from lockstep.audit.probe.increments import recorded
 from lockstep.audit.probe.loss_graph import factor_of, nearest_parameters, terms_of
 from lockstep.audit.probe.modes import note_mode
 from lockstep.audit.probe.optimizers import fingerprint_gradients, gradient_versions, watch_made
-from lockstep.audit.probe.own_gradients import own_gradients
 from lockstep.audit.probe.probe import Window
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def _watcher(probe: Probe, kind: str) -> Callable[[Callable[..., Any]], Callable
             before = {wrapper.key: wrapper.issued() for wrapper in probe.wrappers}
             probe.backward, probe.in_backward = record, True
             try:
-                with watched_hooks(probe, record):
+                with recorded(probe, record):
                     return original(*args, **kwargs)
             finally:
                 probe.backward, probe.in_backward = None, False
@@ -135,7 +134,6 @@ def _remember(probe: Probe, record: Backward, written: dict[str, list[object]]) 
     now = gradient_versions(probe)
     record.touched = [key for key, versions in now.items() if versions != written.get(key)]
     record.gradients = fingerprint_gradients(probe)
-    record.own = own_gradients(probe)
     probe.harmlessly(scattered.note_left, probe, record)
     for window in probe.each_window():
         if len(window.backwards) < Window.LIMIT:

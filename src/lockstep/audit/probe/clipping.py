@@ -68,14 +68,23 @@ def _listed(parameters: Any) -> list[torch.Tensor]:
 
 def _note_norm(probe: Probe, held: list[torch.Tensor], norm: Any, largest: Any) -> None:
     is_clipped = isinstance(largest, int | float) and float(norm) > largest
-    _note(probe, held, float(norm), is_clipped)
+    _note(probe, held, float(norm), is_clipped, largest / float(norm) if is_clipped else 1.0)
 
 
-def _note(probe: Probe, held: list[torch.Tensor], norm: float, is_clipped: bool) -> None:
+def _note(
+    probe: Probe, held: list[torch.Tensor], norm: float, is_clipped: bool, factor: float = 1.0
+) -> None:
     watch_made(probe)
     ids = set(map(id, held))
     of = [w.track.key for w in probe.optimizers.values() if not ids.isdisjoint(w.names)]
-    clip = {"norm": norm, "is_clipped": is_clipped, "where": users_lines(), "of": of, "used": []}
+    clip = {
+        "norm": norm,
+        "is_clipped": is_clipped,
+        "factor": factor,
+        "where": users_lines(),
+        "of": of,
+        "used": [],
+    }
     for window in probe.each_window():
         if len(window.clips) < Window.LIMIT:
             window.clips.append(clip)

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from lockstep.audit.ledger import SCATTERING, Collective
 from lockstep.audit.probe import gathers, handed_on, models_sent, scattered
 from lockstep.audit.probe.frames import is_called_by, lines_through_a_library
-from lockstep.audit.probe.given import note_given
 from lockstep.audit.probe.optimizers import watch_made
 from lockstep.audit.probe.probe import Window
 
@@ -169,9 +168,7 @@ def _before(probe: Probe, call: Collective, tensor: torch.Tensor, given: dict[st
     call.shape = list(tensor.shape)
     if call.op in ("all_reduce", "reduce"):
         call.reduction = _reduction_name(given.get("op"))
-        param, call.parameter = _named_gradient(probe, tensor)
-        if param is not None and call.op == "all_reduce":
-            note_given(probe, call, tensor, param)
+        call.parameter = _named_gradient(probe, tensor)
         call.weights = _parameter_name(probe, tensor) if call.parameter is None else None
         if call.parameter is None and len(probe.unnamed) < Window.LIMIT:
             probe.unnamed.append((call, weakref.ref(tensor)))
@@ -231,10 +228,8 @@ def _size(tensor: torch.Tensor) -> float | None:
         return float(tensor.detach().double().norm()) if tensor.is_floating_point() else None
 
 
-def _named_gradient(
-    probe: Probe, tensor: torch.Tensor
-) -> tuple[torch.Tensor, str] | tuple[None, None]:
-    """Which parameter's gradient it is, by its memory, and what that is called."""
+def _named_gradient(probe: Probe, tensor: torch.Tensor) -> str | None:
+    """The name of the parameter whose gradient it is, by its memory."""
     pointer = memory_of(tensor)
     held, name = probe.gradient_names.get(pointer, (None, None))
     if held is None or not _has_gradient_at(held(), pointer):
@@ -242,9 +237,7 @@ def _named_gradient(
         _name_gradients(probe)
         held, name = probe.gradient_names.get(pointer, (None, None))
     param = None if held is None else held()
-    if param is None or name is None or param.shape != tensor.shape:
-        return None, None
-    return param, name
+    return None if param is None or param.shape != tensor.shape else name
 
 
 def _parameter_name(probe: Probe, tensor: torch.Tensor) -> str | None:

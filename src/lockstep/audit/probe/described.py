@@ -15,6 +15,7 @@ from lockstep.audit.probe.shards import (
     is_piece,
     pieces_of_flat_parameters,
     replicas_of,
+    span_in_whole,
 )
 from lockstep.sync.local_parameters import is_local
 
@@ -89,4 +90,6 @@ def _like(probe: Probe, held: list[torch.Tensor]) -> Track | None:
 
 
 def _local_size(param: torch.Tensor) -> int:
+    if span_in_whole(param) is not None:
+        return param.numel()  # ranks sample the same elements of the whole, each those it has
     return int(param.to_local().numel()) if hasattr(param, "to_local") else param.numel()

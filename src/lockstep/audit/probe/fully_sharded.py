@@ -43,6 +43,15 @@ def note_reductions(probe: Probe, watched: Watched, window: Window) -> None:
         step.unreduced = {"names": unreduced, "backwards": len(left), "where": where}
 
 
+def whole_of_pieces(probe: Probe) -> dict[int, torch.Tensor]:
+    """By ``id`` of a piece: the whole parameter that stands in its place for autograd."""
+    if not probe.ledger.facts.get("fsdp"):
+        return {}
+    known = _held_in_pieces(m for reference in probe.living if (m := reference()) is not None)
+    whole = {piece: getattr(held, "_unsharded_param", None) for piece, (_, held) in known.items()}
+    return {piece: leaf for piece, leaf in whole.items() if leaf is not None}
+
+
 def is_root(module: torch.nn.Module) -> bool:
     """Was it given to ``fully_shard``, and is it no part of another module that was?
 

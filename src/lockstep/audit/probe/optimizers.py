@@ -243,8 +243,8 @@ def _concerns(probe: Probe, clip: dict[str, Any], watched: Watched) -> bool:
 
 def _concerned(backwards: list[Backward], key: str) -> list[Backward]:
     """Those that wrote gradients of this optimizer, and not another model's: rank 0's probe."""
-    found = [b for b in backwards if b.kind != "backward" or key in b.touched]
-    return found if any(key in b.touched for b in found) else list(backwards)
+    found = [b for b in backwards if b.kind != "backward" or key in b.touched or key in b.local]
+    return found if any(key in b.touched or key in b.local for b in found) else list(backwards)
 
 
 def _looks_at_all(probe: Probe, step: Step) -> bool:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from lockstep.audit.finding import Place
     from lockstep.audit.ledger import Backward, Collective, Loading, Step, Track
-    from lockstep.audit.prints import Fingerprint
     from lockstep.audit.probe.graphs import Mark
     from lockstep.audit.probe.records import Arrival, Known, Reduced, Schedule
 
@@ -119,7 +118,6 @@ class Watched:
         self.names = {
             id(p): d.name for p, d in zip(self.parameters, track.parameters, strict=False)
         }
-        self.counted = dict(zip(map(id, self.parameters), self.counts, strict=False))
         self.parts_sent: set[int] = set()
         self.step: Step | None = None
         self.next_is_detailed = True
@@ -232,7 +230,6 @@ class Probe:
         self.recent = Window()
         self.is_frozen: dict[int, Known] = {}
         self.unnamed: list[tuple[Collective, weakref.ref[torch.Tensor]]] = []
-        self.own_gradients: dict[int, Fingerprint] = {}
         self.arrivals: list[Arrival] = []
         self.gather_nodes: list[tuple[Mark, dict[str, Any]]] = []
         self.received: list[tuple[Collective, weakref.ref[torch.Tensor]]] = []

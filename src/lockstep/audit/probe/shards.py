@@ -23,6 +23,29 @@ def is_piece(param: Any) -> bool:
     return any(not p.is_replicate() and size > 1 for p, size in zip(placements, sizes, strict=True))
 
 
+def span_in_whole(param: Any) -> tuple[int, int] | None:
+    """Where the rows of a piece begin in its whole, in elements, and how many the whole has.
+
+    None for a tensor that is no piece, or that is not cut along its first dimension alone.
+    """
+    if not is_piece(param) or param.dim() == 0:
+        return None
+    sizes = [param.device_mesh.size(dim) for dim in range(len(param.placements))]
+    cuts = [
+        dim
+        for dim, (placement, size) in enumerate(zip(param.placements, sizes, strict=True))
+        if size > 1 and not placement.is_replicate()
+    ]
+    place = param.device_mesh.get_coordinate()
+    if len(cuts) != 1 or type(param.placements[cuts[0]]).__name__ != "Shard" or place is None:
+        return None
+    if param.placements[cuts[0]].dim != 0:
+        return None
+    height = -(-param.shape[0] // sizes[cuts[0]])
+    start = min(place[cuts[0]] * height, param.shape[0])
+    return start * (param.numel() // max(param.shape[0], 1)), param.numel()
+
+
 def replicas_of(param: Any) -> list[int] | None:
     """The ranks of a DTensor's mesh that hold the same piece of it; None for other tensors."""
     placements = getattr(param, "placements", None)

@@ -26,7 +26,6 @@ from lockstep.audit.probe.frozen import note_call
 from lockstep.audit.probe.fully_sharded import is_root
 from lockstep.audit.probe.loaders import tensors_in
 from lockstep.audit.probe.modes import note_acting
-from lockstep.audit.probe.own_gradients import note_own_gradients
 from lockstep.audit.probe.patches import is_recorded
 from lockstep.audit.probe.probe import Wrapper
 
@@ -41,8 +40,6 @@ _LINES_PER_WINDOW = 8
 def install(probe: Probe) -> None:
     """Watch the construction of wrappers, and module calls."""
     probe.patches.wrap(DDP, "__init__", functools.partial(_constructor, probe))
-    register = functools.partial(_registrar, probe)
-    probe.patches.wrap(DDP, "register_comm_hook", register)
     hook = probe.forward_hook = _ForwardHook(probe)
     if probe.mode != "watch":
         probe.patches.wrap(torch.nn.Module, "train", functools.partial(_mode_setter, hook))
@@ -128,23 +125,6 @@ def _constructor(probe: Probe, original: Callable[..., Any]) -> Callable[..., An
         probe.wrappers.append(wrapper)
         for module in self.module.modules():
             probe.owned[id(module)] = weakref.ref(module)
-
-    return watched
-
-
-def _registrar(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A communication hook is given this rank's own gradients: what it makes of them counts."""
-    known = weakref.ref(probe)  # the reducer keeps the hook for as long as the model lives
-
-    def watched(self: Any, state: object, hook: Callable[..., Any]) -> Any:
-        @functools.wraps(hook)
-        def looked_at(state: object, bucket: Any) -> Any:
-            watching = known()
-            if watching is not None and watching.is_on and watching.backward is not None:
-                watching.harmlessly(note_own_gradients, watching, bucket)
-            return hook(state, bucket)
-
-        return original(self, state, looked_at)
 
     return watched
 

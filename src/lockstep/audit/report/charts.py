@@ -7,6 +7,7 @@ import html
 import math
 from typing import TYPE_CHECKING, Any
 
+from lockstep.audit.diagnoses.seen import seen_in
 from lockstep.audit.report.words import cut
 from lockstep.audit.tables import drift_table, gradient_table
 
@@ -20,6 +21,48 @@ _WIDTH, _HEIGHT = 560, 150
 _COLOURS = 4
 _ROWS = 60
 _CELL = 18
+_COLUMNS = 16
+
+
+def coefficients(evidence: dict[str, Any]) -> str:
+    """Who contributed how much to whose step, as a table: one row for each rank that stepped."""
+    columns, rows = evidence.get("columns") or [], evidence.get("coefficients") or {}
+    if not columns or not rows:
+        return ""
+    largest = max((abs(value) for row in rows.values() for value in row), default=0.0) or 1.0
+    several = any(backward > 0 for _, backward in columns)
+    heads = "".join(
+        f"<th>rank {rank}{f', backward {backward + 1}' if several else ''}</th>"
+        for rank, backward in columns[:_COLUMNS]
+    )
+    body = "".join(
+        f"<tr><th>rank {html.escape(rank)} used</th>"
+        + "".join(
+            f'<td class=share style="--share: {abs(value) / largest:.2f}">{value:.4g}</td>'
+            for value in row[:_COLUMNS]
+        )
+        + "</tr>"
+        for rank, row in list(rows.items())[:_COLUMNS]
+    )
+    error = evidence.get("error", 0.0)
+    more = " (the first ones)" if max(len(columns), len(rows)) > _COLUMNS else ""
+    return (
+        "<p class=soft>By what the gradients that autograd brought to each rank were multiplied in "
+        f"what each rank's optimizer used, &plusmn; {error:.0e}{more}</p>"
+        f"<table><tr><th></th>{heads}</tr>{body}</table>"
+    )
+
+
+def coefficients_of_tracks(world: World) -> str:
+    """The same of every optimizer's first step that tells, where nothing was found."""
+    blocks = []
+    for track in world.compared:
+        seen = next((s for n in track.numbers for s in seen_in(track, n, None) if s.mixing), None)
+        if seen is not None and not seen.is_assumed:
+            title = html.escape(f"{track.key}, step {seen.number + 1}")
+            blocks.append(f"<h3>{title}</h3>{coefficients(seen.as_evidence())}")
+    found = "".join(blocks)
+    return f"<section><h2>Who contributes to whose step</h2>{found}</section>" if found else ""
 
 
 def curves(evidence: dict[str, Any]) -> str:

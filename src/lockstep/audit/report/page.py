@@ -9,7 +9,13 @@ import re
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from lockstep.audit.report.charts import curves, curves_of_tracks, differences_map
+from lockstep.audit.report.charts import (
+    coefficients,
+    coefficients_of_tracks,
+    curves,
+    curves_of_tracks,
+    differences_map,
+)
 from lockstep.audit.report.words import many, verdict
 from lockstep.audit.rules import all_codes
 from lockstep.audit.selection import Selection, left_out_in_words
@@ -60,6 +66,8 @@ polyline.rank0 { stroke: var(--a); } polyline.rank1 { stroke: var(--b); }
 polyline.rank2 { stroke: var(--c); } polyline.rank3 { stroke: var(--d); }
 polyline { fill: none; stroke-width: 2; vector-effect: non-scaling-stroke; }
 .axis { stroke: var(--line); vector-effect: non-scaling-stroke; }
+h3 { font-size: 1rem; margin: .75rem 0 0; }
+td.share { background: color-mix(in srgb, var(--a) calc(var(--share) * 45%), transparent); }
 .cell-0 { fill: var(--good); } .cell-1 { fill: var(--error); } .cell-2 { fill: var(--line); }
 """
 
@@ -77,7 +85,7 @@ def page(
     if more > 0:
         body += f"<p class=soft>and {more} more in the JSON report</p>"
     if not any("gradients" in f.evidence or "drift" in f.evidence for f in shown):
-        body += curves_of_tracks(world)
+        body += coefficients_of_tracks(world) + curves_of_tracks(world)
     title = _text(f"lockstep audit {shlex.join(summary['command'])}".strip())
     return (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
@@ -129,6 +137,7 @@ def _section(finding: Finding) -> str:
     if finding.parameters:
         listed = ", ".join(finding.parameters[:20])
         parts.append(f"<p class=soft>Parameters: <code>{_text(listed)}</code></p>")
+    parts.append(coefficients(finding.evidence))
     parts.append(curves(finding.evidence))
     return "".join(parts) + "</section>"
 

@@ -5,47 +5,38 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from lockstep.audit.rules.again import Again
 from lockstep.audit.rules.buffers import Buffers
-from lockstep.audit.rules.clipping import Clipping
-from lockstep.audit.rules.consumed import Consumed
 from lockstep.audit.rules.data import Data
 from lockstep.audit.rules.frozen import Frozen
 from lockstep.audit.rules.gathers import Gathers
 from lockstep.audit.rules.gradients import Gradients
 from lockstep.audit.rules.left_out import LeftOut
 from lockstep.audit.rules.liveness import Liveness
-from lockstep.audit.rules.loss_scales import LossScales
+from lockstep.audit.rules.mixed import Mixed, OwnScales
 from lockstep.audit.rules.modes import Modes
 from lockstep.audit.rules.never_cleared import NeverCleared
+from lockstep.audit.rules.norms import Norms
 from lockstep.audit.rules.not_finite import NotFinite
-from lockstep.audit.rules.one_rank import OneRank
 from lockstep.audit.rules.ownership import Ownership, Participation
 from lockstep.audit.rules.partial_outputs import PartialOutputs
-from lockstep.audit.rules.pieces import Pieces
-from lockstep.audit.rules.pseudo_gradients import PseudoGradients
 from lockstep.audit.rules.repetition import Repetition
 from lockstep.audit.rules.replicas import Replicas, Scales, States, StepCounts
-from lockstep.audit.rules.scale import Factors, Sums
 from lockstep.audit.rules.scattered import Scattered
 from lockstep.audit.rules.schedules import Schedules
-from lockstep.audit.rules.sharded import Undivided, Unreduced
-from lockstep.audit.rules.shares import Shares
+from lockstep.audit.rules.sharded import Unreduced
 from lockstep.audit.rules.unheld import Unheld
-from lockstep.audit.rules.weights import Weights
 
 if TYPE_CHECKING:
     from lockstep.audit.rules.base import Code, Rule
 
 RULES: Final[tuple[Rule, ...]] = (
-    LossScales(),
+    OwnScales(),
     Gradients(),
     NeverCleared(),
     NotFinite(),
     LeftOut(),
-    OneRank(),
+    Mixed(),
     Unreduced(),
-    Pieces(),
     Unheld(),
     Replicas(),
     Frozen(),
@@ -54,19 +45,11 @@ RULES: Final[tuple[Rule, ...]] = (
     StepCounts(),
     Buffers(),
     Modes(),
-    Weights(),
-    Sums(),
-    PseudoGradients(),
-    Undivided(),
-    Again(),
-    Consumed(),
     Scattered(),
-    Factors(),
-    Shares(),
     Schedules(),
     Gathers(),
     PartialOutputs(),
-    Clipping(),
+    Norms(),
     Ownership(),
     Participation(),
     Data(),

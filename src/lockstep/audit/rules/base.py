@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from lockstep.audit.finding import Finding, Place, Severity, with_text
@@ -44,16 +44,6 @@ class Code:
         )
 
 
-@dataclass
-class Explained:
-    """What the rules before have explained, so that its consequences are not reported again."""
-
-    tracks: set[str] = field(default_factory=set)
-    sums: set[str] = field(default_factory=set)
-    scales: bool = False
-    same_samples: bool = False
-
-
 class Rule(Protocol):
     """One thing that can be wrong.
 
@@ -63,8 +53,11 @@ class Rule(Protocol):
     @property
     def codes(self) -> tuple[Code, ...]: ...
 
-    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
-        """Yield what this rule finds. Pure: it reads ledgers and touches no program."""
+    def judge(self, world: World) -> Iterable[Finding]:
+        """Yield what this rule finds, whatever others do: a pure function of the ledgers.
+
+        `lockstep.audit.precedence` leaves out what another finding explains.
+        """
         ...
 
 
@@ -76,14 +69,13 @@ def first_found(
 
 
 def first_of_each(
-    world: World, explained: Explained, look: Callable[[SharedTrack, int], Finding | None]
+    tracks: Iterable[SharedTrack], look: Callable[[SharedTrack, int], Finding | None]
 ) -> Iterator[Finding]:
-    """The first thing that `look` finds in each optimizer's steps, but in those explained yet."""
-    for track in world.compared:
-        if track.key not in explained.tracks:
-            found = first_found(track, look)
-            if found is not None:
-                yield found
+    """The first thing that `look` finds in each optimizer's steps."""
+    for track in tracks:
+        found = first_found(track, look)
+        if found is not None:
+            yield replace(found, optimizer=track.key)
 
 
 def numbers(values: dict[int, float]) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.audit.rules.base import Code, Explained, named
+from lockstep.audit.rules.base import Code, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,9 +23,9 @@ class Buffers:
 
     codes = (EVALUATED,)
 
-    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+    def judge(self, world: World) -> Iterable[Finding]:
         ledgers = world.ledgers
-        if len(ledgers) < 2 or explained.tracks:
+        if len(ledgers) < 2 or world.alone:
             return
         for at_once in _of_all_ranks([led.evaluations for led in ledgers.values()]):
             first = at_once[0]
@@ -43,6 +43,7 @@ class Buffers:
                     "evaluate through the wrapper (it broadcasts rank 0's buffers), use "
                     "SyncBatchNorm, or evaluate on one rank",
                     rank=sorted(ledgers),
+                    optimizer="*",
                     step=first["step"] or None,
                     parameters=names,
                     evidence={

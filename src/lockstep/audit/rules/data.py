@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.audit.rules.base import Code, Explained
+from lockstep.audit.rules.base import Code
 from lockstep.audit.rules.overlap import SAME, same_samples, shares_out
 from lockstep.audit.rules.worker_seeds import SEEDS, equal_seeds
 
@@ -30,7 +30,7 @@ class Data:
 
     codes = (SAME, ORDER, EVALUATED, SEEDS)
 
-    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+    def judge(self, world: World) -> Iterable[Finding]:
         if world.is_model_parallel or world.trains_own_models:
             return
         reported: set[tuple[str, str]] = set()
@@ -42,7 +42,6 @@ class Data:
             ):
                 known = (found.code, loadings[min(loadings)].key) if found else None
                 if found is not None and known not in reported:
-                    explained.same_samples |= found.code == SAME.code
                     reported.add(known)  # type: ignore[arg-type]
                     yield found
         for rank, ledger in world.ledgers.items():

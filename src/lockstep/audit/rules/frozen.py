@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.audit.rules.base import Explained, first_found, named, numbers
+from lockstep.audit.rules.base import first_found, named, numbers
 from lockstep.audit.rules.replicas import BEFORE, BETWEEN
 
 if TYPE_CHECKING:
@@ -27,16 +28,16 @@ class Frozen:
 
     codes = (BEFORE, BETWEEN)
 
-    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
-        # Where the replicas themselves differ, what follows them does too.
-        if explained.tracks or world.is_model_parallel:
+    def judge(self, world: World) -> Iterable[Finding]:
+        if world.is_model_parallel:
             return
         for track in world.compared:
             if track.returns_to_agreement:
                 continue
             found = first_found(track, _at_step)
             if found is not None:
-                yield found
+                # Where the replicas themselves differ, what follows them does too.
+                yield replace(found, optimizer="*")
                 return
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.audit.rules.base import Code, Explained, first_of_each
+from lockstep.audit.rules.base import Code, first_of_each
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,8 +36,8 @@ class Gathers:
 
     codes = (WITHOUT, WRONG, OUTSIDE)
 
-    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
-        return first_of_each(world, explained, _judge_step)
+    def judge(self, world: World) -> Iterable[Finding]:
+        return first_of_each(world.compared, _judge_step)
 
 
 def _judge_step(track: SharedTrack, number: int) -> Finding | None:

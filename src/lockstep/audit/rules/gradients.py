@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from lockstep.audit.rules.base import Code, Explained, named, numbers
+from lockstep.audit.diagnoses.seen import seen_in
+from lockstep.audit.rules.base import Code, named, numbers
 from lockstep.audit.rules.left_by_backward import adding_backwards
 from lockstep.audit.rules.reasons import reason_of
 from lockstep.audit.shared_track import names_of
@@ -29,6 +31,9 @@ DIFFER = Code("LS104", "gradients differ after a reduction")
 MIXED = Code("LS105", "different parameters were reduced together")
 MISSING = Code("LS106", "gradients exist on some ranks only")
 COUNT = Code("LS308", "ranks took different numbers of steps")
+SCALE = Code("LS307", "loss scales differ")
+
+_CODES: Final = {"unknown": UNKNOWN, "after": DIFFER, "mixed": MIXED, "scales": SCALE}
 
 
 class Gradients:
@@ -36,11 +41,10 @@ class Gradients:
 
     codes = (BYPASSED, UNKNOWN, DIFFER, MIXED, MISSING, COUNT)
 
-    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
-        explained.tracks |= {track.key for track in world.alone}
+    def judge(self, world: World) -> Iterable[Finding]:
         yield from map(_as_own_models, world.alone[:1])
         for track in world.compared:
-            if track.key in explained.tracks or track.returns_to_agreement:
+            if track.returns_to_agreement:
                 continue
             found = (
                 _first_mixed(track)
@@ -48,14 +52,12 @@ class Gradients:
                 or _first_missing(track)
                 or _first_left_over(track)
             )
-            if found is not None and found.code == DIFFER.code:
+            if found is not None and found.code in (DIFFER.code, SCALE.code):
                 if _counts_differ(track):
                     continue  # the k-th steps of these ranks are not the same step
                 found = _out_of_step(track) or found
             if found is not None:
-                explained.tracks.add(track.key)
-                explained.scales |= "scales" in found.evidence
-                yield found
+                yield replace(found, optimizer=track.key)
 
 
 def _as_own_models(track: SharedTrack) -> Finding:
@@ -227,7 +229,7 @@ def _as_finding(
 ) -> Finding:
     names = names_of(differences)
     reason = reason_of(world, track, number, set(names))
-    code = {"unknown": UNKNOWN, "after": DIFFER, "mixed": MIXED}.get(reason.kind, BYPASSED)
+    code = _CODES.get(reason.kind, BYPASSED)
     worst = max(differences, key=_apart)
     missing = track.missing("gradients", number)
     message = (
@@ -242,6 +244,7 @@ def _as_finding(
         parameters=names,
         evidence={
             "reason": reason.name,
+            **_coefficients(track, number, set(names)),
             **reason.evidence,
             "gradients": gradient_table(track, worst.name),
             "drift": drift_table(track),
@@ -249,6 +252,12 @@ def _as_finding(
         },
         where=[*reason.where, *_places(track, number)],
     )
+
+
+def _coefficients(track: SharedTrack, number: int, names: set[str]) -> dict[str, Any]:
+    """By what each rank's gradients were multiplied in what every rank used, if that is known."""
+    seen = next((s for s in seen_in(track, number, None) if names & set(s.names)), None)
+    return {} if seen is None else seen.as_evidence()
 
 
 def _apart(difference: Difference) -> float:

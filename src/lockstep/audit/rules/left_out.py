@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lockstep.audit.rules.base import Explained, named
+from lockstep.audit.rules.base import named
 from lockstep.audit.rules.gradients import UNKNOWN
 
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ class LeftOut:
 
     codes = (UNKNOWN,)
 
-    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+    def judge(self, world: World) -> Iterable[Finding]:
         for track in world.compared:
-            if track.at_home and track.key not in explained.tracks:
+            if track.at_home:
                 names = sorted(track.at_home)
                 yield UNKNOWN.finding(
                     f"the ranks average the weights of other layers, and never {named(names)}: "
@@ -32,5 +32,6 @@ class LeftOut:
                     rank=track.ranks,
                     parameters=names,
                     where=next(iter(track.tracks.values())).where,
+                    optimizer=track.key,
                 )
                 return

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from lockstep.audit.rules.base import Code, Explained
+from lockstep.audit.rules.base import Code
 from lockstep.audit.rules.liveness_text import standing
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Liveness:
 
     codes = (WAITING, DIED)
 
-    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+    def judge(self, world: World) -> Iterable[Finding]:
         lost = world.lost
         stuck = {r: led.stuck_in for r, led in world.ledgers.items() if led.stuck_in is not None}
         if stuck and world.size > 1:

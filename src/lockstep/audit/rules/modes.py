@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lockstep.audit.rules.base import Code, Explained, first_found
+from lockstep.audit.rules.base import Code, first_found
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,13 +23,11 @@ class Modes:
 
     codes = (MODE,)
 
-    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+    def judge(self, world: World) -> Iterable[Finding]:
         for track in world.compared:
-            if track.key in explained.tracks:
-                continue
             found = first_found(track, _at_step)
             if found is not None:
-                yield found
+                yield replace(found, optimizer=track.key)
                 return
 
 

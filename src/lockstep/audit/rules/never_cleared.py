@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from lockstep.audit.rules.base import Code, Explained
+from lockstep.audit.rules.base import Code
 from lockstep.audit.rules.left_by_backward import adding_backwards
 
 if TYPE_CHECKING:
@@ -29,13 +30,13 @@ class NeverCleared:
 
     codes = (NEVER,)
 
-    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+    def judge(self, world: World) -> Iterable[Finding]:
         for track in world.tracks:
             seen = [_left_over(track, rank) for rank in track.ranks]
-            if track.key not in explained.tracks and all(
+            if track not in world.alone and all(
                 len(of_rank) >= _STEPS and all(of_rank) for of_rank in seen
             ):
-                yield _finding(track, min(map(len, seen)))
+                yield replace(_finding(track, min(map(len, seen))), optimizer=track.key)
 
 
 def _left_over(track: SharedTrack, rank: int) -> list[bool]:

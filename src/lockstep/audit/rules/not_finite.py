@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from lockstep.audit.rules.base import Code, Explained, named
+from lockstep.audit.rules.base import Code, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,7 +27,7 @@ class NotFinite:
 
     codes = (NOT_FINITE,)
 
-    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+    def judge(self, world: World) -> Iterable[Finding]:
         for track in world.tracks:
             found = {
                 rank: min((s for s in one.steps if s.not_finite), key=lambda s: s.number)

@@ -7,7 +7,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from lockstep.audit import exit_codes
-from lockstep.audit.rules.base import Code, Explained, named
+from lockstep.audit.rules.base import Code, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,7 +28,7 @@ class Ownership:
 
     codes = (FOREIGN, UNOWNED)
 
-    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+    def judge(self, world: World) -> Iterable[Finding]:
         seen: set[str] = set()
         for rank, ledger in world.ledgers.items():
             for track in ledger.tracks:
@@ -116,7 +116,7 @@ class Participation:
 
     codes = (BLIND, APART, STEPLESS)
 
-    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+    def judge(self, world: World) -> Iterable[Finding]:
         if any(world.fact("blind")):
             yield _blind(world)
         elif not world.has_failed:

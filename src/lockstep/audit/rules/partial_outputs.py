@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.audit.rules.base import Code, Explained, first_of_each
+from lockstep.audit.diagnoses.scale import rate_is_divided
+from lockstep.audit.expectation import is_one_mean
+from lockstep.audit.rules.base import Code, first_of_each
 from lockstep.audit.rules.gathers import WRONG
 from lockstep.audit.rules.left_by_backward import uses_what_backward_left
-from lockstep.audit.rules.scale import is_made_up_for, is_one_mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,14 +31,14 @@ class PartialOutputs:
 
     codes: tuple[Code, ...] = (WRONG,)
 
-    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+    def judge(self, world: World) -> Iterable[Finding]:
         if not world.sync_of_lockstep():
-            yield from first_of_each(world, explained, _judge_step)
+            yield from first_of_each(world.compared, _judge_step)
 
 
 def _judge_step(track: SharedTrack, number: int) -> Finding | None:
     steps = track.steps(number)
-    if not _share_one_loss(track, steps) or is_made_up_for(track):
+    if not _share_one_loss(track, steps) or rate_is_divided(track):
         return None
     backwards = [step.backwards[-1] for step in steps.values()]
     size = len(steps)
@@ -66,9 +67,7 @@ def _are_equal(values: list[float | None]) -> bool:
 
 
 def _is_left_alone(step: Step, key: str) -> bool:
-    last = step.backwards[-1]
-    handled = last.wrappers or last.own or last.hooked
-    return not handled and uses_what_backward_left(step, key)
+    return not step.backwards[-1].wrappers and uses_what_backward_left(step, key)
 
 
 def _grew(facts: tuple[dict[str, Any], ...], size: int) -> bool:

@@ -31,7 +31,7 @@ class Reason:
     name: str
     text: str
     fix: str
-    kind: Literal["bypassed", "unknown", "after", "mixed"] = "bypassed"
+    kind: Literal["bypassed", "unknown", "after", "mixed", "scales"] = "bypassed"
     where: list[Place] = field(default_factory=list)
     evidence: dict[str, Any] = field(default_factory=dict)
 
@@ -244,7 +244,7 @@ def _after(world: World, track: SharedTrack, number: int, step: Step) -> Reason:
             f"the ranks scaled their losses by different numbers ({scales})",
             "make one GradScaler on every rank at the same time with the same arguments, and let "
             "all ranks agree on found_inf",
-            kind="after",
+            kind="scales",
             evidence={"scales": {str(r): s for r, s in scales.items()}},
         )
     if world.sync_of_lockstep():
@@ -271,19 +271,26 @@ def _after(world: World, track: SharedTrack, number: int, step: Step) -> Reason:
 
 
 def _handed_back(track: SharedTrack, number: int) -> list[str]:
-    """Gradients that differ, and that a hook of the wrapper's was given and did not change."""
+    """Gradients that differ, and that the reduction gave back as the last backward brought them."""
     names = set(names_of(track.differences("gradients", number)))
     steps = track.steps(number)
-    owns = {r: s.backwards[-1].own.get(track.key) for r, s in steps.items() if s.backwards}
+    last = {r: s.backwards[-1].local.get(track.key) for r, s in steps.items() if s.backwards}
     found = []
     for shared in track.parameters:
-        pairs = [(own, steps[r].gradients, shared.index[r]) for r, own in owns.items()]
-        if shared.name in names and all(
-            own is not None and used is not None and own.hashes[place] == used.hashes[place]
-            for own, used, place in pairs
+        places = {rank: track.samples_at(shared, rank) for rank in steps}
+        if (
+            shared.wrapper
+            and shared.name in names
+            and all(
+                own is not None
+                and used is not None
+                and np.array_equal(own.samples[places[rank]], used.samples[places[rank]])
+                for rank, own in last.items()
+                for used in (steps[rank].gradients,)
+            )
         ):
             found.append(shared.name)
-    return found if owns and len(found) == len(names) else []
+    return found if last and len(found) == len(names) else []
 
 
 def _in_another_order(track: SharedTrack) -> Reason | None:

@@ -8,10 +8,11 @@ Ranks that also come to the same losses, whose gradients a wrapper averages, hav
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lockstep.audit.rules.arguments import drawn_alike
-from lockstep.audit.rules.base import Code, Explained
+from lockstep.audit.rules.base import Code
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,14 +33,12 @@ class Repetition:
 
     codes = (RANDOM, INPUTS)
 
-    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
-        if world.is_model_parallel or world.sync_of_lockstep() or explained.same_samples:
+    def judge(self, world: World) -> Iterable[Finding]:
+        if world.is_model_parallel or world.sync_of_lockstep():
             return
         for track in world.compared:
-            if track.key in explained.tracks:
-                continue
             found = [f for f in (_same_noise(track), _same_inputs(track)) if f is not None]
-            yield from found
+            yield from (replace(f, optimizer=track.key) for f in found)
             if found:
                 return
 

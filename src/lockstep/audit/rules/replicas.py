@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.finding import with_text
-from lockstep.audit.rules.base import Code, Explained, first_found, named, numbers
+from lockstep.audit.rules.base import Code, first_found, named, numbers
 from lockstep.audit.rules.gradients import COUNT, reduces_in_its_step
 from lockstep.audit.shared_track import names_of
 from lockstep.audit.tables import drift_table
@@ -32,19 +32,16 @@ class Replicas:
 
     codes = (BEFORE, BETWEEN, AFTER, HYPER, STATE)
 
-    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+    def judge(self, world: World) -> Iterable[Finding]:
         for track in world.compared:
             if track.returns_to_agreement:
                 continue
             hyper = _settings(world, track) or _holdings(world, track)
             if hyper is not None:
                 yield hyper
-            if track.key in explained.tracks:
-                continue
             drift = _drift(world, track)
             if drift is not None and not (hyper is not None and drift.code == AFTER.code):
-                explained.tracks.add(track.key)
-                yield drift
+                yield replace(drift, optimizer=track.key)
 
 
 def _drift(world: World, track: SharedTrack) -> Finding | None:
@@ -184,9 +181,9 @@ class States:
 
     codes = (STATE,)
 
-    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+    def judge(self, world: World) -> Iterable[Finding]:
         for track in world.compared:
-            if track.key in explained.tracks or track.returns_to_agreement:
+            if track.returns_to_agreement:
                 continue
             names = [t.state_names for t in track.tracks.values()]
             if len({t.count for t in track.tracks.values()}) > 1:
@@ -202,7 +199,7 @@ class States:
                 loaded = [place for places in world.fact("states_loaded") for place in places]
                 measured, *others = found.where
                 where = [measured, *dict.fromkeys(with_text(loaded)), *others]
-                yield replace(found, where=where)
+                yield replace(found, where=where, optimizer=track.key)
 
 
 def _state_at(track: SharedTrack, number: int) -> Finding | None:
@@ -239,9 +236,9 @@ class Scales:
 
     codes = (SCALE,)
 
-    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+    def judge(self, world: World) -> Iterable[Finding]:
         seen = {r: led.facts for r, led in world.ledgers.items() if "scales" in led.facts}
-        if len(seen) < 2 or explained.scales:
+        if len(seen) < 2:
             return
         of_all = set.intersection(*(set(facts["scales"]) for facts in seen.values()))
         for number in sorted(map(int, of_all)):
@@ -255,6 +252,7 @@ class Scales:
                     step=number,
                     where=next(iter(seen.values()))["scaled_at"],
                     evidence={"scale": {str(r): v for r, v in values.items()}},
+                    optimizer="*",
                 )
                 return
 
@@ -264,7 +262,7 @@ class StepCounts:
 
     codes = (COUNT,)
 
-    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+    def judge(self, world: World) -> Iterable[Finding]:
         if world.has_failed or any(world.fact("joins")):
             return
         for track in world.compared:

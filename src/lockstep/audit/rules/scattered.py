@@ -7,19 +7,15 @@ long the gradients were that backward left, that went in, that came out and that
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lockstep.audit.diagnoses.scale import UNDIVIDED, rate_is_divided
+from lockstep.audit.expectation import is_near, is_one_mean, share_one_loss
 from lockstep.audit.ledger import SCATTERING
-from lockstep.audit.rules.base import Code, Explained, first_found
-from lockstep.audit.rules.scale import (
-    UNDIVIDED,
-    compute_one_loss,
-    is_made_up_for,
-    is_near,
-    is_one_mean,
-)
+from lockstep.audit.rules.base import Code, first_found
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,15 +31,13 @@ class Scattered:
 
     codes: tuple[Code, ...] = (UNDIVIDED,)
 
-    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+    def judge(self, world: World) -> Iterable[Finding]:
         if world.sync_of_lockstep():
             return
         for track in world.compared:
-            if track.key in explained.tracks | explained.sums or is_made_up_for(track):
-                continue
-            found = first_found(track, _judge_step)
+            found = None if rate_is_divided(track) else first_found(track, _judge_step)
             if found is not None:
-                yield found
+                yield replace(found, optimizer=track.key)
 
 
 def _judge_step(track: SharedTrack, number: int) -> Finding | None:
@@ -51,7 +45,7 @@ def _judge_step(track: SharedTrack, number: int) -> Finding | None:
     size = len(steps)
     if size < track.world_size or not all(_is_own_mean(step) for step in steps.values()):
         return None
-    if compute_one_loss(steps.values()) or not all(_used_the_sum(s, size) for s in steps.values()):
+    if share_one_loss(steps.values()) or not all(_used_the_sum(s, size) for s in steps.values()):
         return None
     step = next(iter(steps.values()))
     call = _scatters(step)[0]
@@ -74,7 +68,7 @@ def _scatters(step: Step) -> list[Collective]:
 def _is_own_mean(step: Step) -> bool:
     """And nothing came from other ranks, was clipped, scaled or averaged by a wrapper."""
     changed = step.clips or step.scale is not None or step.has_closure
-    apart = not any(b.gathered or b.wrappers or b.own or b.hooked for b in step.backwards)
+    apart = not any(b.gathered or b.wrappers for b in step.backwards)
     return not changed and apart and is_one_mean(step)
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from lockstep.audit.rules.scale import TIMES
+from lockstep.audit.diagnoses.scale import TIMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lockstep.audit.finding import Finding
-    from lockstep.audit.rules.base import Explained
     from lockstep.audit.shared_track import SharedTrack
     from lockstep.audit.world import World
 
@@ -24,7 +23,7 @@ class Schedules:
 
     codes = (TIMES,)
 
-    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+    def judge(self, world: World) -> Iterable[Finding]:
         if world.size < 2 or world.has_failed:
             return
         for track in world.compared:

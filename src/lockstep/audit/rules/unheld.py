@@ -9,11 +9,12 @@ nowhere.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from lockstep.audit.rules.base import Explained, named, numbers
+from lockstep.audit.rules.base import named, numbers
 from lockstep.audit.rules.gradients import BYPASSED
 
 if TYPE_CHECKING:
@@ -39,16 +40,15 @@ class Unheld:
 
     codes = (BYPASSED,)
 
-    def judge(self, world: World, explained: Explained) -> Iterable[Finding]:
+    def judge(self, world: World) -> Iterable[Finding]:
         if world.sync_of_lockstep() or any(world.fact("sends")):
             return
         for track in world.tracks:
-            if track.key in explained.tracks or len(track.ranks) < world.size:
+            if len(track.ranks) < world.size or track in world.alone:
                 continue
             found = _judge(track)
             if found is not None:
-                explained.tracks.add(track.key)
-                yield found
+                yield replace(found, optimizer=track.key)
 
 
 def _judge(track: SharedTrack) -> Finding | None:

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What became of weights between two steps, and of what weights have moved: the same solve.
+
+Replicas that train on their own and meet now and then (local SGD, averaging of models, an outer
+optimizer) are mixed by their weights, and not by their gradients.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from lockstep.audit.diagnoses.ranks import ONE_RANK
+from lockstep.audit.diagnoses.scale import UNDIVIDED, rate_is_divided
+from lockstep.audit.equations import of_gradients, of_moves, of_weights
+from lockstep.audit.expectation import is_near
+from lockstep.audit.mixing import solve
+from lockstep.audit.rules.base import named
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from lockstep.audit.equations import Equations
+    from lockstep.audit.finding import Finding
+    from lockstep.audit.ledger import Collective
+    from lockstep.audit.mixing import Mixing
+    from lockstep.audit.shared_track import SharedTrack
+
+_LOOKS: Final = 8
+_MEETINGS: Final = 3
+"""A copy of the best replica's weights is not always one rank's."""
+
+
+def diagnose_weights(track: SharedTrack) -> Iterator[Finding]:
+    """What is wrong with the weights that an optimizer's steps begin with."""
+    met: list[int] = []
+    for number in track.numbers:
+        equations = of_weights(track, number) if _have_changed(track, number) else None
+        if equations is None:
+            continue
+        mixings = solve(equations)
+        for mixing in mixings:
+            calls = _sums_of_weights(track, number, mixing)
+            if calls and all(is_near(mixing.total(rank), mixing.size) for rank in mixing.ranks):
+                yield _added_up(track, number, mixing, calls[0])
+                return
+        source = _source(mixings)
+        if source is not None:
+            met.append(source)
+    if len(met) >= _MEETINGS and len(set(met)) == 1:
+        yield _of_one_rank(track, met)
+
+
+def _have_changed(track: SharedTrack, number: int) -> bool:
+    """Did a step begin with other weights, on some rank, than the step before had left there?"""
+    before = track.steps(number - 1)
+    pairs = [(before[r].exit, step.entry) for r, step in track.steps(number).items() if r in before]
+    return any(
+        left is not None and begun is not None and not np.array_equal(left.hashes, begun.hashes)
+        for left, begun in pairs
+    )
+
+
+def _source(mixings: Sequence[Mixing]) -> int | None:
+    """The rank with whose weights, as its step had left them, all ranks have gone on."""
+    found: set[int] = set()
+    for mixing in mixings:
+        uses = [mixing.use_of(place) for place in range(len(mixing.columns))]
+        if set(uses) != {"shared", "lost"} or uses.count("shared") > 1:
+            return None
+        if any(not is_near(mixing.total(rank), 1.0) for rank in mixing.ranks):
+            return None
+        found.add(mixing.columns[uses.index("shared")].rank)
+    return found.pop() if len(found) == 1 else None
+
+
+def _of_one_rank(track: SharedTrack, met: list[int]) -> Finding:
+    others = [rank for rank in track.ranks if rank != met[0]]
+    first = next(iter(track.steps(track.numbers[0]).values()))
+    return ONE_RANK.finding(
+        f"after each step the ranks' weights differed, and {len(met)} times the next step "
+        f"began with those of rank {met[0]} on all ranks: what ranks {others} computed is lost",
+        "average the gradients before the step (`lockstep.average_gradients(model)`, a wrapper), "
+        "instead of sending weights after it",
+        rank=others,
+        step=track.numbers[0] + 1,
+        evidence={"used": met[0]},
+        where=first.where,
+    )
+
+
+def _sums_of_weights(track: SharedTrack, number: int, mixing: Mixing) -> list[Collective]:
+    names = {track.held[place].name for place in mixing.parameters}
+    step = next(iter(track.steps(number).values()))
+    return [c for c in step.collectives if c.weights in names and c.reduction == "SUM"]
+
+
+def _added_up(track: SharedTrack, number: int, mixing: Mixing, call: Collective) -> Finding:
+    names = [track.held[place].name for place in mixing.parameters]
+    return UNDIVIDED.finding(
+        f"between steps {number} and {number + 1} an all_reduce added up {named(names)} over "
+        f"{mixing.size} ranks, and nothing divided the sum: the model is about "
+        f"{mixing.size} times as large as each rank's",
+        "use op=ReduceOp.AVG, or divide by the number of ranks after the all_reduce",
+        rank=mixing.ranks,
+        step=number + 1,
+        parameters=names,
+        evidence={"ratio": mixing.total(mixing.ranks[0]), "ranks": mixing.size},
+        where=call.where,
+    )
+
+
+def diagnose_moves(outer: SharedTrack, tracks: Sequence[SharedTrack]) -> Iterator[Finding]:
+    """Is what an outer optimizer steps along the sum of what all ranks' models have moved?"""
+    inners = [track for track in tracks if track is not outer and _is_like(track, outer)]
+    without = [n for n in outer.numbers[:_LOOKS] if of_gradients(outer, n) is None]
+    for inner, number in itertools.product(inners, without):
+        for end in inner.numbers:
+            equations = of_moves(outer, number, inner, end)
+            mixings = [] if equations is None or not _may_be_sums(equations) else solve(equations)
+            if len(mixings) == 1 and _are_all_one(mixings[0]):
+                yield _moves_added_up(outer, inner, number)
+                return
+
+
+def _may_be_sums(equations: Equations) -> bool:
+    """Of all ranks' moves: asked before what is solved, for all ends that a round may have."""
+    total, used = equations.local.sum(axis=1), equations.used[0]
+    apart = np.minimum(np.abs(used - total), np.abs(used + total))
+    return bool(total.any() and np.nanmax(apart) <= 1e-2 * np.abs(total).max())
+
+
+def _are_all_one(mixing: Mixing) -> bool:
+    sizes = abs(mixing.coefficients)
+    return bool((abs(sizes - 1.0) <= 1e-2).all()) and bool((mixing.errors < 1e-2).all())
+
+
+def _is_like(inner: SharedTrack, outer: SharedTrack) -> bool:
+    shapes = [
+        [(rank, p.shape) for rank in track.ranks for p in track.tracks[rank].parameters]
+        for track in (inner, outer)
+    ]
+    return shapes[0] == shapes[1]
+
+
+def _moves_added_up(outer: SharedTrack, inner: SharedTrack, number: int) -> Finding:
+    size = len(outer.ranks)
+    step = next(iter(outer.steps(number).values()))
+    sums = [c for c in step.collectives if (c.op, c.reduction) == ("all_reduce", "SUM")]
+    calls = [c.where for c in sums if c.shape != [1]]
+    return UNDIVIDED.finding(
+        f"step {number + 1} of {next(iter(outer.tracks.values())).optimizer}: its gradients are "
+        f"what the models of {size} ranks have moved since the last round, added up and not "
+        f"divided: {size} times their mean move",
+        "use op=ReduceOp.AVG, or divide by the number of ranks after the all_reduce",
+        rank=outer.ranks,
+        step=number + 1,
+        severity="notice" if rate_is_divided(outer) else None,
+        evidence={"ranks": size, "ratio": float(size), "moved_by": inner.key},
+        where=[*(calls[-1] if calls else ()), *step.where],
+    )

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one sample counts in the loss of a backward, as its graph says.
+
+The gradient of the mean over a global batch gives every sample the same weight. What a sample
+counts in the end is its weight in the loss, times the coefficient with which that backward's
+gradient went into the step (`lockstep.audit.mixing`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from lockstep.audit.ledger import Backward, Step
+
+_CLOSE: Final = 1e-4
+_ONE_LOSS: Final = 1e-6
+
+
+def is_near(value: float | None, wanted: float) -> bool:
+    """But for what arithmetic in single precision loses."""
+    return value is not None and abs(value - wanted) <= _CLOSE * abs(wanted)
+
+
+def total_weight(backward: Backward) -> float | None:
+    """What all samples of a loss count together: 1 for a mean; None if its graph does not tell.
+
+    Of a loss of several terms nobody knows whether they are about the same samples.
+    """
+    if len(backward.terms) != 1:
+        return None
+    term = backward.terms[0]
+    return abs(term.weight) * term.count if term.count > 0 else None
+
+
+def counts_are_known(backwards: Sequence[Backward]) -> bool:
+    """Is it known of how many elements each loss is?
+
+    In a sum that is divided by hand some may not count; the divisor tells, unless it is the same
+    for all: then it may be a count of all ranks.
+    """
+    terms = [term for backward in backwards for term in backward.terms]
+    masked = any(term.op == "sum" or term.op.startswith("sum/") for term in terms)
+    masked = masked or any(" of " in term.op for term in terms)
+    return not masked or len({term.count for term in terms}) > 1
+
+
+def is_one_mean(step: Step) -> bool:
+    """Is the loss of a step the mean over this rank's samples, and nothing else?"""
+    ran = [b for b in step.backwards if b.kind == "backward"] or step.backwards
+    if len(ran) != 1 or len(ran[0].terms) != 1 or ran[0].terms[0].kind != "mean":
+        return False
+    return is_near(total_weight(ran[0]), 1.0)
+
+
+def share_one_loss(steps: Iterable[Step]) -> bool:
+    """Ranks that share one loss have a part of its gradient each: the sum is the whole."""
+    losses = [b.loss or 0.0 for step in steps for b in step.backwards]
+    return max(losses) - min(losses) <= _ONE_LOSS * max(map(abs, losses))
+
+
+def are_of_one_kind(backwards: Sequence[Backward]) -> bool:
+    """Are these losses, of one term each, of the same kind and by the same head of the model?"""
+    if any(len(b.terms) != 1 for b in backwards):
+        return False
+    kinds = {b.terms[0].op.split("/")[0] for b in backwards}
+    return len(kinds) == 1 and all(b.heads == backwards[0].heads for b in backwards)

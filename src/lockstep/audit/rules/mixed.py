@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the mixing of gradients, and of weights, says: see `lockstep.audit.diagnoses`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lockstep.audit.diagnoses import CODES, DIAGNOSES, diagnose, ranks
+from lockstep.audit.diagnoses.moves import diagnose_moves, diagnose_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from lockstep.audit.finding import Finding
+    from lockstep.audit.rules.base import Code
+    from lockstep.audit.shared_track import SharedTrack
+    from lockstep.audit.world import World
+
+
+class OwnScales:
+    """Gradients that differ because each rank has divided them by a scale of its own."""
+
+    codes: tuple[Code, ...] = (ranks.SCALE,)
+
+    def judge(self, world: World) -> Iterable[Finding]:
+        for track in world.compared:
+            asked = (ranks.divided_by_own_scale,)
+            found = None if track.returns_to_agreement else next(diagnose(track, asked), None)
+            if found is not None:
+                yield replace(found, optimizer=track.key)
+
+
+class Mixed:
+    """Solves what every optimizer used for what autograd brought to the ranks."""
+
+    codes = CODES
+
+    def judge(self, world: World) -> Iterable[Finding]:
+        if world.sync_of_lockstep():
+            return  # it weighs gradients by what their batches count for
+        for track in world.tracks:
+            found = None if track in world.alone else next(_of(world, track), None)
+            if found is not None:
+                yield replace(found, optimizer=track.key)
+
+
+def _of(world: World, track: SharedTrack) -> Iterator[Finding]:
+    is_compared = track in world.compared
+    if not track.returns_to_agreement:
+        yield from diagnose(track, DIAGNOSES if is_compared else ())
+    if is_compared:
+        yield from diagnose_weights(track)
+        yield from diagnose_moves(track, world.tracks)
