@@ -183,15 +183,19 @@ def _equations(
         close += [max(tolerance(shared.dtype), close_at_least)] * count
     if not parameter:
         return None
-    return Equations(
+    local = np.array([np.concatenate(values) for values in rows]).T
+    whole = Equations(
         ranks,
         columns,
-        np.nan_to_num(np.array([np.concatenate(values) for values in rows])).T,
+        np.where(np.isnan(local), 0.0, local),
         np.array([np.concatenate(values) for values in results]),
         np.array(parameter),
         np.array(unit),
         np.array(close),
     )
+    # Before a GradScaler has found its scale, elements overflow.
+    is_finite: Numbers = np.isfinite(whole.local)
+    return whole._at(np.asarray(is_finite.all(axis=1)))
 
 
 def bringing(step: Step, key: str) -> Iterator[Backward]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
 import torch
@@ -160,8 +159,17 @@ def explicit_args(num_shards: Any, seed: Any) -> dict[str, Any]:
 def check_numbers(**arguments: Any) -> None:
     """Refuse arguments that are no numbers above zero."""
     for name, value in arguments.items():
-        number = isinstance(value, Real) and not isinstance(value, bool)
-        require(number and value > 0, name, value, "a number above zero")
+        require(_is_above_zero(value), name, value, "a number above zero")
+
+
+def _is_above_zero(value: Any) -> bool:
+    """Whether `value` is a number, one of numpy's, say, and above zero."""
+    if isinstance(value, bool | str):
+        return False
+    try:
+        return float(value) > 0
+    except (TypeError, ValueError):
+        return False
 
 
 def _check_spares(num_workers: int, spare_workers: Any, min_workers: Any) -> None:
@@ -266,8 +274,9 @@ def check_options(
     require_choice("scheduler_step_freq", options.scheduler_step_freq, step_freqs)
     require_count("accumulate", options.accumulate)
     check_numbers(bucket_cap_mb=options.bucket_cap_mb)
-    if options.clip_grad_norm is not None:
-        check_numbers(clip_grad_norm=options.clip_grad_norm)
+    clip = options.clip_grad_norm
+    is_norm = clip is None or _is_above_zero(clip)
+    require(is_norm, "clip_grad_norm", clip, "a positive norm, or None")
     operator_cls._lockstep_check(options)
     _refuse_with_own_loop(options, operator_cls)
     _check_sync(options, use_local)

@@ -141,7 +141,7 @@ def test_the_operator_knows_how_it_was_asked_to_train():
         ({"timeout_s": -1}, "timeout_s=-1"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
         ({"clip_grad_norm": 0}, "clip_grad_norm=0"),
-        ({"clip_grad_norm": "1"}, "a number above zero"),
+        ({"clip_grad_norm": "1"}, "a positive norm"),
         ({"spare_workers": 1}, "num_workers=2 or more"),
         ({"min_workers": 2}, "min_workers=2"),
         ({"hang_timeout_s": 0}, "hang_timeout_s"),

@@ -105,12 +105,15 @@ def times_ranks(seen: Seen) -> Finding | None:
         return None
     counts = _told_counts(seen)
     if counts is not None:
+        by_rank = seen.by_rank(sum(t.count for t in b.terms) for b in seen.backwards)
         return seen.finding(
             TIMES,
             f"each rank's loss is its share of a mean over all ranks' {counts:g} elements, and "
             f"the gradients were averaged as well: they are {_said(seen, 1.0 / size)} those of the "
             "mean over all samples",
             f"multiply the loss by the number of ranks, which the average divides by: {size} here",
+            # Where two ranks have as many, a loss that counts half looks the same.
+            severity="notice" if size == 2 and are_equal(by_rank.values()) else None,
             evidence={"ratio": 1.0 / size, "counts": counts},
         )
     if seen.totals is None or seen.backwards_per_rank == size:
