@@ -106,12 +106,14 @@ def _ports(one: socket.socket) -> tuple[int, int]:
 
 
 def _with_socket(descriptor: int, function: Callable[[socket.socket], _T]) -> _T:
-    blocks = os.get_blocking(descriptor)
+    # With `socket.setdefaulttimeout`, Python makes its owner's socket non-blocking. Otherwise it
+    # leaves it alone, and so must we: gloo makes a new socket non-blocking itself, at any moment,
+    # and a socket that was then set back would block gloo's thread for ever.
+    is_changed = socket.getdefaulttimeout() is not None and os.get_blocking(descriptor)
     one = socket.socket(fileno=descriptor)
     try:
         return function(one)
     finally:
         one.detach()  # gloo owns the socket, and closes it
-        if blocks:
-            # With `socket.setdefaulttimeout`, Python has made its owner's socket non-blocking.
+        if is_changed:
             os.set_blocking(descriptor, True)

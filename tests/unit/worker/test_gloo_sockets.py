@@ -8,6 +8,7 @@ import pytest
 
 from lockstep.errors import PeerLostError
 from lockstep.group import Group
+from lockstep.worker import gloo_sockets
 from lockstep.worker.gloo_sockets import GlooSockets
 
 
@@ -35,6 +36,23 @@ def test_sockets_of_other_libraries_block_as_before(default_timeout):
             pass
         assert os.get_blocking(blocking.fileno())
         assert not os.get_blocking(other.fileno())
+
+
+def test_a_socket_that_gloo_makes_non_blocking_meanwhile_stays_so(monkeypatch):
+    """Set back to blocking, it would block gloo's thread: the group waits until its timeout."""
+    near, far = _pair()
+    read_ports = gloo_sockets._ports
+
+    def while_gloo_connects(one):
+        if one.fileno() == near.fileno():
+            os.set_blocking(near.fileno(), False)
+        return read_ports(one)
+
+    monkeypatch.setattr(gloo_sockets, "_ports", while_gloo_connects)
+    with near, far:
+        with GlooSockets().record_new_sockets():
+            pass
+        assert not os.get_blocking(near.fileno())
 
 
 class OverSocket(Group):
