@@ -29,6 +29,7 @@ def coefficients(evidence: dict[str, Any]) -> str:
     columns, rows = evidence.get("columns") or [], evidence.get("coefficients") or {}
     if not columns or not rows:
         return ""
+    error = float(evidence.get("error", 0.0))
     largest = max((abs(value) for row in rows.values() for value in row), default=0.0) or 1.0
     several = any(backward > 0 for _, backward in columns)
     heads = "".join(
@@ -39,12 +40,11 @@ def coefficients(evidence: dict[str, Any]) -> str:
         f"<tr><th>rank {html.escape(rank)} used</th>"
         + "".join(
             f'<td class=share style="--share: {abs(value) / largest:.2f}">{value:.4g}</td>'
-            for value in row[:_COLUMNS]
+            for value in (x if abs(x) > error else 0.0 for x in row[:_COLUMNS])
         )
         + "</tr>"
         for rank, row in list(rows.items())[:_COLUMNS]
     )
-    error = evidence.get("error", 0.0)
     more = " (the first ones)" if max(len(columns), len(rows)) > _COLUMNS else ""
     return (
         "<p class=soft>By what the gradients that autograd brought to each rank were multiplied in "
