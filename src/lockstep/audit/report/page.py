@@ -67,7 +67,8 @@ polyline.rank2 { stroke: var(--c); } polyline.rank3 { stroke: var(--d); }
 polyline { fill: none; stroke-width: 2; vector-effect: non-scaling-stroke; }
 .axis { stroke: var(--line); vector-effect: non-scaling-stroke; }
 h3 { font-size: 1rem; margin: .75rem 0 0; }
-td.share { background: color-mix(in srgb, var(--a) calc(var(--share) * 45%), transparent); }
+td.share { --tint: color-mix(in srgb, var(--a) calc(var(--share) * 35%), transparent);
+  background-image: linear-gradient(var(--tint), var(--tint)); }
 .cell-0 { fill: var(--good); } .cell-1 { fill: var(--error); } .cell-2 { fill: var(--line); }
 """
 
