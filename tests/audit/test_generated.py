@@ -14,5 +14,5 @@ MANY = [pytest.param(number, marks=pytest.mark.slow) for number in range(16, 150
 def test_a_random_program(pool, number, tmp_path):
     one = judged(pool, number, tmp_path / "measured.json")
     assert one.unseen == [], str(one)
-    assert one.is_wrong or one.alarms == [], str(one)
+    assert one.alarms == [], str(one)
     assert not one.factor_is_off, str(one)

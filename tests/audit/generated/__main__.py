@@ -30,7 +30,7 @@ def main(count: int, seed: int) -> int:
                 tally[f"{kind}"] += 1
                 if one.is_wrong and not one.is_found:
                     missed.append(one)
-                if not one.is_wrong and one.alarms:
+                if one.alarms:
                     alarms.append(one)
                 if one.factor_is_off:
                     off.append(one)

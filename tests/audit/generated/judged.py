@@ -89,6 +89,9 @@ class Judged:
 
     @property
     def alarms(self) -> list[str]:
+        """Codes of findings on a right program; a clip may hide what went wrong before it."""
+        if self.is_wrong or self.choices["fault"] is not None:
+            return []
         return [f.code for f in self.findings if f.severity != "notice"]
 
     @property
@@ -116,10 +119,12 @@ class Judged:
 def _unsaid(one: Judged, code: str) -> float:
     """What the program chose itself: to add up means of micro-batches, a factor of its loss.
 
-    LS206 is about that factor.
+    LS206 is about that factor; LS204 tells what came after the average, whatever was averaged.
     """
     windows = len(one.choices["counts"][0])
     factor = 1.0 if code == "LS206" else float(one.choices["factor"])
+    if code == "LS204" and one.choices["weighing"] == "global_sum":
+        factor /= RANKS
     return factor * (float(windows) if one.choices["weighing"] == "mean" else 1.0)
 
 
