@@ -3,7 +3,8 @@
 
 import numpy as np
 
-from lockstep.audit.ledger import Ledger, Parameter, Step, Track
+from lockstep.audit.facts import Parameter, Step, Track
+from lockstep.audit.ledger import Ledger
 from lockstep.audit.prints import Fingerprint
 
 

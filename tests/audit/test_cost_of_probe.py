@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep.audit
 from lockstep.audit import session
+from lockstep.audit.facts import Backward, Parameter, Track
 from lockstep.audit.fingerprint import take
-from lockstep.audit.ledger import FIRST_STEPS_WATCH, Backward, Parameter, Track
+from lockstep.audit.ledger import FIRST_STEPS_WATCH
 from lockstep.audit.packed import MOST_BYTES, SMALL, packed
 from lockstep.audit.probe import (
     backwards,
@@ -74,7 +75,7 @@ def test_a_message_of_another_size_is_not_compared_with_each_parameter():
     assert kept in probe.optimizers
     assert watched.track.parameters.reads == watched.parameters.reads == 0
     assert counted.transfers() == 0
-    assert models_sent.FACT not in probe.ledger.facts
+    assert probe.ledger.facts.models_sent == []
 
 
 @pytest.mark.parametrize(("share", "are_weights"), [(1.0, True), (0.5, True), (None, False)])
@@ -87,8 +88,8 @@ def test_whether_a_message_is_the_weights_takes_no_transfer_for_each(share, are_
     with Counted() as counted:
         models_sent.note(probe, models_sent.SENDING, told)
     assert kept in probe.optimizers
-    (noted,) = probe.ledger.facts[models_sent.FACT]
-    assert noted.items() >= {"size": 240, "op": "send", "weights": are_weights}.items()
+    (noted,) = probe.ledger.facts.models_sent
+    assert (noted.size, noted.op, noted.weights) == (240, "send", are_weights)
     assert counted.transfers() == 0, "lists of numbers are read as a whole"
 
 
@@ -217,7 +218,7 @@ def test_a_late_evaluation_is_written_down_and_costs_no_later_step():
         return probe.ledger.evaluations, len(torch_modules._global_forward_pre_hooks)
 
     (evaluation,), hooks = _late(body)
-    assert evaluation["names"] == ["0.running_mean", "0.running_var"]
+    assert evaluation.names == ["0.running_mean", "0.running_var"]
     assert hooks == 0
 
 

@@ -4,7 +4,7 @@
 import pytest
 
 from lockstep.audit.dealt import is_dealt_out
-from lockstep.audit.ledger import Loading
+from lockstep.audit.facts import Loading
 
 
 def _loading(**said):

@@ -97,7 +97,7 @@ def test_what_the_audit_cannot_look_at_does_not_stop_the_program():
     finally:
         lockstep.audit.stop(exchange=lambda mine: seen.append(mine) or [mine])
     assert weight.tolist() == pytest.approx([0.6] * 3)
-    unseen = Ledger.from_bytes(seen[0]).facts["unseen"]
+    unseen = Ledger.from_bytes(seen[0]).facts.unseen
     assert any("not for you" in line for line in unseen)
 
 
@@ -136,7 +136,7 @@ def test_after_the_steps_that_were_asked_for_nothing_is_looked_at():
 
     ledger = _ledger_of(steps=2, then=train_on)
     assert [track.count for track in ledger.tracks] == [2]
-    assert ledger.facts["backwards"] == 2
+    assert ledger.facts.backwards == 2
     assert [look for look in looks if look not in ("_before_step", "_after_step")] == []
 
 
@@ -241,7 +241,7 @@ def test_a_loader_that_cannot_be_described_is_read_all_the_same():
     delivered = []
     ledger = _ledger_of(then=lambda: delivered.extend(DataLoader(range(4), sampler=_Nameless())))
     assert len(delivered) == 4
-    assert any("not known yet" in line for line in ledger.facts["unseen"])
+    assert any("not known yet" in line for line in ledger.facts.unseen)
 
 
 class _Reader(torch.nn.Module):
@@ -269,7 +269,7 @@ def test_what_is_traced_has_the_graph_that_it_has_without_the_audit():
     expected = nodes()
     ledger = _ledger_of(then=lambda: found.extend(nodes()))
     assert found == expected
-    assert "unseen" not in ledger.facts
+    assert ledger.facts.unseen == []
 
 
 class _Joining(torch.nn.Module):
@@ -346,8 +346,6 @@ def test_a_schedules_steps_are_counted_between_those_of_its_optimizer():
                 schedule.step()
         assert still.last_epoch == 0
 
-    facts = _ledger_of(then=train).facts["schedules"]
-    assert {key: (each["count"], each["schedules"]) for key, each in facts.items()} == {
-        "SGD#0": (8, 1)
-    }
-    assert facts["SGD#0"]["where"][0].function == "_made_with_schedule"
+    facts = _ledger_of(then=train).facts.schedules
+    assert {key: (each.count, each.schedules) for key, each in facts.items()} == {"SGD#0": (8, 1)}
+    assert facts["SGD#0"].where[0].function == "_made_with_schedule"

@@ -4,8 +4,8 @@
 import numpy as np
 
 from audit.ledgers import of_one_step
+from lockstep.audit.facts import Collective, Step
 from lockstep.audit.judgement import judge
-from lockstep.audit.ledger import Collective, Step
 from lockstep.audit.rules import RULES
 from lockstep.audit.rules.gradients import _reduced_together
 from lockstep.audit.world import World
@@ -47,4 +47,4 @@ def test_a_rule_that_fails_costs_no_other_finding_and_the_report_says_so(monkeyp
 
     monkeypatch.setattr("lockstep.audit.judgement.RULES", (Broken(), *RULES))
     assert [f.code for f in judge(ledgers)] == expected
-    assert all("Broken: ZeroDivisionError" in led.facts["unseen"][0] for led in ledgers)
+    assert all("Broken: ZeroDivisionError" in led.facts.unseen[0] for led in ledgers)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from lockstep.audit.facts import Backward, Step, Term, Track
 from lockstep.audit.finding import Place
 from lockstep.audit.fingerprint import take
-from lockstep.audit.ledger import Backward, Ledger, Step, Term, Track, is_detailed, thin_out
+from lockstep.audit.ledger import Ledger, is_detailed, thin_out
 from lockstep.audit.prints import samples_per_tensor
 from lockstep.audit.probe.loss_graph import terms_of, weight_at
 
@@ -143,6 +144,10 @@ X, TARGET = _numbers(6, 3).requires_grad_(), torch.tensor([0, 1, 2, 0, -100, 1])
 WEIGHTS = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
 
 
+def _squared():
+    return F.mse_loss(X, torch.zeros(6, 3), reduction="sum")
+
+
 @pytest.mark.parametrize(
     ("loss", "expected"),
     [
@@ -154,6 +159,12 @@ WEIGHTS = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
         (lambda: (X.sum(1) * WEIGHTS).sum() / WEIGHTS.sum(), ("mean", 1 / 3, 3)),
         (lambda: F.mse_loss(X, torch.zeros(6, 3)), ("mean", 1 / 18, 18)),
         (lambda: F.binary_cross_entropy_with_logits(X, torch.ones(6, 3)), ("mean", 1 / 18, 18)),
+        (lambda: _squared() / 3 / 6, ("mean", 1 / 18, 18)),
+        (lambda: _squared() / 6 / 3, ("mean", 1 / 18, 18)),
+        (lambda: _squared() / 6 / 4, ("mean", 1 / 24, 6)),
+        (lambda: _squared() / 3 / 9, ("sum", 1 / 9, 6)),
+        (lambda: _squared() / 9 / 3, ("sum", 1 / 9, 6)),
+        (lambda: _squared() / 7, ("sum", 1 / 7, 18)),
     ],
 )
 def test_the_weight_of_one_element_is_read_from_the_graph(loss, expected):
@@ -166,6 +177,14 @@ def test_what_is_not_understood_is_left_out():
     assert terms_of(X.norm()) == []
     assert terms_of(F.cross_entropy(X, TARGET, weight=torch.tensor([1.0, 2.0, 3.0]))) == []
     assert len(terms_of(X.mean() + X.norm())) == 1
+
+
+def test_rows_that_may_as_well_be_the_numbers_in_a_row_are_left_out():
+    square = X[:3]
+    loss = F.mse_loss(square, torch.zeros(3, 3), reduction="sum")
+    assert terms_of(loss / 3) == []
+    (term,) = terms_of(loss / 3 / 3)
+    assert (term.kind, term.count) == ("mean", 9)
 
 
 def test_the_weight_of_a_scalar_inside_a_loss():

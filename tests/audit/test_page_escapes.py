@@ -4,8 +4,9 @@
 from dataclasses import replace
 from html.parser import HTMLParser
 
+from lockstep.audit.facts import Parameter, Track
 from lockstep.audit.finding import Finding, Place
-from lockstep.audit.ledger import Ledger, Parameter, Track
+from lockstep.audit.ledger import Ledger
 from lockstep.audit.outcome import summarise
 from lockstep.audit.report.page import page
 from lockstep.audit.world import World

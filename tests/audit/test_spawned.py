@@ -13,9 +13,10 @@ import pytest
 from torch.utils.data import DataLoader, get_worker_info
 
 from audit.commands import audit, run
+from lockstep.audit.facts import Track
 from lockstep.audit.interpreters import starts_python
 from lockstep.audit.launch import _parsed, _starts_its_own
-from lockstep.audit.ledger import Ledger, Track
+from lockstep.audit.ledger import Ledger
 from lockstep.audit.spawned import Children
 from lockstep.audit.together import with_spawned
 
@@ -175,7 +176,7 @@ def test_ranks_of_the_same_numbers_are_not_mixed():
     assert found[0] is spawned[0]
     assert found[1] is spawned[1]
     assert len(found) == 2
-    assert "--nproc-per-node 1" in found[0].facts["blind"]
+    assert "--nproc-per-node 1" in found[0].facts.blind
 
 
 def test_a_helper_of_ranks_is_no_rank():

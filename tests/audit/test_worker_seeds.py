@@ -3,7 +3,7 @@
 
 import pytest
 
-from lockstep.audit.ledger import Loading
+from lockstep.audit.facts import Loading, WorkerDraws
 from lockstep.audit.rules.worker_seeds import equal_seeds
 
 BEGAN = {"torch": 1, "numpy": 2, "random": 3}
@@ -12,7 +12,7 @@ DREW = {**BEGAN, "torch": 4}
 
 def _loadings(*after, **changes):
     """Of two ranks whose one worker ended its first batch there."""
-    told = [{"changed": [], "began": BEGAN, **({"after": x} if x else {})} for x in after]
+    told = [WorkerDraws([], BEGAN, x or {}) for x in after]
     return {
         rank: Loading(
             **{

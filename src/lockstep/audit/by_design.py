@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.dealt import is_dealt_out
 from lockstep.audit.ledger import MODELS_SENT
@@ -20,7 +20,8 @@ from lockstep.audit.ledger import MODELS_SENT
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from lockstep.audit.ledger import Collective, Ledger, Step
+    from lockstep.audit.facts import Collective, ModelSent, Step
+    from lockstep.audit.ledger import Ledger
     from lockstep.audit.shared_track import SharedTrack
 
 _REDUCING: Final = ("all_reduce", "reduce")
@@ -58,8 +59,14 @@ def apart_by_design(track: SharedTrack, tracks: Iterable[SharedTrack]) -> frozen
     if not any(map(_is_synchronised, tracks)):
         return frozenset()
     if all(_send_in_backward(track.steps(number)) for number in early):
-        return frozenset(never_equal)
+        return frozenset(_with_their_layers(never_equal, unreduced))
     return frozenset(never_equal - names_in_modules(track))
+
+
+def _with_their_layers(names: set[str], unreduced: set[str]) -> set[str]:
+    """With those of the same layers that nobody reduces either: biases may all begin as zeros."""
+    layers = {name.rpartition(".")[0] for name in names}
+    return {name for name in unreduced if name.rpartition(".")[0] in layers}
 
 
 def are_own_models(track: SharedTrack) -> bool:
@@ -98,8 +105,8 @@ def tell_of_own_models(
         return False
     sizes = {sum(math.prod(p.shape) for p in t.parameters) for t in track.tracks.values()}
     for rank, ledger in ledgers.items():
-        sent = [s for s in ledger.facts.get("models_sent", []) if s["size"] in sizes]
-        if not sent or all(s["weights"] and s["op"] in _REDUCING for s in sent):
+        sent = [s for s in ledger.facts.models_sent if s.size in sizes]
+        if not sent or all(s.weights and s.op in _REDUCING for s in sent):
             return False
         alike = [t.tracks.get(rank) for t in tracks if t.made_as == track.made_as]
         steps = sum(len(t.steps) for t in alike if t is not None)
@@ -108,10 +115,10 @@ def tell_of_own_models(
     return True
 
 
-def _is_in_every_step(ledger: Ledger, sent: list[dict[str, Any]], steps: int) -> bool:
+def _is_in_every_step(ledger: Ledger, sent: list[ModelSent], steps: int) -> bool:
     """Of the `steps` that are written down, or of those before there were too many to note."""
-    at = {s["steps"] for s in sent if s["detailed"]}
-    full = len(ledger.facts["models_sent"]) >= MODELS_SENT
+    at = {s.steps for s in sent if s.detailed}
+    full = len(ledger.facts.models_sent) >= MODELS_SENT
     return 2 * len(at) > (max(at, default=0) + 1 if full else steps)
 
 
@@ -132,7 +139,7 @@ def exchange_nothing(ledgers: Mapping[int, Ledger], track: SharedTrack) -> bool:
             return False
         if any(c.op not in _WITHOUT_NUMBERS for step in steps for c in step.collectives):
             return False
-        if ledger.facts.get("models_sent"):
+        if ledger.facts.models_sent:
             return False
         if not any("gather" in call.op for call in ledger.calls):
             return False
@@ -142,12 +149,12 @@ def exchange_nothing(ledgers: Mapping[int, Ledger], track: SharedTrack) -> bool:
     return bool(track.differences("entry", first) and track.differences("gradients", first))
 
 
-def _mixes_in_weights(track: SharedTrack, rank: int, sent: list[dict[str, Any]]) -> bool:
+def _mixes_in_weights(track: SharedTrack, rank: int, sent: list[ModelSent]) -> bool:
     """Are they weights, to a peer or to all, and do a rank's change between its steps?
 
     Weights that are gathered and change nothing may be looked at only.
     """
-    told = {s["op"] for s in sent if s["weights"]} - set(_REDUCING)
+    told = {s.op for s in sent if s.weights} - set(_REDUCING)
     if not told or rank not in track.tracks:
         return False
     steps = track.tracks[rank].steps

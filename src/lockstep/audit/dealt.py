@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from lockstep.audit.ledger import Loading
+    from lockstep.audit.facts import Loading
 
 _LEAST: Final = 4
 """Samples of each rank, and batches where samples have no numbers."""

@@ -12,7 +12,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from lockstep.audit.ledger import Backward, Parameter, Step
+    from lockstep.audit.facts import Backward, Parameter, Step
     from lockstep.audit.shared_track import Shared, SharedTrack
 
 Numbers = np.ndarray[Any, Any]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from lockstep.audit.ledger import Backward, Step
+    from lockstep.audit.facts import Backward, Step
 
 _CLOSE: Final = 1e-4
 _ONE_LOSS: Final = 1e-6

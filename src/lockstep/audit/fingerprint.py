@@ -125,14 +125,11 @@ def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
         return norm.to(torch.float64).square()
 
 
-def random_states() -> dict[str, int]:
-    """What stands for the states of the generators that programs draw from by default."""
+def numpy_state() -> int:
+    """What stands for the state of the generator that numpy's functions draw from."""
     _, keys, place, has_spare, spare = np.random.get_state(legacy=True)
     drawn = f"{place} {has_spare} {spare}".encode()
-    return {
-        "torch": zlib.crc32(torch.get_rng_state().numpy().tobytes()),
-        "numpy": zlib.crc32(drawn, zlib.crc32(np.asarray(keys).tobytes())),
-    }
+    return zlib.crc32(drawn, zlib.crc32(np.asarray(keys).tobytes()))
 
 
 def lengths_of(tensors: Sequence[torch.Tensor]) -> list[float]:

@@ -45,5 +45,5 @@ def _judged_by(rule: Rule, world: World) -> list[Finding]:
     except Exception as error:
         message = f"{type(rule).__name__}: {type(error).__name__}: {error}"
         for ledger in world.ledgers.values():
-            ledger.facts.setdefault("unseen", []).append(message[:300])
+            ledger.facts.unseen.append(message[:300])
         return []

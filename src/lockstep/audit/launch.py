@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.exit_codes import HUNG, USAGE
+from lockstep.audit.facts import Facts
 from lockstep.audit.ledger import Ledger
 from lockstep.audit.ledger_file import read_ledger
 from lockstep.audit.options import (
@@ -250,7 +251,7 @@ class _Run:
             (led.calls_made, [t.count for t in led.tracks], led.stack[:1]) for led in ledgers
         ]
         waits = any(led.stuck_in is not None for led in ledgers)
-        computes = [0.0 if led.stuck_in else led.facts.get("cpu_s", 0.0) for led in ledgers]
+        computes = [0.0 if led.stuck_in else led.facts.cpu_s for led in ledgers]
         stands = waits and standing == self._standing and len(ledgers) >= self.nproc
         # Long at one line, as one rank evaluates what the others wait for: no hang.
         stands &= sum(computes) - self._computed <= _IDLE * every_s
@@ -339,12 +340,12 @@ class _Run:
             return Ledger(rank=rank, world_size=self.nproc) if failed else None
         if code is None:
             return None
-        died = {"died": signal.Signals(-code).name} if code < 0 else {}
+        died = signal.Signals(-code).name if code < 0 else None
         return Ledger(
             rank=rank,
             world_size=self.nproc,
             exit_code=code if code >= 0 else 128 - code,
-            facts=died,
+            facts=Facts(died=died),
         )
 
 

@@ -13,11 +13,16 @@ ones on every rank. Replicas that drifted apart stay apart, so a later look stil
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields
-from typing import Any, Final
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Final
 
+from lockstep.audit import facts
+from lockstep.audit.facts import Facts
 from lockstep.audit.finding import Place
 from lockstep.audit.prints import Fingerprint, Sketch
+
+if TYPE_CHECKING:
+    from lockstep.audit.facts import Collective, Evaluation, Failure, Loading, Step, Track
 
 FIRST_STEPS: Final = 64
 """This many steps are kept whole in `full` mode, then two of the next as many, and two each time
@@ -59,186 +64,6 @@ def thin_out(steps: list[Step], keep: int) -> None:
 
 
 @dataclass
-class Term:
-    """A reduction at the end of a loss: `count` elements, each with weight `weight` in the loss.
-
-    `kind` is ``mean`` or ``sum`` of how the elements came together; `divisor` is a count by
-    which the sum was divided in the user's own arithmetic.
-    """
-
-    kind: str
-    weight: float
-    count: float
-    op: str
-
-
-@dataclass
-class Backward:
-    """One ``backward()`` or ``autograd.grad()``.
-
-    `factor` is what the whole loss was multiplied by in the end, and `terms` what it consists of;
-    `targets` stand for what it compares with, and `heads` are the parameters that it was computed
-    with last.
-    By optimizer: `local` is what it brought to each parameter, as autograd delivered it; `before`
-    and `gradients` are what its parameters' gradients were when it began and when it returned.
-    `touched` are the optimizers some of whose gradients it wrote. `left` are the norms of all
-    gradients of each model, and of all together, when it returned; only in programs that scatter
-    sums of gradients.
-    """
-
-    kind: str
-    where: list[Place]
-    loss: float | None = None
-    terms: list[Term] = field(default_factory=list)
-    factor: float | None = None
-    targets: list[dict[str, Any]] = field(default_factory=list)
-    heads: list[str] = field(default_factory=list)
-    wrappers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    gathered: list[dict[str, Any]] = field(default_factory=list)
-    local: dict[str, Sketch] = field(default_factory=dict)
-    before: dict[str, Fingerprint] = field(default_factory=dict)
-    touched: list[str] = field(default_factory=list)
-    left: list[float] = field(default_factory=list)
-    gradients: dict[str, Fingerprint] = field(default_factory=dict)
-
-
-@dataclass
-class Collective:
-    """One call of a function of ``torch.distributed``.
-
-    `parameter` is the one whose gradient was communicated, `weights` the one that was itself.
-    """
-
-    op: str
-    where: list[Place]
-    group: list[int]
-    shape: list[int] = field(default_factory=list)
-    reduction: str | None = None
-    parameter: str | None = None
-    weights: str | None = None
-    before: float | None = None
-    after: float | None = None
-    in_backward: bool = False
-
-
-@dataclass
-class Step:
-    """One optimizer step.
-
-    `random` stands for the states of torch's and numpy's default generators; `inputs` for what the
-    forwards of wrappers and of
-    fully sharded models were given (``hash``, and tensor by tensor ``arguments``), and the
-    generators' states then (``random``, ``where``); `fed`, `fed_shapes` and `fed_arguments` for
-    what the first module that was called was given, at `fed_where`, and
-    `mode` for which of its parts were in training mode. `frozen` are modules without a trained
-    parameter that were called (``module``, ``names``, those of them that an optimizer ``held``,
-    ``prints``, ``where``). `unreduced` are the parameters whose gradients ``fully_shard`` still
-    kept back (``names``, the ``backwards`` that left them, ``where``), and `divided` what the
-    program had it divide others by (``factor``) when it adds them up over so many ``ranks``.
-    `unowned` have gradients and no optimizer; where there are any, `beside` tells of all parameters
-    of modules that have one: ``names``, ``sizes``, ``weights``, ``gradients``, those that are
-    ``left_out`` of models held otherwise, the collectives ``within`` the step, and whether ``all``
-    are there. `not_finite` are the parameters whose gradients held NaN or infinity.
-    """
-
-    number: int
-    where: list[Place]
-    entry: Fingerprint | None = None
-    gradients: Fingerprint | None = None
-    not_finite: list[str] = field(default_factory=list)
-    exit: Fingerprint | None = None
-    hyper: list[dict[str, float]] = field(default_factory=list)
-    state: Fingerprint | None = None
-    scale: float | None = None
-    backwards: list[Backward] = field(default_factory=list)
-    collectives: list[Collective] = field(default_factory=list)
-    clips: list[dict[str, Any]] = field(default_factory=list)
-    bypasses: list[list[Place]] = field(default_factory=list)
-    unowned: list[str] = field(default_factory=list)
-    beside: dict[str, Any] = field(default_factory=dict)
-    inside_backward: bool = False
-    has_closure: bool = False
-    random: dict[str, int] = field(default_factory=dict)
-    inputs: list[dict[str, Any]] = field(default_factory=list)
-    fed: int | None = None
-    fed_shapes: list[list[int]] = field(default_factory=list)
-    fed_arguments: list[dict[str, Any]] = field(default_factory=list)
-    fed_where: list[Place] = field(default_factory=list)
-    mode: dict[str, Any] = field(default_factory=dict)
-    frozen: list[dict[str, Any]] = field(default_factory=list)
-    unreduced: dict[str, Any] = field(default_factory=dict)
-    divided: dict[str, dict[str, float]] = field(default_factory=dict)
-
-
-@dataclass
-class Parameter:
-    """A parameter that an optimizer holds.
-
-    `group` are the ranks that hold it, or the same piece of it, as replicas; None: all of them, or
-    none if it is `sharded`.
-    """
-
-    name: str
-    shape: list[int]
-    dtype: str
-    wrapper: str | None = None
-    group: list[int] | None = None
-    sharded: bool = False
-    local: bool = False
-    in_module: bool = True
-    samples: int = 0
-
-
-@dataclass
-class Track:
-    """One optimizer: what it holds, and its steps."""
-
-    key: str
-    optimizer: str
-    where: list[Place]
-    parameters: list[Parameter] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    count: int = 0
-    state_names: list[str] = field(default_factory=list)
-
-
-@dataclass
-class Loading:
-    """One iteration over a data loader: which samples, or what the batches held.
-
-    `part` stands for the samples that a ``Subset`` has, and `samples` are the `indices` in the
-    dataset that it was taken from. `rows` tells, for each tensor of a batch, what the samples of
-    the first `indices` held, and `shapes` are those of the first batch. What a sampler says of
-    itself are its `replicas` and whether it `shuffles`; `step` says how many steps there had been.
-    `used` are the places of the batches that a backward followed, and `has_ended` tells whether the
-    program read on until there were no more. `drawn` tells of each worker what
-    its generators began with, as the loader or a ``worker_init_fn``, at `seeded_at`, left them, and
-    what its first samples drew; see `lockstep.audit.probe.worker_draws`.
-    """
-
-    key: str
-    where: list[Place]
-    indices: list[int] = field(default_factory=list)
-    batches: list[int] = field(default_factory=list)
-    samples: list[int] = field(default_factory=list)
-    batch_sizes: list[int] = field(default_factory=list)
-    used: list[int] = field(default_factory=list)
-    rows: list[list[int]] = field(default_factory=list)
-    shapes: list[list[int]] = field(default_factory=list)
-    sampler: str = ""
-    replicas: int | None = None
-    shuffles: bool | None = None
-    part: int | None = None
-    size: int | None = None
-    training: bool = False
-    has_ended: bool = False
-    step: int = 0
-    worker_seed: int | None = None
-    drawn: list[dict[str, Any]] = field(default_factory=list)
-    seeded_at: list[Place] = field(default_factory=list)
-
-
-@dataclass
 class Ledger:
     """Everything that one rank saw."""
 
@@ -247,11 +72,11 @@ class Ledger:
     started_group: bool = False
     tracks: list[Track] = field(default_factory=list)
     loadings: list[Loading] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Facts = field(default_factory=Facts)
     calls: list[Collective] = field(default_factory=list)
     calls_made: int = 0
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
-    failure: dict[str, Any] | None = None
+    evaluations: list[Evaluation] = field(default_factory=list)
+    failure: Failure | None = None
     stack: list[Place] = field(default_factory=list)
     stuck_in: Collective | None = None
     exit_code: int | None = None
@@ -269,9 +94,10 @@ class Ledger:
         return ledger
 
 
-_CLASSES: Final = {
+_CLASSES: Final[dict[str, Any]] = {
     c.__name__: c
-    for c in (Place, Term, Backward, Collective, Step, Parameter, Track, Loading, Ledger)
+    for c in (*vars(facts).values(), Place, Ledger)
+    if isinstance(c, type) and is_dataclass(c)
 }
 
 _FIELDS: Final = {name: {f.name for f in fields(c)} for name, c in _CLASSES.items()}

@@ -137,10 +137,10 @@ class Rank:
             ledger = Ledger(rank=self.rank, world_size=self.world_size)
             if "torch" in sys.modules:
                 # Whatever brought it about, of what was not looked at nothing is known.
-                ledger.facts["blind"] = "torch was imported in a way that the audit does not notice"
+                ledger.facts.blind = "torch was imported in a way that the audit does not notice"
         else:
             return None
-        ledger.facts["unwatched"] = self.children.unwatched
+        ledger.facts.unwatched = self.children.unwatched
         return ledger
 
     def _spawned(self) -> list[Ledger]:
@@ -179,7 +179,7 @@ class Rank:
         from lockstep.audit.session import stack_of_main_thread
 
         ledger = self.probe.ledger
-        ledger.facts["cpu_s"] = time.process_time()
+        ledger.facts.cpu_s = time.process_time()
         if ledger.failure is None:
             ledger.stack = stack_of_main_thread()
         self._file.write(ledger)
@@ -192,7 +192,7 @@ class Rank:
 
         store = self.probe.store if self.probe is not None else None
         if store is None:
-            ledger.facts["alone"] = True  # what the others saw cannot be asked for
+            ledger.facts.alone = True  # what the others saw cannot be asked for
         wait_s = 10.0 if code else 60.0
         data = b"\n".join(each.to_bytes() for each in (ledger, *self._spawned()))
         shutil.rmtree(self.children.folder, ignore_errors=True)

@@ -18,8 +18,9 @@ import traceback
 import types
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from lockstep.audit.facts import Failure
 from lockstep.audit.finding import Place
 
 if TYPE_CHECKING:
@@ -213,6 +214,6 @@ def lines_of(error: BaseException) -> list[Place]:
     return (own or places)[:6]
 
 
-def describe_failure(error: BaseException) -> dict[str, Any]:
+def describe_failure(error: BaseException) -> Failure:
     """Its type and its message, cut to a readable length."""
-    return {"type": type(error).__name__, "message": str(error)[:2000]}
+    return Failure(type(error).__name__, str(error)[:2000])

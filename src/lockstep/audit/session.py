@@ -100,15 +100,15 @@ def stop(
 def finish(probe: Probe) -> Ledger:
     """Take the probe out, and write down what is only known at the end."""
     ledger = probe.ledger
-    ledger.facts["lockstep"] = probe.sync_of_lockstep() or ledger.facts.get("lockstep", False)
-    ledger.facts["joins"] = any(w.joins for w in probe.wrappers)
-    ledger.facts["torch"] = "torch" in sys.modules
+    ledger.facts.lockstep = probe.sync_of_lockstep() or ledger.facts.lockstep
+    ledger.facts.joins = any(w.joins for w in probe.wrappers)
+    ledger.facts.torch = "torch" in sys.modules
     # Accelerate's own count of processes, without which it shares nothing out.
     accelerate = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     counted = getattr(accelerate, "_shared_state", {}).get("num_processes")
     if isinstance(counted, int):
-        ledger.facts["accelerate"] = counted
-    ledger.facts["lightning"] = any(n in sys.modules for n in ("lightning", "pytorch_lightning"))
+        ledger.facts.accelerate = counted
+    ledger.facts.lightning = any(n in sys.modules for n in ("lightning", "pytorch_lightning"))
     probe.stop()
     return ledger
 

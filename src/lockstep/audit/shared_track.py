@@ -19,7 +19,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from lockstep.audit.ledger import Parameter, Step, Track
+    from lockstep.audit.facts import Parameter, Step, Track
     from lockstep.audit.prints import Fingerprint
 
 Kind = Literal["entry", "gradients", "exit"]

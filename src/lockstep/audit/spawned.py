@@ -17,6 +17,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+from lockstep.audit.facts import Facts, Unwatched
 from lockstep.audit.importing import when_imported
 from lockstep.audit.interpreters import starts_python
 from lockstep.audit.ledger import Ledger
@@ -63,7 +64,7 @@ class Children:
         self.rank = rank
         self.steps = steps
         self.probe = probe
-        self.unwatched: list[dict[str, Any]] = []
+        self.unwatched: list[Unwatched] = []
         self.are_taken_over = False
         self._started = 0
         self._pid = os.getpid()
@@ -119,7 +120,7 @@ class Children:
         if how.rpartition(".")[2] in _REPLACES:
             self.leave_note(_REPLACED)
         elif len(self.unwatched) < _UNWATCHED:
-            self.unwatched.append({"by": how, "where": where})
+            self.unwatched.append(Unwatched(how, where))
 
     def note_training(self) -> None:
         """A backward runs. In the process that this was made for it is its own probe that sees."""
@@ -129,7 +130,7 @@ class Children:
     def leave_note(self, why: str) -> None:
         """Where the ledger would be: what trained here is not known, or not yet."""
         self.folder.mkdir(mode=0o700, exist_ok=True)
-        noted = Ledger(facts={"blind": why, "blind_at": users_lines()})
+        noted = Ledger(facts=Facts(blind=why, blind_at=users_lines()))
         LedgerFile(self.file()).write(noted)
 
     def file(self) -> Path:
@@ -240,7 +241,7 @@ class _Member:
         from lockstep.audit.session import stack_of_main_thread
 
         if self._probe is not None and self._failure is None and self._probe.is_on:
-            self._probe.ledger.facts["cpu_s"] = time.process_time()
+            self._probe.ledger.facts.cpu_s = time.process_time()
             self._probe.ledger.stack = stack_of_main_thread()
             self._file.write(self._probe.ledger)
 
@@ -267,10 +268,10 @@ class _Member:
         elif not self._is_torchs:  # which lets an interrupt pass in silence
             ledger.stuck_in = None
         ledger.exit_code = 0 if error is None else 1
-        ledger.facts["unwatched"] = self.children.unwatched
+        ledger.facts.unwatched = self.children.unwatched
         with contextlib.suppress(OSError):
             self._file.path.with_suffix(ASK).unlink()
-        seen = ledger.tracks or ledger.started_group or ledger.facts.get("backwards")
+        seen = ledger.tracks or ledger.started_group or ledger.facts.backwards
         if seen or error is not None:
             with contextlib.suppress(OSError):  # the launcher may have gone
                 self._file.write(ledger)

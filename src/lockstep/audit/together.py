@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from lockstep.audit.facts import Facts
 from lockstep.audit.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ def with_spawned(own: Sequence[Ledger | None], spawned: Sequence[Ledger]) -> lis
         process is a rank beside those that it starts. Where a process group was started its
         members alone count; else they are numbered as they come.
     """
-    notes = [led for led in spawned if "blind" in led.facts]
-    known = [led for led in spawned if "blind" not in led.facts]
+    notes = [led for led in spawned if led.facts.blind]
+    known = [led for led in spawned if not led.facts.blind]
     grouped = any(led is not None and led.started_group for led in (*own, *known))
     members = [led for led in known if led.started_group or not grouped]
     trains_itself = any(led is not None and _belongs(led, grouped=grouped) for led in own)
@@ -45,7 +46,7 @@ def with_spawned(own: Sequence[Ledger | None], spawned: Sequence[Ledger]) -> lis
         taken = {led.rank for led in found if led is not None}
         for led in members:
             if led.rank in taken:
-                notes.append(Ledger(facts={"blind": _TWICE}))
+                notes.append(Ledger(facts=Facts(blind=_TWICE)))
             else:
                 taken.add(led.rank)
                 found.append(led)
@@ -62,7 +63,7 @@ def _keep_notes(found: list[Ledger | None], others: Sequence[Ledger]) -> None:
     first = next((led for led in found if led is not None), None)
     if first is None:
         return
-    for other in others:
-        for name in ("blind", "blind_at", "unwatched"):
-            if name in other.facts:
-                first.facts.setdefault(name, other.facts[name])
+    for facts in (other.facts for other in others):
+        first.facts.blind = first.facts.blind or facts.blind
+        first.facts.blind_at = first.facts.blind_at or facts.blind_at
+        first.facts.unwatched = first.facts.unwatched or facts.unwatched

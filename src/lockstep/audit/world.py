@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.audit.agreement import meet_again
 from lockstep.audit.by_design import (
@@ -20,7 +20,8 @@ from lockstep.audit.shared_track import SharedTrack
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lockstep.audit.ledger import Ledger, Track
+    from lockstep.audit.facts import Facts, Track
+    from lockstep.audit.ledger import Ledger
 
 
 class World:
@@ -103,9 +104,10 @@ class World:
         counts = [t.count for ledger in self.ledgers.values() for t in ledger.tracks]
         return max(counts, default=0)
 
-    def fact(self, name: str) -> list[Any]:
-        """That fact on every rank that has it."""
-        return [ledger.facts[name] for ledger in self.ledgers.values() if name in ledger.facts]
+    @property
+    def facts(self) -> list[Facts]:
+        """What is known of each rank's process as a whole."""
+        return [ledger.facts for ledger in self.ledgers.values()]
 
     @property
     def started_group(self) -> bool:
@@ -122,26 +124,28 @@ class World:
     @property
     def lost(self) -> list[int]:
         """The ranks that left no ledger, though they were asked for it."""
-        alone = any(self.fact("alone"))
+        alone = any(f.alone for f in self.facts)
         return [] if alone else [r for r in range(self.size) if r not in self.ledgers]
 
     def sync_of_lockstep(self) -> bool:
         """Do lockstep's own GradientSyncs weigh the gradients?"""
-        return any(self.fact("lockstep"))
+        return any(f.lockstep for f in self.facts)
 
     @property
     def is_model_parallel(self) -> bool:
         """Ranks that share one sample's work read the same samples on purpose."""
-        sharded = not any(self.fact("fsdp")) and any(
+        sharded = not any(f.fsdp for f in self.facts) and any(
             p.sharded for led in self.ledgers.values() for t in led.tracks for p in t.parameters
         )
         smaller = any(
             ranks is not None and 1 < len(ranks) < self.size
-            for groups in self.fact("subgroups")
-            for ranks in groups
+            for facts in self.facts
+            for ranks in facts.subgroups
         )
         wrappers = any(
             p.wrapper for led in self.ledgers.values() for t in led.tracks for p in t.parameters
         )
         cut_up = any(track.apart & names_in_modules(track) for track in self.tracks)
-        return (sharded or smaller or cut_up or any(self.fact("all_to_all"))) and not wrappers
+        return (
+            sharded or smaller or cut_up or any(f.all_to_all for f in self.facts)
+        ) and not wrappers

@@ -54,7 +54,7 @@ class AuditComparison:
         """
         seen = [report.audit_ledger for report in reports]
         for ledger in seen:
-            for error in ledger.facts.get("unseen", ())[:1] if ledger is not None else ():
+            for error in ledger.facts.unseen[:1] if ledger is not None else ():
                 self._log_once("unseen", f"the watch could not look at everything, e.g. {error}")
         if not any(_has_new_records(ledger) for ledger in seen):
             return
@@ -79,7 +79,7 @@ class AuditComparison:
 
 def _has_new_records(ledger: Ledger | None) -> bool:
     """Whether the audit looked at a step in this call; in most short calls it does not."""
-    return ledger is not None and bool(ledger.facts.get("looked"))
+    return ledger is not None and ledger.facts.looked
 
 
 def _audit_error(findings: Sequence[Finding]) -> AuditError:

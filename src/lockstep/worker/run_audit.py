@@ -106,9 +106,7 @@ class RunAudit:
         if self._probe is None:
             return None
         ledger = self._probe.ledger
-        ledger.facts["lockstep"] = self._synchronised
-        ledger.facts["looked"] = any(
-            len(t.steps) > self._before.get(t.key, 0) for t in ledger.tracks
-        )
+        ledger.facts.lockstep = self._synchronised
+        ledger.facts.looked = any(len(t.steps) > self._before.get(t.key, 0) for t in ledger.tracks)
         tracks = [replace(track, steps=list(track.steps)) for track in ledger.tracks]
         return replace(ledger, tracks=tracks, loadings=list(ledger.loadings))

@@ -22,7 +22,7 @@ class Noise:
         self.source = torch.Generator().manual_seed(seed)
 
     def like(self, x):
-        return torch.randn(x.shape, generator=self.source)
+        return torch.randn(x.shape, generator=self.source)  # here LS507
 
 
 model = DistributedDataParallel(net)
@@ -33,7 +33,7 @@ for step in range(4):
     for part in range(2):
         x = batch(2 * step + part)
         added = noise.like(x)
-        found = model(0.8 * x + 0.6 * added)  # here LS507
+        found = model(0.8 * x + 0.6 * added)
         (nn.functional.mse_loss(found, added) / 2).backward()
     optimizer.step()
 dist.destroy_process_group()

@@ -22,7 +22,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 torch.manual_seed(5)
 for step in range(4):
     x, y = batch(step)
-    x = x + 0.1 * torch.randn_like(x)
+    x = x + 0.1 * torch.randn_like(x)  # here LS507
     optimizer.zero_grad()
-    nn.functional.cross_entropy(model(x), y).backward()  # here LS507
+    nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()

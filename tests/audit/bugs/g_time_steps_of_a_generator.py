@@ -31,10 +31,10 @@ times = torch.Generator().manual_seed(7)
 torch.manual_seed(50 + rank)
 for step in range(5):
     x = batch(step)
-    t = torch.randint(50, (len(x),), generator=times)
+    t = torch.randint(50, (len(x),), generator=times)  # here LS507
     noise = torch.randn_like(x)
     optimizer.zero_grad()
-    found = model(x + noise * t[:, None] / 50, t)  # here LS507
+    found = model(x + noise * t[:, None] / 50, t)
     (found - noise).square().mean().backward()
     for param in model.parameters():
         dist.all_reduce(param.grad)

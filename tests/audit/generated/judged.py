@@ -136,7 +136,7 @@ def judged(pool: Pool, number: int, output: Path) -> Judged:
     output.unlink(missing_ok=True)
     program = Path(HERE).parent / "program.py"
     ledgers = pool.ledgers(program, json.dumps(made), str(output))
-    unseen = [led.facts["unseen"] for led in ledgers if "unseen" in led.facts]
+    unseen = [led.facts.unseen for led in ledgers if led.facts.unseen]
     failed = [led.failure for led in ledgers if led.failure]
     assert not failed, (made, failed)
     return Judged(made, json.loads(output.read_text()), pool.judge(ledgers), unseen)

@@ -18,6 +18,7 @@ def batch(step, size=6):
 
 torch.manual_seed(10 + rank)
 expert = nn.Linear(4, 4)
+nn.init.zeros_(expert.bias)
 
 
 class Exchange(torch.autograd.Function):

@@ -68,8 +68,8 @@ def _weigh_the_same(seen: Seen) -> bool:
 def _clipped_by_own_norms(seen: Seen) -> bool:
     """Did the ranks clip by norms that differ, of what they had added up by then?"""
     for at_once in zip(*(step.clips for step in seen.steps.values()), strict=False):
-        is_clipped = any(clip["is_clipped"] for clip in at_once)
-        if is_clipped and not are_equal(clip["norm"] for clip in at_once):
+        is_clipped = any(clip.is_clipped for clip in at_once)
+        if is_clipped and not are_equal(clip.norm for clip in at_once):
             return True
     return False
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from lockstep.audit.equations import Equations
+    from lockstep.audit.facts import Collective
     from lockstep.audit.finding import Finding
-    from lockstep.audit.ledger import Collective
     from lockstep.audit.mixing import Mixing
     from lockstep.audit.shared_track import SharedTrack
 

@@ -21,8 +21,8 @@ from lockstep.audit.rules.base import Code
 if TYPE_CHECKING:
     from lockstep.audit.diagnoses.seen import Seen
     from lockstep.audit.equations import Numbers
+    from lockstep.audit.facts import Collective, Step
     from lockstep.audit.finding import Finding
-    from lockstep.audit.ledger import Collective, Step
     from lockstep.audit.shared_track import SharedTrack
 
 TWICE: Final = Code("LS204", "gradients were reduced twice")

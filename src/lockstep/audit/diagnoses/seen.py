@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from lockstep.audit.equations import Equations, Numbers
+    from lockstep.audit.facts import Backward, Step
     from lockstep.audit.finding import Finding, Place
-    from lockstep.audit.ledger import Backward, Step
     from lockstep.audit.rules.base import Code
     from lockstep.audit.shared_track import Shared, SharedTrack
 
@@ -110,8 +110,8 @@ class Seen:
         """The factor by which gradients that all ranks shared were clipped."""
         factor = 1.0
         for at_once in zip(*(step.clips for step in self.steps.values()), strict=False):
-            if are_equal(clip["norm"] for clip in at_once):
-                factor *= float(at_once[0].get("factor", 1.0))
+            if are_equal(clip.norm for clip in at_once):
+                factor *= float(at_once[0].factor)
         return factor
 
     def used_norms(self, rank: int) -> Numbers:
@@ -192,7 +192,7 @@ class Seen:
         reducing = [c for c in step.collectives if c.op in _REDUCING and np.prod(c.shape) > 1]
         own = [c for c in reducing if c.parameter in self.names] or reducing
         backwards = [b.where for b in step.backwards[-1:]]
-        clips = [clip["where"] for clip in step.clips[:1]]
+        clips = [clip.where for clip in step.clips[:1]]
         found = [*[c.where for c in own[-1:]], *clips, *backwards, step.where]
         return [place for places in found for place in places]
 

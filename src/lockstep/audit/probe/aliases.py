@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lockstep.audit.facts import Alias
 from lockstep.audit.probe.frames import looks_at_its_locals, users_frames
 from lockstep.audit.probe.loss_graph import constant_of, weight_at
 from lockstep.audit.probe.passed_back import has_hooks
@@ -81,7 +82,7 @@ def number_of_next_node() -> int:
 
 def facts_of(
     tensor: torch.Tensor, node: Any, nodes: set[Any], left: float, since: int
-) -> dict[str, Any] | None:
+) -> Alias | None:
     """How `tensor`, in which there was a sum over ranks, is used in the loss that is sent back.
 
     None if it is not used after that, was changed behind autograd's back, or has hooks.
@@ -104,7 +105,7 @@ def facts_of(
     if not any(f and math.isclose(now, abs(left * f), rel_tol=_CLOSE) for f in by_autograd):
         return None
     factors = {abs(f) for n in above if (f := _factor(n)) is not None}
-    return {"bends": any(not _is_linear(n) for n in above), "factors": sorted(factors)}
+    return Alias(any(not _is_linear(n) for n in above), sorted(factors))
 
 
 def _is_given(node: Any, target: Any) -> bool:

@@ -22,6 +22,7 @@ from lockstep.audit.probe.saved import each_saved
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from lockstep.audit.facts import Gathered
     from lockstep.audit.probe.graphs import Graph
     from lockstep.audit.probe.probe import Probe
 
@@ -46,7 +47,7 @@ _JOINING: Final = ("cat", "concat", "stack", "vstack")
 
 def keep(
     probe: Probe,
-    origin: dict[str, Any],
+    origin: Gathered,
     sent: torch.Tensor,
     outputs: Iterable[torch.Tensor],
     *,
@@ -166,7 +167,7 @@ def _known(probe: Probe) -> dict[int | None, Arrival]:
     }
 
 
-def found_in(probe: Probe, graph: Graph) -> list[dict[str, Any]]:
+def found_in(probe: Probe, graph: Graph) -> list[Gathered]:
     """The origins of those arrivals that a graph is built from."""
     # Put together with rows that have a gradient, they are part of the graph themselves.
     told = {

@@ -9,9 +9,8 @@ import torch
 from torch._C._functorch import maybe_current_level
 
 from lockstep import reduction_context
-from lockstep.audit.ledger import Backward
+from lockstep.audit.facts import Backward
 from lockstep.audit.probe import gathers, passed_back, scattered
-from lockstep.audit.probe.arguments import targets_of
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.increments import recorded
 from lockstep.audit.probe.loss_graph import factor_of, nearest_parameters, terms_of
@@ -22,7 +21,7 @@ from lockstep.audit.probe.probe import Window
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lockstep.audit.ledger import Loading
+    from lockstep.audit.facts import Loading
     from lockstep.audit.prints import Fingerprint
     from lockstep.audit.probe.probe import Probe
 
@@ -68,7 +67,7 @@ def _watcher(probe: Probe, kind: str) -> Callable[[Callable[..., Any]], Callable
                 probe.harmlessly(passed_back.forget, probe)
                 probe.harmlessly(_note_reducers, probe, record, before)
                 probe.harmlessly(_remember, probe, record, written)
-                if not probe.steps_done and probe.ledger.facts.get("backwards", 0) > _WITHOUT_STEP:
+                if not probe.steps_done and probe.ledger.facts.backwards > _WITHOUT_STEP:
                     probe.look(closely=False)
 
         return watched
@@ -98,14 +97,13 @@ def _describe(probe: Probe, record: Backward, roots: Any, given: Any) -> None:
     alone = isinstance(given, torch.Tensor) and given.numel() == 1
     weight = float(given.detach()) if alone else 1.0
     if probe.sync_of_lockstep():
-        probe.ledger.facts["lockstep"] = True  # it may be detached when the script ends
+        probe.ledger.facts.lockstep = True  # it may be detached when the script ends
         weight = 1.0  # what the batch counts for, which the reduction divides by
     try:
         record.loss = float(root.detach())
         record.factor = factor_of(root, weight)
         record.terms = terms_of(root, weight)
         record.heads = _names(probe, nearest_parameters(root))
-        record.targets = probe.harmlessly(targets_of, probe, root) or []
         gathers.describe(probe, record, root, weight)
     except RuntimeError:  # saved tensors are gone: a second backward through the same graph
         record.terms = []
@@ -122,9 +120,9 @@ def _note_reducers(probe: Probe, record: Backward, before: dict[str, int]) -> No
     for wrapper in probe.wrappers:
         if wrapper.ref() is None or wrapper.key not in before:
             continue
-        facts = wrapper.facts(before[wrapper.key])
-        record.wrappers[wrapper.key] = facts
-        if facts["issued"] > 0 or facts["no_sync"]:
+        use = wrapper.use(before[wrapper.key])
+        record.wrappers[wrapper.key] = use
+        if use.issued > 0 or use.no_sync:
             # Armed again by its next forward. One that issued nothing still waits.
             wrapper.is_armed = wrapper.was_unsynced = False
             wrapper.forwards = 0

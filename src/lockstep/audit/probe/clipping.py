@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep.audit.facts import Clip
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.optimizers import watch_made
 from lockstep.audit.probe.probe import Window
@@ -77,14 +78,7 @@ def _note(
     watch_made(probe)
     ids = set(map(id, held))
     of = [w.track.key for w in probe.optimizers.values() if not ids.isdisjoint(w.names)]
-    clip = {
-        "norm": norm,
-        "is_clipped": is_clipped,
-        "factor": factor,
-        "where": users_lines(),
-        "of": of,
-        "used": [],
-    }
+    clip = Clip(norm, is_clipped, factor, users_lines(), of)
     for window in probe.each_window():
         if len(window.clips) < Window.LIMIT:
             window.clips.append(clip)
@@ -118,11 +112,9 @@ def _scaler(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
         if probe.detailed and self.is_enabled():
             probe.scale = float(self.get_scale())
             facts = probe.ledger.facts
-            if "scaled_at" not in facts:
-                facts["scaled_at"] = users_lines()
-            scales = facts.setdefault("scales", {})
-            scales[str(number)] = probe.scale  # as JSON will have it
-            scales.pop(str(number - _SCALES_KEPT), None)
+            facts.scaled_at = facts.scaled_at or users_lines()
+            facts.scales[str(number)] = probe.scale  # as JSON will have it
+            facts.scales.pop(str(number - _SCALES_KEPT), None)
         try:
             return original(self, *args, **kwargs)
         finally:

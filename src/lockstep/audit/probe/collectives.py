@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
-from lockstep.audit.ledger import SCATTERING, Collective
+from lockstep.audit.facts import Collective
+from lockstep.audit.ledger import SCATTERING
 from lockstep.audit.probe import gathers, handed_on, models_sent, scattered
 from lockstep.audit.probe.frames import is_called_by, lines_through_a_library
 from lockstep.audit.probe.optimizers import watch_made
@@ -85,7 +86,7 @@ def _grouper(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
     def watched(*args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
         ranks = args[0] if args else kwargs.get("ranks")
-        probe.ledger.facts.setdefault("subgroups", []).append(
+        probe.ledger.facts.subgroups.append(
             None if ranks is None else [int(rank) for rank in ranks]
         )
         return made
@@ -109,7 +110,7 @@ def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[
         call.in_backward = probe.in_backward
         probe.harmlessly(note_call, probe, call)
         if name in handed_on.SWAPS and not probe.in_backward:
-            probe.ledger.facts["all_to_all"] = True
+            probe.ledger.facts.all_to_all = True
         if probe.detailed and tensor is not None:
             probe.harmlessly(_before, probe, call, tensor, given)
         probe.ledger.stuck_in = call
@@ -152,7 +153,7 @@ def note_call(probe: Probe, call: Collective) -> None:
     if len(ledger.calls) > _KEPT:
         del ledger.calls[0]
     if "gather" in call.op and "accelerate" in sys.modules and is_called_by("gather_for_metrics"):
-        ledger.facts["leaves_out_padding"] = True
+        ledger.facts.leaves_out_padding = True
     if probe.detailed:
         note_in_windows(probe, call)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Final
 
-from lockstep.audit.ledger import Parameter
+from lockstep.audit.facts import Parameter
 from lockstep.audit.prints import samples_per_tensor
 from lockstep.audit.probe.fully_sharded import names_of_pieces
 from lockstep.audit.probe.names import living_modules, parameter_names
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch.optim.optimizer import Optimizer
 
-    from lockstep.audit.ledger import Track
+    from lockstep.audit.facts import Track
     from lockstep.audit.probe.probe import Probe
 
 SEARCHES: Final = 16
@@ -74,7 +74,7 @@ def _named(probe: Probe, held: list[torch.Tensor]) -> tuple[dict[int, str], set[
     modules = probe.run.modules if probe.run and probe.run.modules else living_modules()
     probe.living = [weakref.ref(module) for module in modules]
     pieces = pieces_of_flat_parameters(modules)
-    probe.ledger.facts["fsdp"] = bool(pieces) or any(map(is_fully_sharded, modules))
+    probe.ledger.facts.fsdp = bool(pieces) or any(map(is_fully_sharded, modules))
     return _names_in(modules), pieces
 
 

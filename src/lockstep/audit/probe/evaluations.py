@@ -9,10 +9,11 @@ state, and what forwards themselves write, as counts of a metric, is no part of 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.audit.facts import Evaluation
 from lockstep.audit.fingerprint import take
 from lockstep.audit.prints import samples_per_tensor
 from lockstep.audit.probe.frames import users_lines
@@ -66,15 +67,16 @@ def _write_down(probe: Probe, module: torch.nn.Module) -> bool:
     if not buffers or len(evaluations) >= _EVALUATIONS:
         return False
     counts = samples_per_tensor([b.numel() for b in buffers.values()])
-    noted: dict[str, Any] = {
-        "step": probe.steps_done,
-        "module": type(module).__name__,
-        "names": list(buffers),
-        "counts": counts,
-        "buffers": take(list(buffers.values()), counts),
-        "where": users_lines(),
-    }
-    evaluations.append(noted)
+    evaluations.append(
+        Evaluation(
+            step=probe.steps_done,
+            module=type(module).__name__,
+            names=list(buffers),
+            counts=counts,
+            buffers=take(list(buffers.values()), counts),
+            where=users_lines(),
+        )
+    )
     return True
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from lockstep.audit.ledger import Collective
+from lockstep.audit.facts import Collective
 from lockstep.audit.probe import gathers
 from lockstep.audit.probe.collectives import note_in_windows, ranks_of
 from lockstep.audit.probe.frames import users_lines

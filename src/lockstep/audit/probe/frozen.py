@@ -10,6 +10,7 @@ import weakref
 import zlib
 from typing import TYPE_CHECKING, Any, Final
 
+from lockstep.audit.facts import FrozenModule
 from lockstep.audit.fingerprint import take
 from lockstep.audit.prints import samples_per_tensor
 from lockstep.audit.probe.frames import users_lines
@@ -54,7 +55,7 @@ def _look_at(probe: Probe, module: torch.nn.Module) -> Known:
 
 def prints_of(
     probe: Probe, called: list[tuple[weakref.ref[torch.nn.Module], list[Any]]]
-) -> list[dict[str, Any]]:
+) -> list[FrozenModule]:
     """What the frozen modules that were called in a step hold now.
 
     Also those that an optimizer holds or held, as a rank's own teacher after it was trained: they
@@ -79,14 +80,14 @@ def prints_of(
         shapes = [tuple(p.shape) for p in kept.values()]
         counts = samples_per_tensor([p.numel() for p in kept.values()])
         found.append(
-            {
-                "module": type(module).__name__,
-                "key": zlib.crc32(repr((type(module).__name__, list(kept), shapes)).encode()),
-                "names": list(kept),
-                "held": [name for name, p in kept.items() if was_trained or id(p) in held],
-                "counts": counts,
-                "prints": take(list(kept.values()), counts),
-                "where": where,
-            }
+            FrozenModule(
+                module=type(module).__name__,
+                key=zlib.crc32(repr((type(module).__name__, list(kept), shapes)).encode()),
+                names=list(kept),
+                held=[name for name, p in kept.items() if was_trained or id(p) in held],
+                counts=counts,
+                prints=take(list(kept.values()), counts),
+                where=where,
+            )
         )
     return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lockstep.audit.facts import Division, KeptBack
 from lockstep.audit.probe.shards import is_fully_sharded
 
 if TYPE_CHECKING:
@@ -17,14 +18,14 @@ if TYPE_CHECKING:
 
     import torch
 
-    from lockstep.audit.ledger import Backward
+    from lockstep.audit.facts import Backward
     from lockstep.audit.probe.probe import Probe, Watched, Window
 
 
 def note_reductions(probe: Probe, watched: Watched, window: Window) -> None:
     """Which of an optimizer's gradients are not reduced yet, and what others are divided by."""
     step = watched.step
-    if step is None or not window.backwards or not probe.ledger.facts.get("fsdp"):
+    if step is None or not window.backwards or not probe.ledger.facts.fsdp:
         return
     known = _held_in_pieces(m for reference in probe.living if (m := reference()) is not None)
     unreduced = []
@@ -40,12 +41,12 @@ def note_reductions(probe: Probe, watched: Watched, window: Window) -> None:
     if unreduced:
         left = _after_the_last_reduction(window.backwards, watched.track.key)
         where = (left or window.backwards)[-1].where
-        step.unreduced = {"names": unreduced, "backwards": len(left), "where": where}
+        step.kept_back = KeptBack(unreduced, len(left), where)
 
 
 def whole_of_pieces(probe: Probe) -> dict[int, torch.Tensor]:
     """By ``id`` of a piece: the whole parameter that stands in its place for autograd."""
-    if not probe.ledger.facts.get("fsdp"):
+    if not probe.ledger.facts.fsdp:
         return {}
     known = _held_in_pieces(m for reference in probe.living if (m := reference()) is not None)
     whole = {piece: getattr(held, "_unsharded_param", None) for piece, (_, held) in known.items()}
@@ -102,7 +103,7 @@ def _waits(held: Any) -> bool:
     return getattr(getattr(held, "_unsharded_param", None), "grad", None) is not None
 
 
-def _chosen_division(group: Any, piece: Any) -> dict[str, float] | None:
+def _chosen_division(group: Any, piece: Any) -> Division | None:
     """The program's own divisor, and over how many ranks is added up.
 
     None where torch chooses it, and where code of the program's own has a hand in the reduction
@@ -117,7 +118,7 @@ def _chosen_division(group: Any, piece: Any) -> dict[str, float] | None:
         return None
     mesh = getattr(group, "mesh_info", None)
     sizes = [getattr(mesh, name, 1) for name in ("shard_mesh_size", "replicate_mesh_size")]
-    return {"factor": float(factor), "ranks": float(sizes[0] * sizes[1])}
+    return Division(float(factor), float(sizes[0] * sizes[1]))
 
 
 def _after_the_last_reduction(backwards: list[Backward], key: str) -> list[Backward]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed._functional_collectives as functional
 
-from lockstep.audit.ledger import Collective
+from lockstep.audit.facts import Collective, Gathered
 from lockstep.audit.probe.collectives import note_in_windows, ranks_of
 from lockstep.audit.probe.frames import lines_through_a_library
 from lockstep.audit.probe.gathers import keep_reduced, taint
@@ -73,14 +73,7 @@ def _note(
         reduction = args[1] if len(args) > 1 else kwargs.get("reduceOp", "")
         call.reduction = str(reduction).upper()
         note_in_windows(probe, call)
-        origin = {
-            "op": name,
-            "where": call.where,
-            "reduction": call.reduction,
-            "differentiable": True,
-            "adjoint": True,
-            "group": len(call.group),
-            "rows": call.shape,
-            "of_input": False,
-        }
+        origin = Gathered(
+            name, call.where, len(call.group), call.shape, True, "", call.reduction, adjoint=True
+        )
         keep_reduced(probe, result, node, origin)

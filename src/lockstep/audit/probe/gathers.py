@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import sys
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lockstep.audit.facts import Gathered
 from lockstep.audit.probe import aliases, arrivals, passed_back
 from lockstep.audit.probe.frames import looks_at_its_locals
 from lockstep.audit.probe.graphs import Graph, mark_of
@@ -21,7 +23,7 @@ from lockstep.audit.probe.loss_graph import weight_at
 from lockstep.audit.probe.records import Reduced
 
 if TYPE_CHECKING:
-    from lockstep.audit.ledger import Backward, Collective
+    from lockstep.audit.facts import Backward, Collective
     from lockstep.audit.probe.probe import Probe
 
 GATHERS: Final = {"all_gather", "all_gather_into_tensor", "all_gather_single"}
@@ -48,15 +50,11 @@ def note(probe: Probe, call: Collective, tensor: torch.Tensor, given: dict[str, 
             arrivals.keep(probe, _origin(call, tensor, None), tensor, parts, detached=True)
     elif call.op == "all_reduce":
         context = _function_context()
-        origin = {
-            "op": call.op,
-            "where": call.where,
-            "reduction": call.reduction,
-            "differentiable": context is not None,
-            "group": len(call.group),
-            "rows": list(tensor.shape),
-            "of_input": context is not None and list(tensor.shape) in _shapes_given(context),
-        }
+        origin = replace(
+            _origin(call, tensor, context),
+            reduction=call.reduction,
+            of_input=context is not None and list(tensor.shape) in _shapes_given(context),
+        )
         node = tensor.grad_fn if context is None else context
         if node is not None:
             keep_reduced(probe, tensor, node, origin)
@@ -64,21 +62,26 @@ def note(probe: Probe, call: Collective, tensor: torch.Tensor, given: dict[str, 
             _note_alias(probe, tensor, call.after, origin)
 
 
-def _note_alias(probe: Probe, tensor: torch.Tensor, left: float, origin: dict[str, Any]) -> None:
+def _note_alias(probe: Probe, tensor: torch.Tensor, left: float, origin: Gathered) -> None:
     """The same through ``.data``, which autograd does not see either."""
     changed = aliases.with_gradient(tensor)
     if changed is not None:
         since = aliases.number_of_next_node()
-        alias = {"left": left, "since": since}
-        keep_reduced(probe, changed, changed.grad_fn, {**origin, "alias": alias})
+        keep_reduced(probe, changed, changed.grad_fn, origin, (left, since))
 
 
-def keep_reduced(probe: Probe, result: torch.Tensor, node: Any, origin: dict[str, Any]) -> None:
-    """Remember a sum over ranks until the next step."""
+def keep_reduced(
+    probe: Probe,
+    result: torch.Tensor,
+    node: Any,
+    origin: Gathered,
+    behind: tuple[float, int] | None = None,
+) -> None:
+    """Remember a sum over ranks until the next step; for `behind` see `Reduced`."""
     value = result.detach() if result.numel() <= _SMALL else None
-    held = result if origin["differentiable"] else None
+    held = result if origin.differentiable else None
     known = probe.reduced_in_place
-    known.append(Reduced(weakref.ref(result), value, mark_of(node), origin, held))
+    known.append(Reduced(weakref.ref(result), value, mark_of(node), origin, held, behind))
     for earlier in known[:-_HELD]:
         earlier.held = None
     del known[:-_MOST]
@@ -117,22 +120,18 @@ def taint(
     """
     probe.follows = True
     arrivals.join(probe)
-    origin = {**_origin(call, rows, context), "adjoint": adjoint}
+    origin = replace(_origin(call, rows, context), adjoint=adjoint)
     arrivals.keep(probe, origin, rows, outputs, is_there=is_there)
     if context is not None:
         probe.gather_nodes.append((mark_of(context), origin))
         del probe.gather_nodes[:-_MOST]
 
 
-def _origin(call: Collective, rows: torch.Tensor, context: Any) -> dict[str, Any]:
-    return {
-        "op": call.op,
-        "where": call.where,
-        "differentiable": context is not None,
-        "group": len(call.group),
-        "rows": list(rows.shape),
-        "how": "gathered without one" if "gather" in call.op else "sent to other ranks without it",
-    }
+def _origin(call: Collective, rows: torch.Tensor, context: Any) -> Gathered:
+    how = "gathered without one" if "gather" in call.op else "sent to other ranks without it"
+    return Gathered(
+        call.op, call.where, len(call.group), list(rows.shape), context is not None, how
+    )
 
 
 def _shapes_given(context: Any) -> list[list[int]]:
@@ -175,24 +174,23 @@ def describe(probe: Probe, record: Backward, root: torch.Tensor, weight: float) 
         node, result = graph.find(reduced.mark), reduced.result()
         if node is None:
             continue
-        fact = {**reduced.origin, "weight": weight_at(root, node, weight)}
-        if "alias" in fact:
+        fact = replace(reduced.origin, weight=weight_at(root, node, weight))
+        if reduced.behind is not None:
             tensor = reduced.value if result is None else result
-            alias = fact.pop("alias")
             if tensor is not None:
-                fact["alias"] = aliases.facts_of(tensor, node, graph.nodes, **alias)
-            if fact.get("alias") is None:
+                fact.alias = aliases.facts_of(tensor, node, graph.nodes, *reduced.behind)
+            if fact.alias is None:
                 continue
         record.gathered.append(fact)
         if node not in scaled and result is not None:
             probe.harmlessly(passed_back.watch, probe, result, node, fact)
     for mark, origin in probe.gather_nodes:
-        if origin["op"] == "all_gather" and (node := graph.find(mark)) is not None:
+        if origin.op == "all_gather" and (node := graph.find(mark)) is not None:
             probe.harmlessly(passed_back.watch_gather, probe, node, origin)
     record.gathered.extend(_gathered_in(probe, graph))
 
 
-def _gathered_in(probe: Probe, graph: Graph) -> list[dict[str, Any]]:
+def _gathered_in(probe: Probe, graph: Graph) -> list[Gathered]:
     """Whose rows the graph holds: by an operation that brought them, or by what it was given."""
     told = [origin for mark, origin in probe.gather_nodes if graph.find(mark) is not None]
     found = {id(origin): origin for origin in [*told, *arrivals.found_in(probe, graph)]}

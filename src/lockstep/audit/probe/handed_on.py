@@ -14,7 +14,7 @@ from lockstep.audit.probe.gathers import note_exchange, taint
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lockstep.audit.ledger import Collective
+    from lockstep.audit.facts import Collective
     from lockstep.audit.probe.probe import Probe
 
 OBJECTS: Final = "all_gather_object"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from lockstep.audit.ledger import Backward
+    from lockstep.audit.facts import Backward
     from lockstep.audit.probe.probe import Probe, Watched
 
 

@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from torch.utils.data import dataloader as module
 
+from lockstep.audit.facts import Loading
 from lockstep.audit.fingerprint import take
-from lockstep.audit.ledger import Loading
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.worker_draws import SeenInit, drawn_by_workers, places_of, room_for
 
@@ -241,13 +241,13 @@ def _note_batch(probe: Probe, loading: Loading, batch: Any) -> None:
         return
     # Those of a nested tensor may be no plain numbers, and the ledger holds nothing else.
     loading.shapes = loading.shapes or [[int(n) for n in t.shape] for t in tensors]
-    read = probe.harmlessly(functools.reduce, _read_on, tensors, 0)
+    read = probe.harmlessly(functools.reduce, read_on, tensors, 0)
     loading.batches.append(_hash(tensors) if read is None else read)
     _note_rows(loading, tensors)
 
 
-def _read_on(before: int, tensor: torch.Tensor) -> int:
-    """Some elements in their order: a whole batch of images takes as long as a small step."""
+def read_on(before: int, tensor: torch.Tensor) -> int:
+    """Hash some elements in their order: a batch of images takes as long as a small step."""
     if tensor.layout is not torch.strided:
         return before ^ _hash([tensor])
     flat = tensor.detach().reshape(-1)
@@ -272,10 +272,11 @@ def _note_rows(loading: Loading, tensors: list[torch.Tensor]) -> None:
     if not size or known >= _ROWS or any(len(column) != known for column in loading.rows):
         return
     for column, tensor in zip(loading.rows, rows, strict=False):
-        column.extend(_each_row(tensor))
+        column.extend(each_row(tensor))
 
 
-def _each_row(tensor: torch.Tensor) -> list[int]:
+def each_row(tensor: torch.Tensor) -> list[int]:
+    """A hash of some elements of each row."""
     flat = tensor.detach().reshape(len(tensor), -1)
     few = flat[:, :: max(1, flat.shape[1] // _ELEMENTS)].cpu()
     return [zlib.crc32(_unpadded(row).tobytes()) for row in _numbers(few)]

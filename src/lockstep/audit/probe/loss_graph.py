@@ -9,13 +9,22 @@ part of the loss is left out.
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Any, Final
+import operator
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lockstep.audit.ledger import Term
+from lockstep.audit.facts import Term
 from lockstep.audit.probe.saved import saved
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_Divisors = tuple[float, ...]
+_Waiting = tuple[Any, float, _Divisors]
+"""A node, what it was multiplied by, and what it was divided by, in that order."""
 
 _MEAN: Final = 1
 _SUM: Final = 2
@@ -67,18 +76,18 @@ def terms_of(loss: torch.Tensor, weight: float = 1.0) -> list[Term]:
         None: it reads the graph.
     """
     terms: list[Term] = []
-    waiting: list[tuple[Any, float, float | None]] = [(loss.grad_fn, weight, None)]
+    waiting: list[_Waiting] = [(loss.grad_fn, weight, ())]
     for _ in range(_NODES):
         if not waiting:
             break
-        node, factor, divisor = waiting.pop()
+        node, factor, divisors = waiting.pop()
         if node is None or factor == 0.0:
             continue
-        term = _reduction(node, factor, divisor)
+        term = _reduction(node, factor, divisors)
         if term is not None:
             terms.append(term)
         else:
-            waiting.extend(_operands(node, factor, divisor))
+            waiting.extend(_operands(node, factor, divisors))
     return terms
 
 
@@ -96,7 +105,7 @@ def factor_of(loss: torch.Tensor, weight: float = 1.0) -> float:
     for _ in range(_NODES):
         if node is None or node.name() not in _TRANSPARENT | _FACTORS:
             break
-        operands = _operands(node, factor, None)
+        operands = _operands(node, factor, ())
         if len(operands) != 1:
             break
         node, factor, _ = operands[0]
@@ -124,51 +133,47 @@ def nearest_parameters(loss: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-def _operands(
-    node: Any, factor: float, divisor: float | None
-) -> list[tuple[Any, float, float | None]]:
+def _operands(node: Any, factor: float, divisors: _Divisors) -> list[_Waiting]:
     name = node.name()
     inputs = [fn for fn, _ in node.next_functions]
     if name in _TRANSPARENT:
-        return [(inputs[0], factor, divisor)]
+        return [(inputs[0], factor, divisors)]
     if name == "NegBackward0":
-        return [(inputs[0], -factor, divisor)]
+        return [(inputs[0], -factor, divisors)]
     if name == "AddBackward0":
         alpha = float(getattr(node, "_saved_alpha", 1))
-        second = [(inputs[1], factor * alpha, divisor)] if len(inputs) > 1 else []
-        return [(inputs[0], factor, divisor), *second]
+        second = [(inputs[1], factor * alpha, divisors)] if len(inputs) > 1 else []
+        return [(inputs[0], factor, divisors), *second]
     if name == "SubBackward0":
-        second = [(inputs[1], -factor, divisor)] if len(inputs) > 1 else []
-        return [(inputs[0], factor, divisor), *second]
+        second = [(inputs[1], -factor, divisors)] if len(inputs) > 1 else []
+        return [(inputs[0], factor, divisors), *second]
     if name in ("MulBackward0", "MulBackward1"):
-        return _product(node, inputs, factor, divisor)
+        return _product(node, inputs, factor, divisors)
     if name in ("DivBackward0", "DivBackward1"):
         by = constant_of(saved(node, "other"))
         if by is not None and by != 0.0 and (len(inputs) < 2 or inputs[1] is None):
-            return [(inputs[0], factor / by, by)]
+            return [(inputs[0], factor / by, (by, *divisors))]
     return []
 
 
-def _product(
-    node: Any, inputs: list[Any], factor: float, divisor: float | None
-) -> list[tuple[Any, float, float | None]]:
+def _product(node: Any, inputs: list[Any], factor: float, divisors: _Divisors) -> list[_Waiting]:
     if len(inputs) > 1 and inputs[1] is not None:
         if inputs[0] is not None:
             return []  # of two things that both have a gradient: not a weight
         by = constant_of(saved(node, "self"))
-        return [] if by is None else [(inputs[1], factor * by, divisor)]
+        return [] if by is None else [(inputs[1], factor * by, divisors)]
     other = constant_of(saved(node, "other"))
-    return [] if other is None else [(inputs[0], factor * other, divisor)]
+    return [] if other is None else [(inputs[0], factor * other, divisors)]
 
 
-def _reduction(node: Any, factor: float, divisor: float | None) -> Term | None:
+def _reduction(node: Any, factor: float, divisors: _Divisors) -> Term | None:
     name = node.name()
     if name == "MeanBackward0":
         count = float(node._saved_self_sym_numel)
         return Term("mean", factor / count, count, "mean")
     if name == "SumBackward0":
         count = float(math.prod(node._saved_self_sym_sizes))
-        return _as_divided(Term("sum", factor, count, "sum"), divisor)
+        return _as_divided(Term("sum", factor, count, "sum"), divisors)
     if name not in _LOSSES:
         return None
     reduction = getattr(node, "_saved_reduction", 0)
@@ -181,15 +186,43 @@ def _reduction(node: Any, factor: float, divisor: float | None) -> Term | None:
     op = name.removesuffix("0").removesuffix("Backward")
     if reduction == _MEAN:
         return Term("mean", factor / elements, elements, op) if elements else None
-    return _as_divided(Term("sum", factor, elements, op), divisor)
+    term = Term("sum", factor, elements, op)
+    if op.startswith("Nll"):
+        return _as_divided(term, divisors)
+    return _as_divided_rows(term, divisors, list(saved(node, "self").shape))
 
 
-def _as_divided(term: Term, divisor: float | None) -> Term:
-    """A sum that was divided by how many there were is a mean, written by hand."""
-    if divisor is None or divisor < 1.0 or divisor != round(divisor) or term.count < divisor:
+def _as_divided(term: Term, divisors: _Divisors) -> Term:
+    """A sum that was divided by how many there were is a mean, written by hand.
+
+    Of a sum some may not count: a mask makes them zero before.
+    """
+    products = list(itertools.accumulate(divisors, operator.mul))
+    divisor = term.count if term.count in products else next(iter(products), 0.0)
+    if divisor < 1.0 or divisor != round(divisor) or term.count < divisor:
         return term
     part = f" of {term.count:.0f}" if divisor < term.count else ""
     return Term("mean", term.weight, divisor, f"{term.op}/{divisor:.0f}{part}")
+
+
+def _as_divided_rows(term: Term, divisors: _Divisors, shape: Sequence[int]) -> Term | None:
+    """The same of a loss all of whose elements count: rows of so many numbers each.
+
+    A sum that was divided by the numbers in a row is one of rows. None where a divisor may be
+    either the numbers in a row or the rows.
+    """
+    if term.count in itertools.accumulate(divisors, operator.mul):
+        return Term("mean", term.weight, term.count, term.op)
+    widths = set(itertools.accumulate(reversed(shape[1:]), operator.mul))
+    rows = set(itertools.accumulate(shape, operator.mul))
+    if any(by in widths & rows for by in divisors):
+        return None
+    width = next((by for by in divisors if by in widths), None)
+    if width is not None:
+        return Term("sum", term.weight * width, term.count / width, term.op)
+    if divisors and divisors[0] in rows:
+        return Term("mean", term.weight, divisors[0], f"{term.op}/{divisors[0]:.0f}")
+    return term
 
 
 def _elements(node: Any) -> float | None:
@@ -215,13 +248,13 @@ def constant_of(value: Any) -> float | None:
 def weight_at(loss: torch.Tensor, target: Any, weight: float = 1.0) -> float | None:
     """What the scalar that `target` computed counts in `loss`; None where it is not linear."""
     total, found = 0.0, False
-    waiting: list[tuple[Any, float, float | None]] = [(loss.grad_fn, weight, None)]
+    waiting: list[_Waiting] = [(loss.grad_fn, weight, ())]
     for _ in range(_NODES):
         if not waiting:
             break
-        node, factor, divisor = waiting.pop()
+        node, factor, divisors = waiting.pop()
         if node is target:
             total, found = total + factor, True
         elif node is not None:
-            waiting.extend(_operands(node, factor, divisor))
+            waiting.extend(_operands(node, factor, divisors))
     return total if found else None

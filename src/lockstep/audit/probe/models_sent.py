@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
+from lockstep.audit.facts import ModelSent
 from lockstep.audit.fingerprint import lengths_of, stacked
 from lockstep.audit.ledger import MODELS_SENT
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
     from lockstep.audit.probe.probe import Probe, Watched
 
-FACT: Final = "models_sent"
 SENDING: Final = "send"
 REDUCING: Final = ("all_reduce", "reduce")
 TELLING: Final = (*REDUCING, "all_gather", "all_gather_into_tensor")
@@ -40,7 +40,7 @@ def install(probe: Probe) -> None:
 
 def _sender(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
     def watched(self: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        probe.ledger.facts["sends"] = True
+        probe.ledger.facts.sends = True
         if probe.is_on and not probe.in_backward and not probe.is_elsewhere():
             for tensor in tensors:
                 probe.harmlessly(note, probe, SENDING, tensor)
@@ -54,7 +54,7 @@ def note(probe: Probe, op: str, tensor: torch.Tensor) -> None:
 
     Of other messages only the size is looked at: it is called for each, in every step.
     """
-    noted = probe.ledger.facts.get(FACT, [])
+    noted = probe.ledger.facts.models_sent
     size = tensor.numel()
     if len(noted) >= MODELS_SENT or not size or not tensor.is_floating_point():
         return
@@ -67,11 +67,9 @@ def note(probe: Probe, op: str, tensor: torch.Tensor) -> None:
             weights = True
         else:
             continue
-        sent = {"size": held, "op": op, "weights": weights}
-        sent |= {"detailed": probe.detailed, "steps": _steps_behind(probe, watched)}
+        sent = ModelSent(held, op, weights, probe.detailed, _steps_behind(probe, watched))
         if sent not in noted[-1:]:  # to many peers, one after the other
             noted.append(sent)
-        probe.ledger.facts[FACT] = noted
         return
 
 

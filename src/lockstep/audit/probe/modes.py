@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.audit.facts import Mode
 from lockstep.audit.probe.frames import users_lines
 
 if TYPE_CHECKING:
@@ -36,10 +37,6 @@ def note_mode(probe: Probe) -> None:
         if module is None or window.acting is None or window.mode:
             continue
         flags = bytes(part.training for part in module.modules())
-        window.mode = {
-            "module": type(module).__name__,
-            "parts": len(flags),
-            "training": sum(flags),
-            "flags": zlib.crc32(flags),
-            "where": window.acting[1],
-        }
+        window.mode = Mode(
+            type(module).__name__, len(flags), sum(flags), zlib.crc32(flags), window.acting[1]
+        )

@@ -20,8 +20,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from lockstep.audit.fingerprint import random_states, take
-from lockstep.audit.ledger import Backward, Step, Track, is_detailed, thin_out
+from lockstep.audit.facts import Backward, Step, Track
+from lockstep.audit.fingerprint import numpy_state, take
+from lockstep.audit.ledger import is_detailed, thin_out
 from lockstep.audit.probe import schedules
 from lockstep.audit.probe.arrivals import join
 from lockstep.audit.probe.described import describe
@@ -37,6 +38,7 @@ from lockstep.compiler_disable import disable_dynamo
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from lockstep.audit.facts import Clip
     from lockstep.audit.prints import Fingerprint
     from lockstep.audit.probe.probe import Probe
 
@@ -81,7 +83,7 @@ def _hook(probe: Probe) -> None:
         if not is_recorded():
             probe.harmlessly(_after_step, probe, optimizer, args, kwargs)
 
-    if not probe.ledger.facts.get("fullgraph"):
+    if not probe.ledger.facts.fullgraph:
         # Called from compiled steps, too: there the graph breaks and goes on after them.
         before, after = disable_dynamo(before), disable_dynamo(after)
     probe.step_hooks = (
@@ -96,9 +98,9 @@ def _compiler(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
     def watched(*args: Any, **kwargs: Any) -> Any:
         probe.compiles = True
         probe.look(probe.detailed)
-        if kwargs.get("fullgraph") and not probe.ledger.facts.get("fullgraph"):
+        if kwargs.get("fullgraph") and not probe.ledger.facts.fullgraph:
             # A graph that may not break cannot call us. Steps inside it are not seen.
-            probe.ledger.facts["fullgraph"] = True
+            probe.ledger.facts.fullgraph = True
             for handle in probe.step_hooks:
                 handle.remove()
             _hook(probe)
@@ -123,7 +125,7 @@ def _loader(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
     """Where states were loaded: a program has several such lines, and some may never run."""
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        lines = probe.ledger.facts.setdefault("states_loaded", [])
+        lines = probe.ledger.facts.states_loaded
         if probe.is_on and len(lines) < _LOADED:
             lines += users_lines()[:1]
         return original(*args, **kwargs)
@@ -199,14 +201,15 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
     step.collectives = list(window.collectives)
     step.clips = [clip for clip in window.clips if _concerns(probe, clip, watched)]
     for clip in step.clips:
-        clip["used"].append(watched.track.key)
+        clip.used.append(watched.track.key)
     step.bypasses = list(window.bypasses)
     step.inputs = list(window.inputs)
     step.fed, step.fed_shapes, step.mode = window.fed, window.fed_shapes, window.mode
-    step.fed_arguments, step.fed_where = window.fed_arguments, window.fed_where
+    step.fed_rows = window.fed_rows
+    step.draws = list(window.draws.values())
     if _looks_at_all(probe, step):
         step.frozen = prints_of(probe, window.frozen)
-    step.random = random_states()
+    step.numpy_state = numpy_state()
     step.scale = probe.scale
     probe.harmlessly(note_reductions, probe, watched, window)
     if step.number < CLOSELY:
@@ -229,15 +232,15 @@ def _elements(gradient: torch.Tensor) -> torch.Tensor:
     return torch.isfinite(held.coalesce().values() if held.layout is torch.sparse_coo else held)
 
 
-def _concerns(probe: Probe, clip: dict[str, Any], watched: Watched) -> bool:
+def _concerns(probe: Probe, clip: Clip, watched: Watched) -> bool:
     """Was it of gradients of this optimizer's, and not all of them used by another one since?
 
     An outer optimizer that holds what the inner one holds steps with gradients of its own.
     """
-    if clip["of"] and watched.track.key not in clip["of"]:
+    if clip.of and watched.track.key not in clip.of:
         return False
     others = [w for w in probe.optimizers.values() if w is not watched]
-    users = [other for other in others if other.track.key in clip["used"]]
+    users = [other for other in others if other.track.key in clip.used]
     return not any(watched.names.keys() <= user.names.keys() for user in users)
 
 
@@ -392,7 +395,7 @@ def _watch(probe: Probe, optimizer: Optimizer) -> Watched | None:
         fresh = Watched(optimizer, track)
     probe.optimizers[optimizer] = fresh
     if any(p.is_cpu and p.is_shared() for p in fresh.parameters):  # a device's memory always is
-        probe.ledger.facts["shares_memory"] = True
+        probe.ledger.facts.shares_memory = True
     return fresh
 
 

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch.autograd.function import BackwardCFunction
 
 if TYPE_CHECKING:
+    from lockstep.audit.facts import Gathered
     from lockstep.audit.probe.probe import Probe
 
 
-def watch(probe: Probe, result: torch.Tensor, node: Any, fact: dict[str, Any]) -> None:
+def watch(probe: Probe, result: torch.Tensor, node: Any, fact: Gathered) -> None:
     """Let `fact` know the norms of what `node`, whose forward made `result`, is given and gives."""
-    if not fact["differentiable"] or result.numel() < 2:
+    if not fact.differentiable or result.numel() < 2:
         return
     if has_hooks(result) or any(
         has_hooks(p) for w in probe.optimizers.values() for p in w.parameters
@@ -27,25 +28,25 @@ def watch(probe: Probe, result: torch.Tensor, node: Any, fact: dict[str, Any]) -
         return  # what they divide by would not be seen
 
     def before(gradients: Any) -> None:
-        probe.harmlessly(_note, fact, "given", gradients)
+        fact.given = probe.harmlessly(_norm, gradients)
 
     def behind(gradients: Any, _: Any) -> None:
-        probe.harmlessly(_note, fact, "given_back", gradients)
+        fact.given_back = probe.harmlessly(_norm, gradients)
 
     probe.passing_back += [node.register_prehook(before), node.register_hook(behind)]
 
 
-def watch_gather(probe: Probe, node: Any, fact: dict[str, Any]) -> None:
+def watch_gather(probe: Probe, node: Any, fact: Gathered) -> None:
     """The same of a gather: of the gradients that it is given, the one of this rank's own rows."""
     if any(has_hooks(p) for w in probe.optimizers.values() for p in w.parameters):
         return
 
     def before(gradients: Any) -> None:
-        if len(gradients) == fact["group"] == dist.get_world_size():
-            probe.harmlessly(_note, fact, "given", [gradients[dist.get_rank()]])
+        if len(gradients) == fact.group == dist.get_world_size():
+            fact.given = probe.harmlessly(_norm, [gradients[dist.get_rank()]])
 
     def behind(gradients: Any, _: Any) -> None:
-        probe.harmlessly(_note, fact, "given_back", gradients)
+        fact.given_back = probe.harmlessly(_norm, gradients)
 
     probe.passing_back += [node.register_prehook(before), node.register_hook(behind)]
 
@@ -68,7 +69,8 @@ def forget(probe: Probe) -> None:
     probe.passing_back.clear()
 
 
-def _note(fact: dict[str, Any], what: str, gradients: Any) -> None:
+def _norm(gradients: Any) -> float | None:
     held = [g for g in gradients if isinstance(g, torch.Tensor)]
-    if len(held) == 1 and held[0].layout is torch.strided:
-        fact[what] = float(held[0].detach().double().norm())
+    if len(held) != 1 or held[0].layout is not torch.strided:
+        return None
+    return float(held[0].detach().double().norm())

@@ -6,6 +6,7 @@ One probe per process. Everything it puts into torch is in `Patches` and is take
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import sys
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
+from lockstep.audit.facts import ReducerUse
 from lockstep.audit.ledger import FIRST_STEPS, FIRST_STEPS_WATCH, Ledger
 from lockstep.audit.probe.patches import Patches
 from lockstep.audit.probe.records import Evaluated
@@ -24,8 +26,19 @@ from lockstep.audit.probe.records import Evaluated
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from lockstep.audit.facts import (
+        Backward,
+        Clip,
+        Collective,
+        Draws,
+        Forward,
+        Gathered,
+        Loading,
+        Mode,
+        Step,
+        Track,
+    )
     from lockstep.audit.finding import Place
-    from lockstep.audit.ledger import Backward, Collective, Loading, Step, Track
     from lockstep.audit.probe.graphs import Mark
     from lockstep.audit.probe.records import Arrival, Known, Reduced, Schedule
 
@@ -87,15 +100,15 @@ class Wrapper:
         module = self.ref()
         return -1 if module is None else sequence_number(module.process_group)
 
-    def facts(self, issued_before: int) -> dict[str, Any]:
+    def use(self, issued_before: int) -> ReducerUse:
         """How it took part in a backward."""
-        return {
-            "forwards": self.forwards,
-            "armed": self.is_armed,
-            "no_sync": self.was_unsynced,
-            "issued": self.issued() - issued_before,
-            "group": len(self.ranks),
-        }
+        return ReducerUse(
+            forwards=self.forwards,
+            armed=self.is_armed,
+            no_sync=self.was_unsynced,
+            issued=self.issued() - issued_before,
+            group=len(self.ranks),
+        )
 
 
 def sequence_number(group: Any) -> int:
@@ -167,15 +180,15 @@ class Window:
     def __init__(self) -> None:
         self.backwards: list[Backward] = []
         self.collectives: list[Collective] = []
-        self.clips: list[dict[str, Any]] = []
+        self.clips: list[Clip] = []
         self.bypasses: list[list[Place]] = []
-        self.inputs: list[dict[str, Any]] = []
+        self.inputs: list[Forward] = []
         self.fed: int | None = None
         self.fed_shapes: list[list[int]] = []
-        self.fed_arguments: list[dict[str, Any]] = []
-        self.fed_where: list[Place] = []
+        self.fed_rows: list[int] = []
+        self.draws: dict[Place, Draws] = {}
         self.acting: tuple[weakref.ref[torch.nn.Module], list[Place]] | None = None
-        self.mode: dict[str, Any] = {}
+        self.mode: Mode | None = None
         self.frozen: list[tuple[weakref.ref[torch.nn.Module], list[Place]]] = []
 
     LIMIT = 400
@@ -183,11 +196,11 @@ class Window:
 
     def copied(self) -> Window:
         """The same, to which other things can happen."""
-        copy = Window()
-        vars(copy).update(
-            {name: list(x) if isinstance(x, list) else x for name, x in vars(self).items()}
+        same = Window()
+        vars(same).update(
+            {n: copy.copy(x) if isinstance(x, list | dict) else x for n, x in vars(self).items()}
         )
-        return copy
+        return same
 
 
 class Probe:
@@ -231,7 +244,7 @@ class Probe:
         self.is_frozen: dict[int, Known] = {}
         self.unnamed: list[tuple[Collective, weakref.ref[torch.Tensor]]] = []
         self.arrivals: list[Arrival] = []
-        self.gather_nodes: list[tuple[Mark, dict[str, Any]]] = []
+        self.gather_nodes: list[tuple[Mark, Gathered]] = []
         self.received: list[tuple[Collective, weakref.ref[torch.Tensor]]] = []
         self.has_sent = False
         self.follows = False
@@ -319,7 +332,7 @@ class Probe:
         try:
             return look(*args)
         except Exception as error:
-            unseen = self.ledger.facts.setdefault("unseen", [])
+            unseen = self.ledger.facts.unseen
             if len(unseen) < _UNSEEN:
                 unseen.append(f"{look.__name__}: {type(error).__name__}: {error}"[:300])
             return None
@@ -331,7 +344,7 @@ class Probe:
     def count_backward(self) -> None:
         """One more; `when_training` is called with the first in each process, which may fork."""
         facts = self.ledger.facts
-        facts["backwards"] = facts.get("backwards", 0) + 1
+        facts.backwards += 1
         if self.when_training is not None and self._trained_in != os.getpid():
             self._trained_in = os.getpid()
             self.harmlessly(self.when_training)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch.multiprocessing.reductions import StorageWeakRef
 
+    from lockstep.audit.facts import Gathered
     from lockstep.audit.finding import Place
     from lockstep.audit.probe.graphs import Mark
 
@@ -37,7 +38,7 @@ class Arrival:
         own: directions of some rows that this rank sent.
     """
 
-    origin: dict[str, Any]
+    origin: Gathered
     detached: bool = False
     tensors: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     memory: list[tuple[StorageWeakRef, int]] = field(default_factory=list)
@@ -115,10 +116,13 @@ class Reduced:
         origin: what the rules are told of it.
         held: the result itself, of the last few sums that have a backward. Hooks of its own, which
             that backward goes through, are seen on it alone.
+        behind: autograd's back, through ``.data``: the norm that the sum had, and the number that
+            autograd's next operation was to have.
     """
 
     result: weakref.ref[torch.Tensor]
     value: torch.Tensor | None
     mark: Mark
-    origin: dict[str, Any]
+    origin: Gathered
     held: torch.Tensor | None
+    behind: tuple[float, int] | None = None

@@ -16,7 +16,7 @@ from lockstep.audit.probe.names import outermost
 from lockstep.audit.probe.passed_back import has_hooks
 
 if TYPE_CHECKING:
-    from lockstep.audit.ledger import Backward, Collective
+    from lockstep.audit.facts import Backward, Collective
     from lockstep.audit.probe.probe import Probe
 
 

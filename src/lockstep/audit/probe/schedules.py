@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.audit.facts import ScheduleSteps
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.records import Schedule
 
@@ -22,10 +23,9 @@ if TYPE_CHECKING:
 
     from torch.optim.optimizer import Optimizer
 
-    from lockstep.audit.ledger import Track
+    from lockstep.audit.facts import Track
     from lockstep.audit.probe.probe import Probe
 
-FACT: Final = "schedules"
 _MOST: Final = 64
 
 
@@ -62,11 +62,9 @@ def note_step(probe: Probe, optimizer: Optimizer, track: Track) -> None:
         elif now != known.began:
             moved.append((now - known.began, known.where))
     if moved:
-        probe.ledger.facts.setdefault(FACT, {})[track.key] = {
-            "count": sum(count for count, _ in moved),
-            "schedules": len(moved),
-            "where": moved[0][1],
-        }
+        probe.ledger.facts.schedules[track.key] = ScheduleSteps(
+            count=sum(count for count, _ in moved), schedules=len(moved), where=moved[0][1]
+        )
 
 
 def _plain(optimizer: Any) -> Any:

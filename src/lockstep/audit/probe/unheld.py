@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch.distributed as dist
 
+from lockstep.audit.facts import Beside
 from lockstep.audit.fingerprint import take
 from lockstep.audit.probe.names import outermost, parameter_names
 from lockstep.audit.probe.probe import sequence_number
@@ -49,22 +50,22 @@ def note_unheld(probe: Probe, watched: Watched) -> None:
         of_name = dict(parameters)
         tensors = [of_name[name] for name in names]
         no_samples = [0] * len(tensors)
-        step.beside = {
-            "names": names,
-            "sizes": [p.numel() for p in tensors],
-            "weights": take(tensors, no_samples, norms=False),
-            "gradients": take([p.grad for p in tensors], no_samples),
-            "left_out": [] if step.number else _left_out(probe),
-            "issued": sequence_number(dist.group.WORLD) if dist.is_initialized() else -1,
-        }
+        step.beside = Beside(
+            names=names,
+            sizes=[p.numel() for p in tensors],
+            weights=take(tensors, no_samples, norms=False),
+            gradients=take([p.grad for p in tensors], no_samples),
+            left_out=[] if step.number else _left_out(probe),
+            issued=sequence_number(dist.group.WORLD) if dist.is_initialized() else -1,
+        )
 
 
 def note_told_within(watched: Watched, window: Window) -> None:
     """After a step: the collectives that it called itself."""
     step = watched.step
-    if step is not None and step.beside:
-        step.beside["within"] = window.collectives[len(step.collectives) :]
-        step.beside["all"] = len(window.collectives) < window.LIMIT
+    if step is not None and step.beside is not None:
+        step.beside.within = window.collectives[len(step.collectives) :]
+        step.beside.is_all = len(window.collectives) < window.LIMIT
 
 
 def _left_out(probe: Probe) -> list[str]:

@@ -16,6 +16,7 @@ import zlib
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
+from lockstep.audit.facts import WorkerDraws
 from lockstep.audit.finding import Place
 
 if TYPE_CHECKING:
@@ -68,20 +69,19 @@ def room_for(workers: int) -> int:
     return workers * _WIDTH
 
 
-def drawn_by_workers(memory: Any) -> list[dict[str, Any]]:
-    """What each worker has written: nothing (``{}``), or by kind what it ``changed``, the states it
-    ``began`` with, and those ``after`` the samples of its first batch were read, if they were."""
+def drawn_by_workers(memory: Any) -> list[WorkerDraws | None]:
+    """What each worker has written; None for one that has not begun."""
     numbers = list(memory)
-    found: list[dict[str, Any]] = []
+    found: list[WorkerDraws | None] = []
     for start in range(0, len(numbers), _WIDTH):
         flags, *states = numbers[start : start + _WIDTH]
-        seen: dict[str, Any] = {}
-        if flags & _BEGUN:
-            seen["changed"] = [kind for k, kind in enumerate(KINDS) if flags & _CHANGED << k]
-            seen["began"] = dict(zip(KINDS, states, strict=False))
-        if flags & _READ:
-            seen["after"] = dict(zip(KINDS, states[len(KINDS) :], strict=True))
-        found.append(seen)
+        if not flags & _BEGUN:
+            found.append(None)
+            continue
+        changed = [kind for k, kind in enumerate(KINDS) if flags & _CHANGED << k]
+        after = states[len(KINDS) :] if flags & _READ else ()
+        began = dict(zip(KINDS, states, strict=False))
+        found.append(WorkerDraws(changed, began, dict(zip(KINDS, after, strict=False))))
     return found
 
 

@@ -18,13 +18,13 @@ from torch._C._functorch import maybe_current_level
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from lockstep.audit.fingerprint import random_states, take
-from lockstep.audit.probe.arguments import arguments_of
+from lockstep.audit.facts import Forward
+from lockstep.audit.fingerprint import numpy_state, take
 from lockstep.audit.probe.evaluations import note_evaluation
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.frozen import note_call
 from lockstep.audit.probe.fully_sharded import is_root
-from lockstep.audit.probe.loaders import tensors_in
+from lockstep.audit.probe.loaders import each_row, tensors_in
 from lockstep.audit.probe.modes import note_acting
 from lockstep.audit.probe.patches import is_recorded
 from lockstep.audit.probe.probe import Wrapper
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lockstep.audit.probe.probe import Probe
 
 _LINES_PER_WINDOW = 8
+_STEPS_OF_ROWS = 64
 
 
 def install(probe: Probe) -> None:
@@ -184,12 +185,19 @@ def _note_fed(probe: Probe, args: Any) -> None:
     tensors = tensors_in(args, 4)
     if tensors:
         held = take(tensors, [0] * len(tensors), norms=False)
-        arguments, lines = probe.harmlessly(arguments_of, probe, args) or [], users_lines()
+        rows = probe.harmlessly(_rows, probe, tensors[0]) or []
         for window in probe.each_window():
             if window.fed is None:
                 window.fed = zlib.crc32(held.hashes.tobytes())
                 window.fed_shapes = [list(t.shape) for t in tensors]
-                window.fed_arguments, window.fed_where = arguments, lines
+                window.fed_rows = rows
+
+
+def _rows(probe: Probe, tensor: torch.Tensor) -> list[int]:
+    """Of a batch that was made by hand, what stands for each sample; a loader's are known."""
+    if probe.delivered is not None or probe.steps_done >= _STEPS_OF_ROWS or tensor.ndim < 2:
+        return []
+    return each_row(tensor) if tensor.layout is torch.strided else []
 
 
 def _note_inputs(probe: Probe, args: Any) -> None:
@@ -197,12 +205,7 @@ def _note_inputs(probe: Probe, args: Any) -> None:
     if not tensors:
         return
     held = take(tensors, [0] * len(tensors), norms=False)
-    noted = {
-        "hash": zlib.crc32(held.hashes.tobytes()),
-        "arguments": probe.harmlessly(arguments_of, probe, args) or [],
-        "random": random_states(),
-        "where": users_lines(),
-    }
+    noted = Forward(zlib.crc32(held.hashes.tobytes()), numpy_state(), users_lines())
     for window in probe.each_window():
         if len(window.inputs) < _LINES_PER_WINDOW:
             window.inputs.append(noted)

@@ -56,7 +56,7 @@ def render(
 
 def _unseen(world: World) -> list[str]:
     """What the audit wanted to look at and could not: nothing is said of that."""
-    errors = [error for errors in world.fact("unseen") for error in errors]
+    errors = [error for facts in world.facts for error in facts.unseen]
     return [f"  could not look at everything, e.g. {errors[0]}"] if errors else []
 
 

@@ -12,6 +12,7 @@ from lockstep.audit.rules.base import Code, named
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from lockstep.audit.facts import Evaluation
     from lockstep.audit.finding import Finding
     from lockstep.audit.world import World
 
@@ -33,53 +34,53 @@ class Buffers:
             different = [
                 index
                 for index in _different(at_once)
-                if first["names"][index].rpartition(".")[0] not in at_home
+                if first.names[index].rpartition(".")[0] not in at_home
             ]
             if different:
-                names = [first["names"][i] for i in different]
+                names = [first.names[i] for i in different]
                 yield EVALUATED.finding(
-                    f"after step {first['step']} the ranks evaluated {first['module']} with "
+                    f"after step {first.step} the ranks evaluated {first.module} with "
                     f"different {named(names)}: each has another model",
                     "evaluate through the wrapper (it broadcasts rank 0's buffers), use "
                     "SyncBatchNorm, or evaluate on one rank",
                     rank=sorted(ledgers),
                     optimizer="*",
-                    step=first["step"] or None,
+                    step=first.step or None,
                     parameters=names,
                     evidence={
                         "norms": {
-                            str(r): float(e["buffers"].norms[different[0]])
+                            str(r): float(e.buffers.norms[different[0]])
                             for r, e in zip(ledgers, at_once, strict=True)
                         }
                     },
-                    where=first["where"],
+                    where=first.where,
                 )
                 return
 
 
-def _of_all_ranks(evaluations: list[list[dict[str, Any]]]) -> list[tuple[dict[str, Any], ...]]:
+def _of_all_ranks(evaluations: list[list[Evaluation]]) -> list[tuple[Evaluation, ...]]:
     """The first after a step with the first on all ranks, the second with the second."""
-    by_rank: list[dict[tuple[object, ...], dict[str, Any]]] = []
+    by_rank: list[dict[tuple[object, ...], Evaluation]] = []
     for of_rank in evaluations:
-        found: dict[tuple[object, ...], dict[str, Any]] = {}
+        found: dict[tuple[object, ...], Evaluation] = {}
         for one in of_rank:
-            place = sum(known[0] == one["step"] for known in found)
-            found[one["step"], place, tuple(one["names"])] = one
+            place = sum(known[0] == one.step for known in found)
+            found[one.step, place, tuple(one.names)] = one
         by_rank.append(found)
     shared = [known for known in by_rank[0] if all(known in found for found in by_rank)]
     return [tuple(found[known] for found in by_rank) for known in shared]
 
 
-def _different(at_once: Sequence[dict[str, Any]]) -> list[int]:
+def _different(at_once: Sequence[Evaluation]) -> list[int]:
     """Buffers that are not the same on all ranks, by more than rounding.
 
     By their elements too: two masks that keep as much of a layer have the same norm.
     """
-    norms = np.array([e["buffers"].norms for e in at_once])
+    norms = np.array([e.buffers.norms for e in at_once])
     apart = _spread(norms) > 1e-6 * np.abs(norms).max(axis=0)
-    samples = np.array([e["buffers"].samples for e in at_once])
+    samples = np.array([e.buffers.samples for e in at_once])
     place = 0
-    for index, count in enumerate(at_once[0]["counts"]):
+    for index, count in enumerate(at_once[0].counts):
         held = samples[:, place : place + count]
         place += count
         if count and _spread(held).max() > 1e-5 * np.abs(held).max():

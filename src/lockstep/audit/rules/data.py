@@ -8,14 +8,14 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.audit.rules.base import Code
-from lockstep.audit.rules.overlap import SAME, same_samples, shares_out
+from lockstep.audit.rules.overlap import SAME, same_rows_by_hand, same_samples, shares_out
 from lockstep.audit.rules.worker_seeds import SEEDS, equal_seeds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from lockstep.audit.facts import Loading
     from lockstep.audit.finding import Finding
-    from lockstep.audit.ledger import Loading
     from lockstep.audit.world import World
 
 ORDER = Code("LS504", "the same order in every epoch", "warning")
@@ -44,6 +44,9 @@ class Data:
                 if found is not None and known not in reported:
                     reported.add(known)  # type: ignore[arg-type]
                     yield found
+        by_hand = same_rows_by_hand(world)
+        if by_hand is not None:
+            yield by_hand
         for rank, ledger in world.ledgers.items():
             found = _order(rank, ledger.loadings)
             if found is not None:
@@ -80,7 +83,7 @@ def _twice(world: World, loadings: dict[int, Loading]) -> Finding | None:
         return None  # broken off: a batch size that is tried out, not an evaluation
     if not any(name in first.sampler for name in _PADDING) or not shares_out(loadings):
         return None
-    if any(world.fact("leaves_out_padding")):
+    if any(f.leaves_out_padding for f in world.facts):
         return None
     counts: Counter[int] = Counter()
     for loading in loadings.values():
@@ -95,7 +98,7 @@ def _twice(world: World, loadings: dict[int, Loading]) -> Finding | None:
         "`lockstep.shard_loader(loader)`",
         # Where results are gathered one by one, the program may have left them out. And it was not
         # the program that chose what pads where Lightning puts its sampler into every loader.
-        severity="notice" if _gathers(world) or any(world.fact("lightning")) else None,
+        severity="notice" if _gathers(world) or any(f.lightning for f in world.facts) else None,
         rank=sorted(loadings),
         evidence={"repeated": again[:20], "size": first.size, "read": sum(counts.values())},
         where=first.where,

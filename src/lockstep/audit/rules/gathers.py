@@ -15,8 +15,8 @@ from lockstep.audit.rules.base import Code, first_of_each
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from lockstep.audit.facts import Alias, Backward, Gathered, Step
     from lockstep.audit.finding import Finding
-    from lockstep.audit.ledger import Backward, Step
     from lockstep.audit.shared_track import SharedTrack
     from lockstep.audit.world import World
 
@@ -48,7 +48,7 @@ def _judge_step(track: SharedTrack, number: int) -> Finding | None:
                 continue
             found = (
                 _outside(track, number, fact, at_once, steps)
-                if fact["op"] == "all_reduce"
+                if fact.op == "all_reduce"
                 else _gathered(track, number, fact, at_once, steps)
             )
             if found is not None:
@@ -59,15 +59,15 @@ def _judge_step(track: SharedTrack, number: int) -> Finding | None:
 def _gathered(
     track: SharedTrack,
     number: int,
-    fact: dict[str, Any],
+    fact: Gathered,
     backwards: tuple[Backward, ...],
     steps: dict[int, Step],
 ) -> Finding | None:
     is_global = _is_global(backwards)
     factor = _factor(backwards[0])
-    size = fact["group"]
+    size = fact.group
     speaks = any(c.in_backward for s in steps.values() for c in s.collectives)
-    if fact["differentiable"] and (speaks or fact.get("adjoint")):
+    if fact.differentiable and (speaks or fact.adjoint):
         if is_global and _close(factor, float(size)):
             return _as_finding(
                 WRONG,
@@ -83,8 +83,8 @@ def _gathered(
         return None
     code, what = (
         (WRONG, "the gather's backward communicates nothing: what it gives back is this rank's own")
-        if fact["differentiable"]
-        else (WITHOUT, f"rows that have a gradient were {fact['how']} and entered the loss")
+        if fact.differentiable
+        else (WITHOUT, f"rows that have a gradient were {fact.how} and entered the loss")
     )
     if is_global:
         if _close(factor, float(size)):
@@ -128,22 +128,22 @@ def _factor(backward: Backward) -> float:
 def _outside(
     track: SharedTrack,
     number: int,
-    fact: dict[str, Any],
+    fact: Gathered,
     backwards: tuple[Backward, ...],
     steps: dict[int, Step],
 ) -> Finding | None:
-    size = fact["group"]
-    weight = fact.get("weight")
-    scalar = not fact["rows"] or all(d == 1 for d in fact["rows"])
-    if fact.get("differentiable"):
+    size = fact.group
+    weight = fact.weight
+    scalar = not fact.rows or all(d == 1 for d in fact.rows)
+    if fact.differentiable:
         if scalar:
             return _summed_twice(track, number, fact)
         return _without_adjoint(track, number, fact, steps)
-    alias = fact.get("alias")
+    alias = fact.alias
     if alias is not None and not _tells(alias, fact, backwards, steps):
         return None
-    if scalar and (alias is None or not alias["bends"]):
-        if weight is None or not _close(abs(weight) * size, 1.0) or fact["reduction"] != "SUM":
+    if scalar and (alias is None or not alias.bends):
+        if weight is None or not _close(abs(weight) * size, 1.0) or fact.reduction != "SUM":
             return None
         return _as_finding(
             OUTSIDE,
@@ -158,7 +158,7 @@ def _outside(
     if _is_global(backwards) and _close(_factor(backwards[0]), float(size)):
         return None
     missing, ratio = "what other ranks owe to it is missing", {}
-    if _is_global(backwards) and fact["reduction"] == "SUM":
+    if _is_global(backwards) and fact.reduction == "SUM":
         ratio = {"ratio": _factor(backwards[0]) / size}
         missing = (
             f"every rank computes the same loss, so what comes before the sum gets "
@@ -177,8 +177,8 @@ def _outside(
 
 
 def _tells(
-    alias: dict[str, Any],
-    fact: dict[str, Any],
+    alias: Alias,
+    fact: Gathered,
     backwards: tuple[Backward, ...],
     steps: dict[int, Step],
 ) -> bool:
@@ -188,21 +188,21 @@ def _tells(
     and so is a sum where the loss is multiplied by their number. A sum from which the loss is
     computed by sums and products with numbers changes no gradient.
     """
-    size = fact["group"]
+    size = fact.group
     fed = {step.fed for step in steps.values()}
-    averaged = all(any(f["armed"] for f in b.wrappers.values()) for b in backwards)
-    if fact["reduction"] != "SUM" or size < len(steps) or not averaged:
+    averaged = all(any(f.armed for f in b.wrappers.values()) for b in backwards)
+    if fact.reduction != "SUM" or size < len(steps) or not averaged:
         return False
     if len(fed) < len(steps) or None in fed:
         return False  # they may share the work on the same samples
-    if alias["bends"]:
-        return not any(_close(f / size, max(1.0, round(f / size))) for f in alias["factors"])
+    if alias.bends:
+        return not any(_close(f / size, max(1.0, round(f / size))) for f in alias.factors)
     once = all(len(step.backwards) == 1 for step in steps.values())  # else 1/W may be their number
-    return once and _close(abs(fact.get("weight") or 0.0) * size, 1.0)
+    return once and _close(abs(fact.weight or 0.0) * size, 1.0)
 
 
 def _without_adjoint(
-    track: SharedTrack, number: int, fact: dict[str, Any], steps: dict[int, Step]
+    track: SharedTrack, number: int, fact: Gathered, steps: dict[int, Step]
 ) -> Finding | None:
     """Added up over ranks that have other samples each, by a Function whose backward is local.
 
@@ -211,7 +211,7 @@ def _without_adjoint(
     fed = {step.fed for step in steps.values()}
     speaks = any(c.in_backward for step in steps.values() for c in step.collectives)
     data_parallel = any(p.wrapper for p in track.parameters)
-    if speaks or not fact["of_input"] or not data_parallel or fact["group"] < len(steps):
+    if speaks or not fact.of_input or not data_parallel or fact.group < len(steps):
         return None
     if len(fed) < len(steps) or None in fed:
         return None
@@ -228,10 +228,10 @@ def _without_adjoint(
     )
 
 
-def _summed_twice(track: SharedTrack, number: int, fact: dict[str, Any]) -> Finding | None:
+def _summed_twice(track: SharedTrack, number: int, fact: Gathered) -> Finding | None:
     """Its backward adds up as well: what each rank's own loss weighs is W times its weight here."""
-    size, weight = fact["group"], fact.get("weight")
-    if weight is None or fact["reduction"] != "SUM" or not _close(abs(weight), 1.0):
+    size, weight = fact.group, fact.weight
+    if weight is None or fact.reduction != "SUM" or not _close(abs(weight), 1.0):
         return None
     return _as_finding(
         WRONG,
@@ -255,7 +255,7 @@ def _as_finding(
     code: Code,
     track: SharedTrack,
     number: int,
-    fact: dict[str, Any],
+    fact: Gathered,
     message: str,
     fix: str,
     evidence: dict[str, Any],
@@ -265,6 +265,6 @@ def _as_finding(
         fix,
         rank=track.ranks,
         step=number + 1,
-        evidence={"op": fact["op"], "rows": fact["rows"], "ranks": fact["group"], **evidence},
-        where=fact["where"],
+        evidence={"op": fact.op, "rows": fact.rows, "ranks": fact.group, **evidence},
+        where=fact.where,
     )

@@ -20,8 +20,8 @@ from lockstep.audit.tables import drift_table, gradient_table
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from lockstep.audit.facts import Collective, Step
     from lockstep.audit.finding import Finding, Place
-    from lockstep.audit.ledger import Collective, Step
     from lockstep.audit.shared_track import Difference, SharedTrack
     from lockstep.audit.world import World
 
@@ -203,7 +203,7 @@ def _first_different(world: World, track: SharedTrack) -> Finding | None:
 
 def _is_by_design(world: World, track: SharedTrack, differences: list[Difference]) -> bool:
     """Experts: never the same, never reduced, while tokens travel between ranks."""
-    if not world.fact("all_to_all") or track.apart:
+    if not any(f.all_to_all for f in world.facts) or track.apart:
         return False  # where experts are known, these are others
     different = {d.name for d in differences}
     from_the_start = {d.name for d in track.differences("entry", track.numbers[0])}

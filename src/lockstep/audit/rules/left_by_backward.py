@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 if TYPE_CHECKING:
-    from lockstep.audit.ledger import Backward, Step
+    from lockstep.audit.facts import Backward, Step
 
 _KEPT: Final = 1e-3
 
@@ -23,7 +23,7 @@ def uses_what_backward_left(step: Step, key: str) -> bool:
         return False
     there = norms > 0.0
     ratios = used[there] / norms[there]
-    whole = float(ratios[0]) if any(clip["is_clipped"] for clip in step.clips) else 1.0
+    whole = float(ratios[0]) if any(clip.is_clipped for clip in step.clips) else 1.0
     return bool(np.allclose(ratios, whole, rtol=_KEPT, atol=0.0))
 
 

@@ -41,7 +41,7 @@ class Liveness:
             yield _waiting(world, lost)
         elif (left := _left_the_others(world)) is not None:
             yield left
-        died = {r: led.facts["died"] for r, led in world.ledgers.items() if "died" in led.facts}
+        died = {r: led.facts.died for r, led in world.ledgers.items() if led.facts.died}
         if died:
             killed = ", ".join(f"rank {rank} by {name}" for rank, name in died.items())
             yield DIED.finding(
@@ -90,13 +90,13 @@ def _left_the_others(world: World) -> Finding | None:
 
 def _failed_by_itself(ledger: Ledger, broken: dict[int, Ledger]) -> bool:
     """Before the connections broke: what came of that a program may say in words of its own."""
-    if ledger.failure is None or any(name in ledger.failure["message"] for name in _BACKENDS):
+    if ledger.failure is None or any(name in ledger.failure.message for name in _BACKENDS):
         return False
     return (ledger.failed_at or 0.0) <= min(each.failed_at or 0.0 for each in broken.values())
 
 
 def _lost_a_peer(ledger: Ledger) -> bool:
-    message = "" if ledger.failure is None else ledger.failure["message"]
+    message = "" if ledger.failure is None else ledger.failure.message
     return any(name in message for name in _BACKENDS) and any(
         words in message for words in _PEER_LOST
     )

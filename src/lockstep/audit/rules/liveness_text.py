@@ -18,7 +18,7 @@ def standing(ledger: Ledger) -> str:
         return f"{verb} {stuck.op}{at} (its collective {ledger.calls_made})"
     if failure is not None:
         at = f" at {ledger.stack[0].at}" if ledger.stack else ""
-        return f"raised {failure['type']}{at}"
+        return f"raised {failure.type}{at}"
     if ledger.exit_code is not None:
         return f"ended with code {ledger.exit_code} after {ledger.calls_made} collectives"
     at = f" at {ledger.stack[0].at}" if ledger.stack else ""

@@ -32,14 +32,14 @@ class Modes:
 
 
 def _at_step(track: SharedTrack, number: int) -> Finding | None:
-    modes = {rank: step.mode for rank, step in track.steps(number).items() if step.mode}
-    alike = {(m["module"], m["parts"]) for m in modes.values()}
+    modes = {rank: step.mode for rank, step in track.steps(number).items() if step.mode is not None}
+    alike = {(m.module, m.parts) for m in modes.values()}
     if len(modes) < len(track.ranks) or len(alike) > 1:
         return None
-    if len({m["flags"] for m in modes.values()}) == 1:
+    if len({m.flags for m in modes.values()}) == 1:
         return None
     name, parts = alike.pop()
-    trained = {rank: mode["training"] for rank, mode in modes.items()}
+    trained = {rank: mode.training for rank, mode in modes.items()}
     counts = ", ".join(f"{count} of {parts} on rank {rank}" for rank, count in trained.items())
     return MODE.finding(
         f"step {number + 1}: parts of {name} that were in training mode: {counts}. Dropout and "
@@ -51,5 +51,5 @@ def _at_step(track: SharedTrack, number: int) -> Finding | None:
             "training": {str(rank): count for rank, count in trained.items()},
             "parts": parts,
         },
-        where=next(iter(modes.values()))["where"],
+        where=next(iter(modes.values())).where,
     )

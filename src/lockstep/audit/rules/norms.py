@@ -12,8 +12,8 @@ from lockstep.audit.rules.base import Code, first_of_each
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from lockstep.audit.facts import Collective, Step
     from lockstep.audit.finding import Finding
-    from lockstep.audit.ledger import Collective, Step
     from lockstep.audit.shared_track import SharedTrack
     from lockstep.audit.world import World
 
@@ -46,7 +46,7 @@ def _judge_step(track: SharedTrack, number: int) -> Finding | None:
 def _twice(track: SharedTrack, number: int) -> Finding | None:
     """The norm of gradients that all ranks share, added up over ranks, and then clipped by."""
     steps = track.steps(number)
-    if any(clip["is_clipped"] for step in steps.values() for clip in step.clips):
+    if any(clip.is_clipped for step in steps.values() for clip in step.clips):
         return None  # by torch's own norm
     for step in steps.values():
         last = step.backwards[-1].gradients.get(track.key) if step.backwards else None

@@ -11,8 +11,8 @@ from lockstep.audit.rules.base import Code, named
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from lockstep.audit.facts import Step
     from lockstep.audit.finding import Finding
-    from lockstep.audit.ledger import Step
     from lockstep.audit.shared_track import SharedTrack
     from lockstep.audit.world import World
 

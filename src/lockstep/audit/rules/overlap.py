@@ -13,17 +13,19 @@ from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
+from lockstep.audit.facts import Loading
 from lockstep.audit.rules.base import Code
 
 if TYPE_CHECKING:
+    from lockstep.audit.facts import Track
     from lockstep.audit.finding import Finding
-    from lockstep.audit.ledger import Loading
     from lockstep.audit.world import World
 
 SAME = Code("LS503", "the same samples on several ranks")
 
 _LEAST_BATCHES = 2
 _LEAST_ROWS = 8
+_STEPS = 3
 _ALIKE = 0.2
 """Of so many samples, and more, that are read by two ranks."""
 _NO_CHANCE = 8.0
@@ -40,8 +42,30 @@ def same_samples(world: World, loadings: dict[int, Loading]) -> Finding | None:
         or _same_rows(loadings)
         or _batches_elsewhere(loadings)
     )
-    alone = world.size > 1 and set(world.fact("accelerate")) == {1}
+    alone = world.size > 1 and {facts.accelerate for facts in world.facts} == {1}
     return found if found is None or not alone else _of_accelerate(world, found)
+
+
+def same_rows_by_hand(world: World) -> Finding | None:
+    """Of batches that no loader gave, in the first pass over the data."""
+    for track in world.compared:
+        held = {rank: _read_by_hand(track.tracks[rank]) for rank in track.ranks}
+        early = [track.steps(number).values() for number in track.numbers[:_STEPS]]
+        if all(held.values()) and all(len({s.fed for s in steps}) > 1 for steps in early):
+            where = next(iter(early[0])).where
+            return _same_rows(
+                {rank: Loading("the program", where, rows=[x]) for rank, x in held.items()}
+            )
+    return None
+
+
+def _read_by_hand(track: Track) -> list[int]:
+    rows: list[int] = []
+    for step in track.steps:
+        if not set(step.fed_rows).isdisjoint(rows):
+            break  # the next pass; or samples that are drawn, and by chance on two ranks as well
+        rows += step.fed_rows
+    return rows
 
 
 def _of_accelerate(world: World, found: Finding) -> Finding:
@@ -61,18 +85,16 @@ def _is_cut(world: World, loadings: dict[int, Loading]) -> bool:
     What the first module of a step was given then differs, and is smaller by the number of ranks.
     """
     size = len(world.ledgers)
-    shapes = loadings[min(loadings)].shapes
     for track in world.tracks:
-        for number in track.numbers[:4]:
-            steps = list(track.steps(number).values())
-            fed = {step.fed for step in steps}
-            if len(fed) == len(steps) and any(
-                _is_slice(whole, part, size)
-                for whole in shapes
-                for step in steps
-                for part in step.fed_shapes
-            ):
-                return True
+        # Later batches may be cut, or padded, to other lengths than the first.
+        steps = list(track.steps(track.numbers[0]).values()) if track.numbers else []
+        parts = [part for step in steps for part in step.fed_shapes]
+        if len({step.fed for step in steps}) == len(steps) and any(
+            _is_slice(whole, part, size)
+            for whole in loadings[min(loadings)].shapes
+            for part in parts
+        ):
+            return True
     return False
 
 
@@ -127,11 +149,12 @@ def _overlap(loadings: dict[int, Loading]) -> Finding | None:
     parts = len({x.part for x in loadings.values()}) > 1
     whole = not parts and all(len(set(x.indices)) >= (x.size or 0) for x in loadings.values())
     shares = shares_out(loadings)
-    # An index is the same sample on two ranks only if they have one dataset.
-    if not (_same_dataset(loadings) or (shares and not parts)):
-        return None
     missed = 0 if parts else max(first.size - len(readers), 0)
-    if not (whole or parts or "Distributed" in first.sampler or _is_dealt(loadings, missed)):
+    is_dealt = _is_dealt(loadings, missed)
+    # An index is the same sample on two ranks only if they have one dataset.
+    if not (_same_dataset(loadings) or (shares and not parts) or is_dealt):
+        return None
+    if not (whole or parts or "Distributed" in first.sampler or is_dealt):
         return None
     read = (
         "the ranks read different parts (`Subset`) of one dataset and "
@@ -161,12 +184,13 @@ def _overlap(loadings: dict[int, Loading]) -> Finding | None:
 def _is_dealt(loadings: dict[int, Loading], missed: int) -> bool:
     """Does the program's own sampler give each rank its share of the dataset, no sample twice?
 
-    As many samples then are missed as are read twice. Ranks that draw on their own draw again.
+    As many samples then are missed as are read twice. Ranks that draw on their own draw again, and
+    a rank that has a dataset to itself reads all of it.
     """
     first = loadings[min(loadings)]
     size, batch = first.size or 0, max(first.batch_sizes, default=1)
     read = [len(_samples(x)) for x in loadings.values()]
-    whole = abs(sum(read) - size) <= batch * len(read) and len(set(read)) == 1
+    whole = abs(sum(read) - size) <= batch * len(read) and max(read) - min(read) <= batch
     return whole and missed > 0.05 * size and not any(map(_drawn_again, loadings.values()))
 
 

@@ -12,8 +12,9 @@ from lockstep.audit.rules.base import Code, named
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from lockstep.audit.facts import Track
     from lockstep.audit.finding import Finding
-    from lockstep.audit.ledger import Ledger, Track
+    from lockstep.audit.ledger import Ledger
     from lockstep.audit.world import World
 
 FOREIGN = Code("LS401", "the optimizer holds parameters that are not the model's")
@@ -85,7 +86,8 @@ def _unowned(world: World, rank: int, track: Track) -> Finding | None:
     if not names:
         return None
     held = {p.name for led in world.ledgers.values() for t in led.tracks for p in t.parameters}
-    left_out = [n for n in names if n in step.beside.get("left_out", ()) and n not in held]
+    others = [] if step.beside is None else step.beside.left_out
+    left_out = [n for n in names if n in others and n not in held]
     beside = ", while others of their model are held" if left_out else ""
     names = left_out or names
     return UNOWNED.finding(
@@ -102,11 +104,11 @@ def _unowned(world: World, rank: int, track: Track) -> Finding | None:
 
 def _moved(track: Track) -> set[str]:
     """What changed in one of the first steps, although no optimizer holds it: copies are held."""
-    seen = [step.beside for step in track.steps if step.beside]
+    seen = [step.beside for step in track.steps if step.beside is not None]
     moved: set[str] = set()
     for before, after in itertools.pairwise(seen):
-        then = dict(zip(before["names"], before["weights"].hashes.tolist(), strict=True))
-        now = dict(zip(after["names"], after["weights"].hashes.tolist(), strict=True))
+        then = dict(zip(before.names, before.weights.hashes.tolist(), strict=True))
+        now = dict(zip(after.names, after.weights.hashes.tolist(), strict=True))
         moved |= {name for name, held in now.items() if then.get(name, held) != held}
     return moved
 
@@ -117,18 +119,18 @@ class Participation:
     codes = (BLIND, APART, STEPLESS)
 
     def judge(self, world: World) -> Iterable[Finding]:
-        if any(world.fact("blind")):
+        if any(f.blind for f in world.facts):
             yield _blind(world)
         elif not world.has_failed:
             yield from self._met(world)
 
     def _met(self, world: World) -> Iterable[Finding]:
         trained = {r: led for r, led in world.ledgers.items() if _steps(led)}
-        backwards = sum(led.facts.get("backwards", 0) for led in world.ledgers.values())
+        backwards = sum(led.facts.backwards for led in world.ledgers.values())
         made = any(led.tracks for led in world.ledgers.values())
-        if not trained and backwards and (any(world.fact("fullgraph")) or not made):
+        if not trained and backwards and (any(f.fullgraph for f in world.facts) or not made):
             yield _unseen(world, backwards)
-        elif not trained and any(world.fact("unwatched")):
+        elif not trained and any(f.unwatched for f in world.facts):
             yield _unwatched(world)
         elif not trained:
             yield STEPLESS.finding(
@@ -150,25 +152,21 @@ class Participation:
 
 
 def _blind(world: World) -> Finding:
-    blind = {rank: led.facts["blind"] for rank, led in world.ledgers.items() if _is_blind(led)}
+    blind = {rank: led.facts.blind for rank, led in world.ledgers.items() if led.facts.blind}
     return BLIND.finding(
         f"{next(iter(blind.values()))}: what was trained there is not known, and was not compared",
         "import torch in the script itself, by `import torch`; start processes that train with "
         "multiprocessing, and let them come to their end, or audit what they run",
         rank=sorted(blind),
-        where=next(iter(world.fact("blind_at")), []),
+        where=next((facts.blind_at for facts in world.facts if facts.blind_at), []),
     )
-
-
-def _is_blind(ledger: Ledger) -> bool:
-    return "blind" in ledger.facts
 
 
 def _unseen(world: World, backwards: int) -> Finding:
     """The audit was there, and the step was none that it sees."""
     why = (
         "its step is compiled with fullgraph=True, where nothing can look in"
-        if any(world.fact("fullgraph"))
+        if any(f.fullgraph for f in world.facts)
         else "weights that are changed by hand, or by an optimizer that does not derive from "
         "torch.optim.Optimizer, are not watched"
     )
@@ -184,21 +182,21 @@ def _unseen(world: World, backwards: int) -> Finding:
 
 def _unwatched(world: World) -> Finding:
     """No process that was watched trained: if any did, it was one of these."""
-    started = [each for of_rank in world.fact("unwatched") for each in of_rank]
-    ways = ", ".join(dict.fromkeys(f"`{each['by']}`" for each in started))
+    started = [each for facts in world.facts for each in facts.unwatched]
+    ways = ", ".join(dict.fromkeys(f"`{each.by}`" for each in started))
     return BLIND.finding(
         f"the script started Python by {ways}, which is not watched, and nothing was trained in "
         "the processes that are",
         "audit what they run: put `lockstep audit` into that command, or "
         "`-m lockstep.audit` behind its launcher",
-        rank=[rank for rank, led in world.ledgers.items() if led.facts.get("unwatched")],
-        where=[place for each in started for place in each["where"]],
+        rank=[rank for rank, led in world.ledgers.items() if led.facts.unwatched],
+        where=[place for each in started for place in each.where],
     )
 
 
 def _share_memory(trained: dict[int, Ledger]) -> bool:
     """Do processes that the script started train one model, each for itself (Hogwild)?"""
-    return any(led.facts.get("shares_memory") for led in trained.values())
+    return any(led.facts.shares_memory for led in trained.values())
 
 
 def _steps(ledger: Ledger) -> int:

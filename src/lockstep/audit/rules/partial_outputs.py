@@ -7,7 +7,7 @@ that reaches it is the same on all of them already, and each rank's part needs j
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.diagnoses.scale import rate_is_divided
 from lockstep.audit.expectation import is_one_mean
@@ -18,8 +18,8 @@ from lockstep.audit.rules.left_by_backward import uses_what_backward_left
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from lockstep.audit.facts import Backward, Gathered, Step
     from lockstep.audit.finding import Finding
-    from lockstep.audit.ledger import Backward, Step
     from lockstep.audit.shared_track import SharedTrack
     from lockstep.audit.world import World
 
@@ -70,25 +70,23 @@ def _is_left_alone(step: Step, key: str) -> bool:
     return not step.backwards[-1].wrappers and uses_what_backward_left(step, key)
 
 
-def _grew(facts: tuple[dict[str, Any], ...], size: int) -> bool:
+def _grew(facts: tuple[Gathered, ...], size: int) -> bool:
     """Did each rank give the same gradient in, and get back all of them together?"""
-    if any(f["group"] != size or f["rows"] != facts[0]["rows"] for f in facts):
+    if any(f.group != size or f.rows != facts[0].rows for f in facts):
         return False
-    if all(f["op"] == "all_gather" and f.get("given") for f in facts):
-        return all(_are_equal([f["given"], f.get("given_back", 0.0) / size]) for f in facts)
-    if any(f["op"] != "all_reduce" or f.get("reduction") != "SUM" for f in facts):
+    if all(f.op == "all_gather" and f.given for f in facts):
+        return all(_are_equal([f.given, (f.given_back or 0.0) / size]) for f in facts)
+    if any(f.op != "all_reduce" or f.reduction != "SUM" for f in facts):
         return False
-    given = [f.get("given") for f in facts]
-    whole = [f.get("given_back", 0.0) / size for f in facts]
+    given = [f.given for f in facts]
+    whole = [(f.given_back or 0.0) / size for f in facts]
     return bool(given[0]) and _are_equal([*given, *whole])
 
 
-def _as_finding(
-    track: SharedTrack, number: int, fact: dict[str, Any], backward: Backward
-) -> Finding:
-    size = fact["group"]
+def _as_finding(track: SharedTrack, number: int, fact: Gathered, backward: Backward) -> Finding:
+    size = fact.group
     return WRONG.finding(
-        f"step {number + 1}: an {fact['op']} puts the ranks' parts of an output together, and its "
+        f"step {number + 1}: an {fact.op} puts the ranks' parts of an output together, and its "
         f"backward adds up over ranks; all {size} ranks compute the same loss from the whole, so "
         f"that its gradient was the same on all of them already: what comes before it gets {size} "
         "times its gradient",
@@ -97,10 +95,10 @@ def _as_finding(
         rank=track.ranks,
         step=number + 1,
         evidence={
-            "rows": fact["rows"],
+            "rows": fact.rows,
             "ranks": size,
-            "given": fact["given"],
-            "given_back": fact["given_back"],
+            "given": fact.given,
+            "given_back": fact.given_back,
         },
-        where=[*fact["where"], *backward.where],
+        where=[*fact.where, *backward.where],
     )

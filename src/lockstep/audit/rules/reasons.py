@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -15,8 +15,8 @@ from lockstep.audit.rules.base import named
 from lockstep.audit.shared_track import names_of
 
 if TYPE_CHECKING:
+    from lockstep.audit.facts import Backward, Step
     from lockstep.audit.finding import Place
-    from lockstep.audit.ledger import Backward, Step
     from lockstep.audit.shared_track import Shared, SharedTrack
     from lockstep.audit.world import World
 
@@ -139,10 +139,9 @@ def _unknown(names: list[str], what: str) -> Reason:
 
 def _with_wrapper(track: SharedTrack, step: Step, key: str) -> Reason | None:
     backwards = step.backwards
-    facts = [b.wrappers.get(key) for b in backwards]
-    seen = [(b, f) for b, f in zip(backwards, facts, strict=True) if f is not None]
-    evidence = {"backwards": [f for _, f in seen]}
-    if any(f["group"] == 1 for _, f in seen):
+    seen = [(b, use) for b in backwards if (use := b.wrappers.get(key)) is not None]
+    evidence = {"backwards": [asdict(use) for _, use in seen]}
+    if any(f.group == 1 for _, f in seen):
         return Reason(
             "group too small",
             "the wrapper reduces over a process group of one rank",
@@ -158,14 +157,14 @@ def _with_wrapper(track: SharedTrack, step: Step, key: str) -> Reason | None:
             evidence=evidence,
         )
     last_backward, last = seen[-1]
-    if last["no_sync"]:
+    if last.no_sync:
         return _wrong_window(evidence, last_backward, "the last backward before the step ran")
     went_round = step.bypasses
-    if not any(f["armed"] for _, f in seen):
-        return _not_called(went_round, evidence, last_backward, any(f["no_sync"] for _, f in seen))
-    if all(f["issued"] == 0 for _, f in seen if f["armed"]):
+    if not any(f.armed for _, f in seen):
+        return _not_called(went_round, evidence, last_backward, any(f.no_sync for _, f in seen))
+    if all(f.issued == 0 for _, f in seen if f.armed):
         return _unfinished(track, step, evidence, last_backward)
-    if not last["armed"] or last["issued"] == 0:
+    if not last.armed or last.issued == 0:
         return Reason(
             "a backward outside the wrapper",
             f"{len(seen)} backwards filled them and the reducer ran in an earlier one; the last "
@@ -195,7 +194,7 @@ def _not_called(
     if unsynced:
         return _wrong_window(evidence, backward, "every forward of this window ran")
     lines = [place for places in went_round for place in places]
-    issued = sum(f["issued"] for f in evidence["backwards"])
+    issued = sum(use["issued"] for use in evidence["backwards"])
     at = f" (it went round it at {lines[0].at})" if lines else ""
     # Of the nested lines, the outermost that the model's own class does not hold says most.
     return Reason(

@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that compute the same: with the same random numbers, from the same inputs.
 
-Notices: it can be meant, and a batch that was made by hand says nothing of where it comes from.
-Ranks that also come to the same losses, whose gradients a wrapper averages, have shared nothing.
+Notices where it can be meant: a batch that was made by hand says nothing of where it comes from.
+Noise for each sample is not meant to be the same, and ranks that also come to the same losses have
+shared nothing.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lockstep.audit.rules.arguments import drawn_alike
+from lockstep.audit.finding import SEVERITIES
 from lockstep.audit.rules.base import Code
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
-    from lockstep.audit.finding import Finding, Place
+    from lockstep.audit.facts import Draws, Step
+    from lockstep.audit.finding import Finding, Place, Severity
     from lockstep.audit.shared_track import SharedTrack
     from lockstep.audit.world import World
 
@@ -25,11 +28,13 @@ RANDOM = Code("LS507", "the same random numbers on all ranks", "notice")
 INPUTS = Code("LS508", "the same inputs on all ranks", "notice")
 
 _STEPS = 3
-_SEEDED = {"torch": "torch.manual_seed", "numpy": "np.random.seed"}
+_LOOKED_AT = 16
+_NUMBERS = 8
+"""A few may agree by chance, or for other reasons."""
 
 
 class Repetition:
-    """Compares the generator's state and the models' inputs, step by step."""
+    """Compares what was drawn and the models' inputs, step by step."""
 
     codes = (RANDOM, INPUTS)
 
@@ -44,51 +49,86 @@ class Repetition:
 
 
 def _same_noise(track: SharedTrack) -> Finding | None:
-    return _same_random(track) or _same_arguments(track)
+    return _same_draws(track) or _same_draws_of_numpy(track)
 
 
-def _same_arguments(track: SharedTrack) -> Finding | None:
-    alike = drawn_alike(track)
-    if alike is None:
-        return None
-    return RANDOM.finding(
-        f"{alike.same}, {alike.size} numbers in no order and new in each step, was the same on all "
-        f"ranks in steps {alike.steps[0] + 1} to {alike.steps[-1] + 1}, while {alike.other} was "
-        "not: noise repeats from rank to rank if it was drawn",
-        "seed the generator that it is drawn from with the rank: "
-        "`torch.Generator().manual_seed(seed + rank)`, if the draws are meant to differ",
-        rank=track.ranks,
-        step=alike.steps[0] + 1,
-        evidence={"same": alike.same, "different": alike.other, "steps": len(alike.steps)},
-        where=alike.where,
+def _same_draws(track: SharedTrack) -> Finding | None:
+    """A line that draws for each sample of a batch, the same on all ranks and new in each step."""
+    by_line: dict[Place, list[list[Draws]]] = {}
+    rows: set[int] = set()
+    for number in track.numbers[:_LOOKED_AT]:
+        steps = list(track.steps(number).values())
+        of_ranks = [{drawn.where[0]: drawn for drawn in step.draws} for step in steps]
+        if len(steps) < len(track.ranks) or _share_losses(steps):
+            continue
+        rows |= {shape[0] for step in steps for shape in step.fed_shapes if shape}
+        for line in set.intersection(*map(set, of_ranks)):
+            by_line.setdefault(line, []).append([drawn[line] for drawn in of_ranks])
+    found: list[Finding] = []
+    for at_once in by_line.values():
+        hashes = [{drawn.hash for drawn in of_ranks} for of_ranks in at_once]
+        is_same = all(len(of_step) == 1 for of_step in hashes)
+        if not is_same or len(set.union(*hashes)) < max(_STEPS, len(at_once)):
+            continue
+        severity = _gravity(track, at_once[0][0], rows)
+        if severity is not None:
+            found.append(_drawn_alike(track, at_once[0][0], len(at_once), severity))
+    return max(
+        found, key=lambda one: (SEVERITIES.index(one.severity), one.where[0].at), default=None
     )
 
 
-def _same_random(track: SharedTrack) -> Finding | None:
-    found = [f for kind in ("torch", "numpy") if (f := _same_draws(track, kind)) is not None]
-    return found[0] if found else None
+def _gravity(track: SharedTrack, drawn: Draws, rows: set[int]) -> Severity | None:
+    """Was a row drawn for each sample, or a tensor for each? None if for neither.
+
+    Noise for weights has their shapes. Ranks may take the same places of data of their own on
+    purpose, and decide together what becomes of a layer.
+    """
+    if any(drawn.shape == p.shape for held in track.held for p in held.described.values()):
+        return None
+    if drawn.shape and drawn.shape[0] in rows and math.prod(drawn.shape) >= _NUMBERS:
+        return "warning" if "float" in drawn.dtype else "notice"
+    return "notice" if any(n > 1 and drawn.count % n == 0 for n in rows) else None
 
 
-def _same_draws(track: SharedTrack, kind: str) -> Finding | None:
+def _drawn_alike(track: SharedTrack, drawn: Draws, steps: int, severity: Severity) -> Finding:
+    return RANDOM.finding(
+        f"in {steps} steps all ranks drew the same random numbers at {drawn.where[0].at}, others "
+        "in each step, while their losses differed: noise repeats from rank to rank",
+        "seed the generator that it is drawn from with the rank, after the model is built: "
+        "`torch.manual_seed(seed + rank)`, `torch.Generator().manual_seed(seed + rank)`",
+        severity=severity,
+        rank=track.ranks,
+        evidence={"steps": steps, "shape": drawn.shape, "dtype": drawn.dtype},
+        where=drawn.where,
+    )
+
+
+def _share_losses(steps: Sequence[Step]) -> bool:
+    losses = [[backward.loss for backward in step.backwards] for step in steps]
+    return all(of_rank == losses[0] for of_rank in losses)
+
+
+def _same_draws_of_numpy(track: SharedTrack) -> Finding | None:
     """Between a step and the next forward: a dropout inside the model has the samples to differ."""
     drawn = 0
     where: list[Place] = []
-    for before, number in itertools.pairwise(track.numbers[:16]):
-        ends = {step.random.get(kind) for step in track.steps(before).values()}
+    for before, number in itertools.pairwise(track.numbers[:_LOOKED_AT]):
+        ends = {step.numpy_state for step in track.steps(before).values()}
         steps = track.steps(number).values()
-        begins = {step.inputs[0]["random"][kind] if step.inputs else None for step in steps}
+        begins = {step.inputs[0].numpy_state if step.inputs else None for step in steps}
         if len(ends) != 1 or len(begins) != 1 or None in begins or len(steps) < len(track.ranks):
             return None
         if number == before + 1 and ends != begins:
             drawn += 1
-            where = where or next(iter(steps)).inputs[0]["where"]
+            where = where or next(iter(steps)).inputs[0].where
     # An epoch's shuffling alone draws once.
     if drawn < _STEPS:
         return None
     return RANDOM.finding(
-        f"before {drawn} forwards each rank drew random numbers from {kind}'s generator, and all "
+        f"before {drawn} forwards each rank drew random numbers from numpy's generator, and all "
         "ranks drew the same: noise and augmentation repeat from rank to rank",
-        f"after the model is built, `{_SEEDED[kind]}(seed + rank)`, if they are meant to differ",
+        "after the model is built, `np.random.seed(seed + rank)`, if they are meant to differ",
         rank=track.ranks,
         evidence={"forwards": drawn},
         where=where,
@@ -98,15 +138,15 @@ def _same_draws(track: SharedTrack, kind: str) -> Finding | None:
 def _same_inputs(track: SharedTrack) -> Finding | None:
     seen: list[int] = []
     where: list[Place] = []
-    for number in track.numbers[:16]:
+    for number in track.numbers[:_LOOKED_AT]:
         inputs = [step.inputs for step in track.steps(number).values()]
         if len(inputs) < len(track.ranks) or any(not i for i in inputs):
             return None
         for at_once in zip(*inputs, strict=False):
-            if len({i["hash"] for i in at_once}) > 1:
+            if len({i.hash for i in at_once}) > 1:
                 return None
-            seen.append(at_once[0]["hash"])
-            where = where or at_once[0]["where"]
+            seen.append(at_once[0].hash)
+            where = where or at_once[0].where
     if len(set(seen)) < _STEPS:
         return None
     same_losses = _same_losses(track)
@@ -126,7 +166,7 @@ def _same_inputs(track: SharedTrack) -> Finding | None:
 def _same_losses(track: SharedTrack) -> bool:
     """To the bit, and changing: then what is averaged was the same before."""
     seen: list[float | None] = []
-    for number in track.numbers[:16]:
+    for number in track.numbers[:_LOOKED_AT]:
         losses = [[b.loss for b in step.backwards] for step in track.steps(number).values()]
         if any(of_rank != losses[0] for of_rank in losses) or None in losses[0]:
             return False

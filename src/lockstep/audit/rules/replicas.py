@@ -63,7 +63,7 @@ def _drift(world: World, track: SharedTrack) -> Finding | None:
 def _are_experts(world: World, track: SharedTrack, differences: list[Difference]) -> bool:
     names = {d.name for d in differences}
     unreduced = not any(p.wrapper for p in track.parameters if p.name in names)
-    known = track.apart or not world.fact("all_to_all")
+    known = track.apart or not any(f.all_to_all for f in world.facts)
     return not known and unreduced and len(names) < len(track.parameters)
 
 
@@ -122,7 +122,7 @@ def _at_exit(track: SharedTrack, number: int, differences: list[Difference]) -> 
 
 
 def _settings(world: World, track: SharedTrack) -> Finding | None:
-    if any(world.fact("joins")) and len({t.count for t in track.tracks.values()}) > 1:
+    if any(f.joins for f in world.facts) and len({t.count for t in track.tracks.values()}) > 1:
         return None  # a rank with fewer batches is in its next epoch in a step of that number
     for number in track.numbers:
         steps = track.steps(number)
@@ -196,7 +196,7 @@ class States:
                 continue
             found = first_found(track, _state_at)
             if found is not None:
-                loaded = [place for places in world.fact("states_loaded") for place in places]
+                loaded = [place for facts in world.facts for place in facts.states_loaded]
                 measured, *others = found.where
                 where = [measured, *dict.fromkeys(with_text(loaded)), *others]
                 yield replace(found, where=where, optimizer=track.key)
@@ -237,12 +237,12 @@ class Scales:
     codes = (SCALE,)
 
     def judge(self, world: World) -> Iterable[Finding]:
-        seen = {r: led.facts for r, led in world.ledgers.items() if "scales" in led.facts}
+        seen = {r: led.facts for r, led in world.ledgers.items() if led.facts.scales}
         if len(seen) < 2:
             return
-        of_all = set.intersection(*(set(facts["scales"]) for facts in seen.values()))
+        of_all = set.intersection(*(set(facts.scales) for facts in seen.values()))
         for number in sorted(map(int, of_all)):
-            values = {rank: facts["scales"][str(number)] for rank, facts in seen.items()}
+            values = {rank: facts.scales[str(number)] for rank, facts in seen.items()}
             if len(set(values.values())) > 1:
                 yield SCALE.finding(
                     f"call {number} of GradScaler.step used a scale of {numbers(values)}",
@@ -250,7 +250,7 @@ class Scales:
                     "reduced, and make the scaler with the same arguments on every rank",
                     rank=sorted(values),
                     step=number,
-                    where=next(iter(seen.values()))["scaled_at"],
+                    where=next(iter(seen.values())).scaled_at,
                     evidence={"scale": {str(r): v for r, v in values.items()}},
                     optimizer="*",
                 )
@@ -263,7 +263,7 @@ class StepCounts:
     codes = (COUNT,)
 
     def judge(self, world: World) -> Iterable[Finding]:
-        if world.has_failed or any(world.fact("joins")):
+        if world.has_failed or any(f.joins for f in world.facts):
             return
         for track in world.compared:
             if track.returns_to_agreement:

@@ -20,8 +20,8 @@ from lockstep.audit.rules.base import Code, first_found
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from lockstep.audit.facts import Collective, Step
     from lockstep.audit.finding import Finding
-    from lockstep.audit.ledger import Collective, Step
     from lockstep.audit.shared_track import SharedTrack
     from lockstep.audit.world import World
 

@@ -33,15 +33,15 @@ class Schedules:
 
 
 def _judge(world: World, track: SharedTrack) -> Finding | None:
-    noted = [facts[track.key] for facts in world.fact("schedules") if track.key in facts]
+    noted = [f.schedules[track.key] for f in world.facts if track.key in f.schedules]
     counts = {of_rank.count for of_rank in track.tracks.values()}
     if len(noted) < world.size or len(counts) > 1:
         return None
     taken = counts.pop()
     between = taken - 1  # what a schedule did before the optimizer's first step does not count
-    exact = all(abs(each["count"] - world.size * between) <= world.size for each in noted)
-    times = {round(each["count"] / between) for each in noted} if between else set()
-    if times != {world.size} or not exact or any(each["schedules"] > 1 for each in noted):
+    exact = all(abs(each.count - world.size * between) <= world.size for each in noted)
+    times = {round(each.count / between) for each in noted} if between else set()
+    if times != {world.size} or not exact or any(each.schedules > 1 for each in noted):
         return None
     since = _idle_since(track)
     if since is None or taken - since < _IDLE * taken:
@@ -55,8 +55,8 @@ def _judge(world: World, track: SharedTrack) -> Finding | None:
         "schedule",
         rank=track.ranks,
         step=since + 1,
-        evidence={"schedule": noted[0]["count"], "optimizer": between, "idle": taken - since},
-        where=noted[0]["where"],
+        evidence={"schedule": noted[0].count, "optimizer": between, "idle": taken - since},
+        where=noted[0].where,
     )
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.audit.rules.base import first_found, named
 from lockstep.audit.rules.gradients import BYPASSED
@@ -30,27 +30,28 @@ class Unreduced:
 
 
 def _unreduced(track: SharedTrack, number: int) -> Finding | None:
-    waiting = {r: s for r, s in track.steps(number).items() if s.unreduced}
+    waiting = {
+        r: (s, s.kept_back) for r, s in track.steps(number).items() if s.kept_back is not None
+    }
     if not waiting:
         return None
-    rank, step = next(iter(waiting.items()))
-    names: list[str] = step.unreduced["names"]
+    rank, (step, kept) = next(iter(waiting.items()))
+    names = kept.names
     held = len(track.tracks[rank].parameters)
     what = f"all {held} parameters" if 3 < len(names) == held else named(names)
     return BYPASSED.finding(
         f"step {number + 1}: when the optimizer stepped, gradients of {what} that "
-        f"{_backwards(step.unreduced)} had left were not reduced: `fully_shard` keeps them back, "
+        f"{_backwards(kept.backwards)} had left were not reduced: `fully_shard` keeps them back, "
         "this step does without them, and they are added to those of a later step",
         "reduce in the last micro-batch before each step: "
         "`model.set_requires_gradient_sync((i + 1) % k == 0)`, before its forward",
         rank=sorted(waiting),
         step=number + 1,
         parameters=names,
-        evidence={"reason": "not reduced yet", "backwards": step.unreduced["backwards"]},
-        where=[*step.unreduced["where"], *step.where],
+        evidence={"reason": "not reduced yet", "backwards": kept.backwards},
+        where=[*kept.where, *step.where],
     )
 
 
-def _backwards(unreduced: dict[str, Any]) -> str:
-    count = unreduced["backwards"]
+def _backwards(count: int) -> str:
     return f"the last {count} backwards" if count > 1 else "the last backward"

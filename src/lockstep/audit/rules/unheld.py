@@ -20,8 +20,8 @@ from lockstep.audit.rules.gradients import BYPASSED
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from lockstep.audit.facts import Beside, Collective, Step
     from lockstep.audit.finding import Finding
-    from lockstep.audit.ledger import Step
     from lockstep.audit.shared_track import SharedTrack
     from lockstep.audit.world import World
 
@@ -41,7 +41,7 @@ class Unheld:
     codes = (BYPASSED,)
 
     def judge(self, world: World) -> Iterable[Finding]:
-        if world.sync_of_lockstep() or any(world.fact("sends")):
+        if world.sync_of_lockstep() or any(f.sends for f in world.facts):
             return
         for track in world.tracks:
             if len(track.ranks) < world.size or track in world.alone:
@@ -56,11 +56,11 @@ def _judge(track: SharedTrack) -> Finding | None:
     if len(moved) < _STEPS:
         return None
     number = moved[0]
-    steps = track.steps(number)
+    steps, beside = track.steps(number), _beside(track.steps(number))
     step = next(iter(steps.values()))
-    places = _apart(steps)
-    names = [step.beside["names"][place] for place in places]
-    norms = {rank: float(s.beside["gradients"].norms[places[0]]) for rank, s in steps.items()}
+    places = _apart(beside)
+    names = [beside[track.ranks[0]].names[place] for place in places]
+    norms = {rank: float(b.gradients.norms[places[0]]) for rank, b in beside.items()}
     backward = step.backwards[-1].where if step.backwards else []
     return BYPASSED.finding(
         f"step {number + 1}: backward left each rank gradients of its own (norm of "
@@ -83,55 +83,58 @@ def _judge(track: SharedTrack) -> Finding | None:
 
 def _moved_by_its_owner(track: SharedTrack, number: int) -> bool:
     steps, later = track.steps(number), track.steps(number + 1)
-    seen = [*steps.values(), *later.values()]
-    if len(seen) < 2 * len(track.ranks) or any(s.has_closure or not _is_whole(s) for s in seen):
+    now, then = _beside(steps), _beside(later)
+    seen = [*now.values(), *then.values()]
+    if len(seen) < 2 * len(track.ranks) or len({tuple(b.names) for b in seen}) > 1:
         return False
-    if len({tuple(s.beside["names"]) for s in seen}) > 1:
-        return False
-    before, after = _weights(steps), _weights(later)
+    before, after = _weights(now), _weights(then)
     if before is None or after is None:
         return False
-    apart, sizes = _apart(steps), np.array(seen[0].beside["sizes"])
+    apart, sizes = _apart(now), np.array(seen[0].sizes)
     if not apart or not (before != after)[apart].all():
         return False
     held = sum(math.prod(p.shape) for t in track.tracks.values() for p in t.parameters)
     ranks = len(track.ranks)
     # Not where every rank holds copies of all, as of bfloat16 weights in float32.
-    return held <= _PADDED * sizes.sum() + _FEW * ranks and all(
-        _tells_weights_only(track.step(rank, number), step, sizes, apart, ranks)
-        for rank, step in later.items()
-    )
+    if held > _PADDED * sizes.sum() + _FEW * ranks:
+        return False
+    for rank, step in later.items():
+        calls = [*now[rank].within, *step.collectives]
+        # The group's own count tells whether all was seen.
+        if then[rank].issued - now[rank].issued != len(calls):
+            return False
+        if not _tell_weights_only(calls, sizes, apart, ranks):
+            return False
+    return True
 
 
-def _is_whole(step: Step) -> bool:
-    return bool(step.beside.get("all"))
+def _beside(steps: dict[int, Step]) -> dict[int, Beside]:
+    """By rank, what no optimizer holds, if it is known whole."""
+    known = {rank: step.beside for rank, step in steps.items() if not step.has_closure}
+    return {rank: beside for rank, beside in known.items() if beside is not None and beside.is_all}
 
 
-def _weights(steps: dict[int, Step]) -> np.ndarray[Any, Any] | None:
+def _weights(beside: dict[int, Beside]) -> np.ndarray[Any, Any] | None:
     """What stands for them, if they are the same on all ranks."""
-    hashes = np.array([step.beside["weights"].hashes for step in steps.values()])
+    hashes = np.array([of_rank.weights.hashes for of_rank in beside.values()])
     return hashes[0] if (hashes == hashes[0]).all() else None
 
 
-def _apart(steps: dict[int, Step]) -> list[int]:
+def _apart(beside: dict[int, Beside]) -> list[int]:
     """The parameters whose gradients are of other lengths on other ranks."""
-    norms = np.array([step.beside["gradients"].norms for step in steps.values()])
+    norms = np.array([of_rank.gradients.norms for of_rank in beside.values()])
     spread = norms.max(axis=0) - norms.min(axis=0)
     return [int(n) for n in np.flatnonzero(spread > _APART * norms.max(axis=0))]
 
 
-def _tells_weights_only(
-    step: Step | None, later: Step, sizes: np.ndarray[Any, Any], apart: list[int], ranks: int
+def _tell_weights_only(
+    calls: list[Collective], sizes: np.ndarray[Any, Any], apart: list[int], ranks: int
 ) -> bool:
     """Of all weights each rank gathers its part, or all are broadcast, once; and nothing else.
 
-    From the moment in which one step had its gradients to that of the next. The group's own count
-    tells whether all was seen.
+    From the moment in which one step had its gradients to that of the next.
     """
-    if step is None:
-        return False
     gathered = broadcast = others = 0
-    calls = [*step.beside["within"], *later.collectives]
     for call in calls:
         elements = math.prod(call.shape)
         if call.op not in _OF_ONE_TENSOR and not call.shape and call.op not in _SILENT:
@@ -145,7 +148,5 @@ def _tells_weights_only(
         else:
             return False
     told = gathered * ranks + broadcast
-    seen = later.beside["issued"] - step.beside["issued"] == len(calls)
     few = others <= min(_FEW, sizes.sum() // 8)
-    enough = sizes[apart].sum() <= told <= _PADDED * sizes.sum() + _FEW * ranks
-    return bool(seen and few and enough)
+    return bool(few and sizes[apart].sum() <= told <= _PADDED * sizes.sum() + _FEW * ranks)

@@ -7,13 +7,13 @@ that samples were drawn alike; where that could not be measured there is a notic
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.audit.rules.base import Code
 
 if TYPE_CHECKING:
+    from lockstep.audit.facts import Loading, WorkerDraws
     from lockstep.audit.finding import Finding
-    from lockstep.audit.ledger import Loading
 
 SEEDS = Code("LS506", "equal worker seeds on all ranks", "notice")
 
@@ -43,27 +43,29 @@ def equal_seeds(loadings: dict[int, Loading]) -> Finding | None:
         severity="warning" if measured else None,
         rank=sorted(with_workers),
         evidence={"base_seed": first.worker_seed, "generators": sorted(drawn)},
-        where=[*(first.seeded_at if any(map(_changes, first.drawn)) else ()), *first.where],
+        where=[*(first.seeded_at if _are_seeded(first) else ()), *first.where],
     )
 
 
-def _changes(seen: dict[str, Any]) -> bool:
-    return bool(seen.get("changed"))
+def _are_seeded(loading: Loading) -> bool:
+    """By a function of the program's?"""
+    return any(worker is not None and worker.changed for worker in loading.drawn)
 
 
-def _side_by_side(loadings: dict[int, Loading]) -> list[list[dict[str, Any]]]:
+def _side_by_side(loadings: dict[int, Loading]) -> list[list[WorkerDraws]]:
     """The k-th worker on every rank, of those that have begun everywhere."""
     together = zip(*(x.drawn for x in loadings.values()), strict=False)
-    return [list(workers) for workers in together if all("began" in seen for seen in workers)]
+    begun = ([worker for worker in workers if worker is not None] for workers in together)
+    return [workers for workers in begun if len(workers) == len(loadings)]
 
 
 def _differ_by_function(loadings: dict[int, Loading]) -> bool:
     """Has the program's function seeded all that the loader had seeded alike?"""
     workers = _side_by_side(loadings)
     return bool(workers) and all(
-        len({seen["began"][kind] for seen in at_once}) == len(at_once)
+        len({seen.began[kind] for seen in at_once}) == len(at_once)
         for at_once in workers
-        for kind in at_once[0]["began"]
+        for kind in at_once[0].began
     )
 
 
@@ -94,7 +96,7 @@ def _trains_on_different(loadings: dict[int, Loading]) -> bool:
     return len(read) == len(loadings) and any(x.training for x in loadings.values())
 
 
-def _drawn(workers: list[list[dict[str, Any]]], *, by_hand: bool) -> tuple[set[str], bool]:
+def _drawn(workers: list[list[WorkerDraws]], *, by_hand: bool) -> tuple[set[str], bool]:
     """The generators that were seeded and drawn from alike; was one drawn from in another way?
 
     Args:
@@ -104,13 +106,13 @@ def _drawn(workers: list[list[dict[str, Any]]], *, by_hand: bool) -> tuple[set[s
     alike: set[str] = set()
     otherwise: set[str] = set()
     for at_once in workers:
-        if not all("after" in seen for seen in at_once):
+        if not all(seen.after for seen in at_once):
             continue
-        for kind in at_once[0]["began"]:
-            began = {seen["began"][kind] for seen in at_once}
-            after = {seen["after"][kind] for seen in at_once}
-            is_drawn = any(seen["began"][kind] != seen["after"][kind] for seen in at_once)
-            counts = not by_hand or all(kind in seen["changed"] for seen in at_once)
+        for kind in at_once[0].began:
+            began = {seen.began[kind] for seen in at_once}
+            after = {seen.after[kind] for seen in at_once}
+            is_drawn = any(seen.began[kind] != seen.after[kind] for seen in at_once)
+            counts = not by_hand or all(kind in seen.changed for seen in at_once)
             if is_drawn:
                 same = counts and len(began) == 1 and len(after) == 1
                 (alike if same else otherwise).add(kind)
