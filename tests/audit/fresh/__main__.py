@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tests.audit.fresh [NAME ...]``: the score on programs that nobody had seen."""
+"""``python -m tests.audit.fresh POOL [NAME ...]``: the score on programs that nobody had seen."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def audited(program: Path) -> tuple[list[dict[str, object]], int]:
         return held["findings"], done.returncode
 
 
-def main(names: list[str]) -> None:
+def main(pool: str, *names: str) -> None:
     score: Counter[str] = Counter()
-    for program in sorted(HERE.glob("*.txt")):
+    for program in sorted((HERE / pool).glob("*.txt")):
         if names and program.name.removesuffix(".py.txt") not in names:
             continue
         kind = kind_of(program)
@@ -63,4 +63,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])
