@@ -10,12 +10,14 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import random
 import sys
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from lockstep.audit.finding import Finding, Place
@@ -50,6 +52,8 @@ def _rank(rank: int, pipe: Connection) -> None:
         script, arguments, mode, port = job
         os.environ["MASTER_PORT"] = str(port)
         torch.manual_seed(0)
+        np.random.seed(int(os.environ["RANK"]))  # the same again when a program is recorded again
+        random.seed(int(os.environ["RANK"]))
         try:
             ledger = _watched(script, arguments, mode)
             left = len(optimizer._global_optimizer_pre_hooks)

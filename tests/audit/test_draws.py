@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a program draws is written down line by line, the numbers are those without an audit."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ def probe():
 def _drawn(seed):
     torch.manual_seed(seed)
     noise = [torch.randn(3, 2) for _ in range(2)]
-    kept = torch.empty(4).bernoulli_(0.5)
+    kept = torch.empty(4).uniform_()
     return [*noise, kept, torch.rand_like(kept), torch.randint(9, (5,))]
 
 
@@ -57,11 +59,39 @@ def test_nothing_is_drawn_otherwise_and_nothing_is_left_in_torch():
     assert (torch.randn, torch.Tensor.normal_) == held
 
 
-@pytest.mark.parametrize("steps_done", [0, 16])
-def test_before_the_first_step_and_later_on_nothing_is_written_down(probe, steps_done):
-    probe.steps_done = steps_done
+def test_before_the_first_step_nothing_is_written_down(probe):
+    probe.steps_done = 0
     _drawn(0)
     assert probe.recent.draws == {}
+
+
+def test_after_enough_steps_torch_is_as_it_was(probe):
+    watched = torch.randn
+    for probe.steps_done in range(1, 16):
+        draws.note_step(probe)
+    assert torch.randn is watched
+    probe.steps_done = 16
+    draws.note_step(probe)
+    assert torch.randn is not watched
+
+
+def test_a_default_device_counts_also_for_what_is_watched():
+    constructors = torch.utils._device._device_constructors
+    constructors.cache_clear()
+    probe = Probe()
+    draws.install(probe)
+    with torch.device("meta"):
+        assert torch.randn(2).is_meta
+    probe.stop()
+    with torch.device("meta"):
+        assert torch.randn(2).is_meta
+        assert torch.empty(2).is_meta
+
+
+def test_a_pickle_of_a_function_is_read_as_torchs(probe):
+    data = pickle.dumps(torch.randn)
+    probe.stop()
+    assert pickle.loads(data) is torch.randn
 
 
 def test_under_vmap_the_numbers_are_left_alone(probe):

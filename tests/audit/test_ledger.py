@@ -164,7 +164,7 @@ def _squared():
         (lambda: _squared() / 6 / 4, ("mean", 1 / 24, 6)),
         (lambda: _squared() / 3 / 9, ("sum", 1 / 9, 6)),
         (lambda: _squared() / 9 / 3, ("sum", 1 / 9, 6)),
-        (lambda: _squared() / 7, ("sum", 1 / 7, 18)),
+        (lambda: _squared() / 7, ("mean", 1 / 7, 7)),
     ],
 )
 def test_the_weight_of_one_element_is_read_from_the_graph(loss, expected):

@@ -2,8 +2,8 @@
 """Recorded traces: what the ranks of each program under ``tests/audit`` saw, for judging again.
 
 A trace is the ledgers of all ranks, as JSON, compressed; paths are relative to the repository.
-``python -m tests.audit.traces`` records those that are missing or whose program has changed, or
-those that are named.
+``python -m tests.audit.traces`` records those that are missing or whose program has changed, with
+``--all`` all of them (5 minutes), or those that are named.
 """
 
 from __future__ import annotations
@@ -61,13 +61,18 @@ def _digest(program: Path) -> str:
 def main(names: list[str]) -> None:
     from tests.audit.pool import Pool
 
+    known = {program.stem: program for folder in FOLDERS for program in programs(folder)}
+    if names == ["--all"]:
+        names = list(known)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        sys.exit(f"no such program in {' or '.join(FOLDERS)}: {', '.join(unknown)}")
+    names = names or [name for name, program in known.items() if not is_current(program)]
     pool = Pool()
     try:
-        for folder in FOLDERS:
-            for program in programs(folder):
-                if program.stem in names or (not names and not is_current(program)):
-                    write_trace(program, pool.ledgers(program))
-                    print(trace_of(program).relative_to(ROOT), flush=True)
+        for name in names:
+            write_trace(known[name], pool.ledgers(known[name]))
+            print(trace_of(known[name]).relative_to(ROOT), flush=True)
     finally:
         pool.close()
 

@@ -66,7 +66,7 @@ def apart_by_design(track: SharedTrack, tracks: Iterable[SharedTrack]) -> frozen
 def _with_their_layers(names: set[str], unreduced: set[str]) -> set[str]:
     """With those of the same layers that nobody reduces either: biases may all begin as zeros."""
     layers = {name.rpartition(".")[0] for name in names}
-    return {name for name in unreduced if name.rpartition(".")[0] in layers}
+    return names | {name for name in unreduced if name.rpartition(".")[0] in layers - {""}}
 
 
 def are_own_models(track: SharedTrack) -> bool:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class Term:
     """A reduction at the end of a loss: `count` elements, each with weight `weight` in the loss.
 
-    `kind` is ``mean`` or ``sum`` of how the elements came together; `divisor` is a count by
-    which the sum was divided in the user's own arithmetic.
+    `kind` is ``mean`` or ``sum``; `op` is the operation, and behind a ``/`` the number by which the
+    program divided the sum itself, if that is the `count`.
     """
 
     kind: str
@@ -44,16 +44,16 @@ class ReducerUse:
 class Alias:
     """How a tensor was used that a collective had changed through ``.data``.
 
-    `bends`: something else than sums and products with numbers; `factors` are these numbers.
+    `is_nonlinear`: by something else than sums and products with numbers, the `factors`.
     """
 
-    bends: bool
+    is_nonlinear: bool
     factors: list[float]
 
 
 @dataclass
 class Gathered:
-    """What was communicated, of `rows`, and entered a loss.
+    """A tensor of `shape` that was communicated and entered a loss.
 
     `differentiable`: in the forward of an autograd Function; `adjoint`: of torch's own, whose
     backward adds up; `of_input`: of the shape of what that Function was given. `weight` is what it
@@ -64,9 +64,8 @@ class Gathered:
     op: str
     where: list[Place]
     group: int
-    rows: list[int]
+    shape: list[int]
     differentiable: bool
-    how: str = ""
     reduction: str | None = None
     of_input: bool = False
     adjoint: bool = False
@@ -383,7 +382,7 @@ class Unwatched:
 
 
 @dataclass
-class Facts:
+class ProcessFacts:
     """What is known of a rank's process as a whole.
 
     `blind` says why its training could not be seen, and `died` by which signal it ended; `alone`:

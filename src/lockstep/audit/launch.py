@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.exit_codes import HUNG, USAGE
-from lockstep.audit.facts import Facts
+from lockstep.audit.facts import ProcessFacts
 from lockstep.audit.ledger import Ledger
 from lockstep.audit.ledger_file import read_ledger
 from lockstep.audit.options import (
@@ -345,7 +345,7 @@ class _Run:
             rank=rank,
             world_size=self.nproc,
             exit_code=code if code >= 0 else 128 - code,
-            facts=Facts(died=died),
+            facts=ProcessFacts(died=died),
         )
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.audit import facts
-from lockstep.audit.facts import Facts
+from lockstep.audit.facts import ProcessFacts
 from lockstep.audit.finding import Place
 from lockstep.audit.prints import Fingerprint, Sketch
 
@@ -72,7 +72,7 @@ class Ledger:
     started_group: bool = False
     tracks: list[Track] = field(default_factory=list)
     loadings: list[Loading] = field(default_factory=list)
-    facts: Facts = field(default_factory=Facts)
+    facts: ProcessFacts = field(default_factory=ProcessFacts)
     calls: list[Collective] = field(default_factory=list)
     calls_made: int = 0
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -99,8 +99,6 @@ _CLASSES: Final[dict[str, Any]] = {
     for c in (*vars(facts).values(), Place, Ledger)
     if isinstance(c, type) and is_dataclass(c)
 }
-
-_FIELDS: Final = {name: {f.name for f in fields(c)} for name, c in _CLASSES.items()}
 
 
 def _packed(value: Any) -> Any:
@@ -129,7 +127,4 @@ def _unpacked(value: Any) -> Any:
     if kind == "Sketch":
         return Sketch.from_json(value)
     filled = {name: _unpacked(item) for name, item in value.items()}
-    if kind is None:
-        return filled
-    # A ledger that an earlier version has written may have fields that are gone.
-    return _CLASSES[kind](**{name: x for name, x in filled.items() if name in _FIELDS[kind]})
+    return filled if kind is None else _CLASSES[kind](**filled)

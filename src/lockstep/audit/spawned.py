@@ -17,7 +17,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.audit.facts import Facts, Unwatched
+from lockstep.audit.facts import ProcessFacts, Unwatched
 from lockstep.audit.importing import when_imported
 from lockstep.audit.interpreters import starts_python
 from lockstep.audit.ledger import Ledger
@@ -130,7 +130,7 @@ class Children:
     def leave_note(self, why: str) -> None:
         """Where the ledger would be: what trained here is not known, or not yet."""
         self.folder.mkdir(mode=0o700, exist_ok=True)
-        noted = Ledger(facts=Facts(blind=why, blind_at=users_lines()))
+        noted = Ledger(facts=ProcessFacts(blind=why, blind_at=users_lines()))
         LedgerFile(self.file()).write(noted)
 
     def file(self) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from lockstep.audit.facts import Facts
+from lockstep.audit.facts import ProcessFacts
 from lockstep.audit.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def with_spawned(own: Sequence[Ledger | None], spawned: Sequence[Ledger]) -> lis
         taken = {led.rank for led in found if led is not None}
         for led in members:
             if led.rank in taken:
-                notes.append(Ledger(facts=Facts(blind=_TWICE)))
+                notes.append(Ledger(facts=ProcessFacts(blind=_TWICE)))
             else:
                 taken.add(led.rank)
                 found.append(led)

@@ -20,7 +20,7 @@ from lockstep.audit.shared_track import SharedTrack
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lockstep.audit.facts import Facts, Track
+    from lockstep.audit.facts import ProcessFacts, Track
     from lockstep.audit.ledger import Ledger
 
 
@@ -105,7 +105,7 @@ class World:
         return max(counts, default=0)
 
     @property
-    def facts(self) -> list[Facts]:
+    def facts(self) -> list[ProcessFacts]:
         """What is known of each rank's process as a whole."""
         return [ledger.facts for ledger in self.ledgers.values()]
 

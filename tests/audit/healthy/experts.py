@@ -17,8 +17,8 @@ def batch(step, size=6):
 
 
 torch.manual_seed(10 + rank)
-expert = nn.Linear(4, 4)
-nn.init.zeros_(expert.bias)
+experts = nn.ModuleDict({"own": nn.Linear(4, 4)})
+nn.init.zeros_(experts["own"].bias)
 
 
 class Exchange(torch.autograd.Function):
@@ -36,11 +36,11 @@ class Exchange(torch.autograd.Function):
         return received
 
 
-optimizer = torch.optim.SGD([*net.parameters(), *expert.parameters()], lr=0.1)
+optimizer = torch.optim.SGD([*net.parameters(), *experts.parameters()], lr=0.1)
 for step in range(3):
     x, y = batch(step)
     optimizer.zero_grad()
-    routed = Exchange.apply(expert(Exchange.apply(x)))
+    routed = Exchange.apply(experts["own"](Exchange.apply(x)))
     nn.functional.cross_entropy(net(routed), y).backward()
     for p in net.parameters():
         dist.all_reduce(p.grad)

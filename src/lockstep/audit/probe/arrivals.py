@@ -20,7 +20,7 @@ from lockstep.audit.probe.records import Arrival
 from lockstep.audit.probe.saved import each_saved
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from lockstep.audit.facts import Gathered
     from lockstep.audit.probe.graphs import Graph
@@ -55,7 +55,7 @@ def keep(
     is_there: bool = True,
 ) -> None:
     """Remember what arrived in `outputs`; with ``is_there=False`` it is under way still."""
-    arrival = Arrival(origin, detached)
+    arrival = Arrival(origin, detached, sent_from=_memory(_plain(sent)))
     held = [_plain(output) for output in outputs]
     for output in held:
         _add_memory(arrival, output)
@@ -87,9 +87,15 @@ def _add_memory(arrival: Arrival, tensor: torch.Tensor) -> None:
     if len(arrival.tensors) >= _MOST:
         return
     arrival.tensors.append(weakref.ref(tensor))
+    memory = _memory(tensor)
+    if memory is not None:
+        arrival.memory.append(memory)
+
+
+def _memory(tensor: torch.Tensor) -> tuple[StorageWeakRef, int] | None:
+    """Where it lies; and for as long as it does, or the address may be another's."""
     pointer = _pointer(tensor)
-    if pointer is not None:
-        arrival.memory.append((StorageWeakRef(tensor.untyped_storage()), pointer))
+    return None if pointer is None else (StorageWeakRef(tensor.untyped_storage()), pointer)
 
 
 def _pointer(tensor: torch.Tensor) -> int | None:
@@ -146,10 +152,11 @@ def _note_joined(probe: Probe, result: Any, args: Any, kwargs: Any) -> None:
     given = args[0] if args else kwargs.get("tensors")
     if not isinstance(result, torch.Tensor) or not isinstance(given, list | tuple):
         return
-    known = _known(probe)
-    for part in given:
-        pointer = _pointer(_plain(part)) if isinstance(part, torch.Tensor) else None
-        arrival = known.get(pointer)
+    parts = [part for part in given if isinstance(part, torch.Tensor)]
+    with_gradient = {_pointer(_plain(part)) for part in parts if part.requires_grad}
+    known = _known(probe, with_gradient)
+    for part in parts:
+        arrival = known.get(_pointer(_plain(part)))
         if arrival is not None:
             _add_memory(arrival, _plain(result))
             if result.grad_fn is not None:
@@ -157,14 +164,21 @@ def _note_joined(probe: Probe, result: Any, args: Any, kwargs: Any) -> None:
             return
 
 
-def _known(probe: Probe) -> dict[int | None, Arrival]:
+def _known(probe: Probe, beside: Collection[int | None] = ()) -> dict[int | None, Arrival]:
+    """By their memory; those whose rows were sent without their gradient only `beside` them."""
     return {
         pointer: arrival
         for arrival in probe.arrivals
-        if not arrival.detached
+        if not arrival.detached or _lies_in(arrival, beside)
         for storage, pointer in arrival.memory
         if not storage.expired()
     }
+
+
+def _lies_in(arrival: Arrival, places: Collection[int | None]) -> bool:
+    """Are the rows that were sent still at one of these places?"""
+    sent = arrival.sent_from
+    return sent is not None and not sent[0].expired() and sent[1] in places
 
 
 def found_in(probe: Probe, graph: Graph) -> list[Gathered]:

@@ -74,6 +74,6 @@ def _note(
         call.reduction = str(reduction).upper()
         note_in_windows(probe, call)
         origin = Gathered(
-            name, call.where, len(call.group), call.shape, True, "", call.reduction, adjoint=True
+            name, call.where, len(call.group), call.shape, True, call.reduction, adjoint=True
         )
         keep_reduced(probe, result, node, origin)

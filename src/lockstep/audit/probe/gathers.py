@@ -48,6 +48,7 @@ def note(probe: Probe, call: Collective, tensor: torch.Tensor, given: dict[str, 
             taint(probe, call, tensor, parts, context, is_there=is_there)
         elif tensor.dim() > 1 and is_there:
             arrivals.keep(probe, _origin(call, tensor, None), tensor, parts, detached=True)
+            arrivals.join(probe)
     elif call.op == "all_reduce":
         context = _function_context()
         origin = replace(
@@ -75,13 +76,13 @@ def keep_reduced(
     result: torch.Tensor,
     node: Any,
     origin: Gathered,
-    behind: tuple[float, int] | None = None,
+    through_data: tuple[float, int] | None = None,
 ) -> None:
-    """Remember a sum over ranks until the next step; for `behind` see `Reduced`."""
+    """Remember a sum over ranks until the next step; for `through_data` see `Reduced`."""
     value = result.detach() if result.numel() <= _SMALL else None
     held = result if origin.differentiable else None
     known = probe.reduced_in_place
-    known.append(Reduced(weakref.ref(result), value, mark_of(node), origin, held, behind))
+    known.append(Reduced(weakref.ref(result), value, mark_of(node), origin, held, through_data))
     for earlier in known[:-_HELD]:
         earlier.held = None
     del known[:-_MOST]
@@ -128,10 +129,7 @@ def taint(
 
 
 def _origin(call: Collective, rows: torch.Tensor, context: Any) -> Gathered:
-    how = "gathered without one" if "gather" in call.op else "sent to other ranks without it"
-    return Gathered(
-        call.op, call.where, len(call.group), list(rows.shape), context is not None, how
-    )
+    return Gathered(call.op, call.where, len(call.group), list(rows.shape), context is not None)
 
 
 def _shapes_given(context: Any) -> list[list[int]]:
@@ -175,10 +173,10 @@ def describe(probe: Probe, record: Backward, root: torch.Tensor, weight: float) 
         if node is None:
             continue
         fact = replace(reduced.origin, weight=weight_at(root, node, weight))
-        if reduced.behind is not None:
+        if reduced.through_data is not None:
             tensor = reduced.value if result is None else result
             if tensor is not None:
-                fact.alias = aliases.facts_of(tensor, node, graph.nodes, *reduced.behind)
+                fact.alias = aliases.facts_of(tensor, node, graph.nodes, *reduced.through_data)
             if fact.alias is None:
                 continue
         record.gathered.append(fact)

@@ -28,9 +28,9 @@ def hook_in(probe: Probe) -> None:
     assert not probe.is_on
     probe.is_on = True
     probe.note_group()
-    parts: list[Any] = [backwards, collectives, draws, exchanges, functional, optimizers]
+    parts: list[Any] = [backwards, collectives, exchanges, functional, optimizers]
     if probe.run is None or not probe.run.synchronised:
-        parts = [wrappers, *parts, clipping, models_sent, schedules]
+        parts = [wrappers, *parts, clipping, draws, models_sent, schedules]
     if probe.run is None or not probe.run.shares_out:
         parts.append(loaders)
     for part in parts:

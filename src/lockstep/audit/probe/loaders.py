@@ -64,7 +64,7 @@ def _resetter(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
     def watched(self: Any, loader: DataLoader[Any], first_iter: bool = False) -> None:
         if not first_iter:
             # Before: it asks for the first indices.
-            probe.draws.pop(self, None)
+            probe.worker_memory.pop(self, None)
             probe.harmlessly(_note_beginning, probe, self, loader)
         original(self, loader, first_iter)
 
@@ -116,7 +116,7 @@ def _starter(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
         loading = probe.loading.get(self)
         if loading is not None:
             loading.seeded_at = probe.harmlessly(places_of, theirs) or []
-            probe.draws[self] = memory
+            probe.worker_memory[self] = memory
 
     return watched
 
@@ -215,8 +215,8 @@ def _deliverer(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]
             probe.delivered = loading  # None: a loader that is not written down
         if probe.is_on and loading is not None and len(loading.batches) < _BATCHES:
             probe.harmlessly(_note_batch, probe, loading, batch)
-            if self in probe.draws:
-                loading.drawn = probe.harmlessly(drawn_by_workers, probe.draws[self]) or []
+            if self in probe.worker_memory:
+                loading.drawn = probe.harmlessly(drawn_by_workers, probe.worker_memory[self]) or []
         return batch
 
     return watched

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _Divisors = tuple[float, ...]
 _Waiting = tuple[Any, float, _Divisors]
-"""A node, what it was multiplied by, and what it was divided by, in that order."""
+"""A node, what it was multiplied by, and what it was divided by, the first division first."""
 
 _MEAN: Final = 1
 _SUM: Final = 2
@@ -206,10 +206,10 @@ def _as_divided(term: Term, divisors: _Divisors) -> Term:
 
 
 def _as_divided_rows(term: Term, divisors: _Divisors, shape: Sequence[int]) -> Term | None:
-    """The same of a loss all of whose elements count: rows of so many numbers each.
+    """The same of a loss that consists of rows of so many numbers each.
 
-    A sum that was divided by the numbers in a row is one of rows. None where a divisor may be
-    either the numbers in a row or the rows.
+    A sum that was divided by the numbers in a row is one of rows, and one that was divided by the
+    rows is a mean of them: no mask is at work. None where a divisor may be the one or the other.
     """
     if term.count in itertools.accumulate(divisors, operator.mul):
         return Term("mean", term.weight, term.count, term.op)
@@ -222,7 +222,7 @@ def _as_divided_rows(term: Term, divisors: _Divisors, shape: Sequence[int]) -> T
         return Term("sum", term.weight * width, term.count / width, term.op)
     if divisors and divisors[0] in rows:
         return Term("mean", term.weight, divisors[0], f"{term.op}/{divisors[0]:.0f}")
-    return term
+    return _as_divided(term, divisors)
 
 
 def _elements(node: Any) -> float | None:

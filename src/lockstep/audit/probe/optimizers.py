@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 from lockstep.audit.facts import Backward, Step, Track
 from lockstep.audit.fingerprint import numpy_state, take
 from lockstep.audit.ledger import is_detailed, thin_out
-from lockstep.audit.probe import schedules
+from lockstep.audit.probe import draws, schedules
 from lockstep.audit.probe.arrivals import join
 from lockstep.audit.probe.described import describe
 from lockstep.audit.probe.frames import users_lines
@@ -280,6 +280,7 @@ def _after_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> N
     watched = probe.optimizers.get(optimizer)
     if watched is not None:
         _note_step(probe, optimizer, watched)
+        draws.note_step(probe)
     probe.look(_is_next_detailed(probe))
     if probe.follows and probe.detailed:
         # Before the next forward: `torch.cat(gather(model(x)))` looks its function up first.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.jit import _builtins
+from torch.utils._device import _device_constructors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,7 +84,11 @@ class Patches:
         """Replace ``torch.name``, an operator that TorchScript knows by its identity, as `wrap`."""
         # Asked first: torch lists its operators once, and would list ours in the place of its own.
         operator = _builtins._find_builtin(getattr(torch, name, None))
+        # The same of the functions to which `torch.set_default_device` gives a device.
+        _device_constructors()
         self.wrap(torch, name, around)
+        watched = getattr(torch, name)
+        watched.__module__, watched.__qualname__ = "torch", name  # where a pickle looks for it
         if operator is not None:
             stand_in = id(getattr(torch, name))
             _builtins._get_builtin_table()[stand_in] = operator

@@ -233,6 +233,7 @@ class Probe:
         self.keeps_groups = keeps_groups
         self.patches = Patches()
         self.following = Patches()
+        self.drawing = Patches()
         self.ledger = Ledger(
             rank=int(os.environ.get("RANK", "0")),
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
@@ -267,7 +268,7 @@ class Probe:
             weakref.WeakKeyDictionary()
         )
         self.loading: weakref.WeakKeyDictionary[Any, Loading] = weakref.WeakKeyDictionary()
-        self.draws: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self.worker_memory: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.delivered: Loading | None = None
         self.stepping: list[int] = []
         self.steps_done = 0
@@ -390,6 +391,7 @@ class Probe:
         self.forward_hook = None
         for watched in list(self.optimizers.values()):
             watched.look_no_more()
+        self.drawing.undo()
         self.patches.undo()
         self.forget_gathered()
 

@@ -36,6 +36,7 @@ class Arrival:
         joined: the operations that put them together with rows that have a gradient.
         others: directions of some rows that are only other ranks'.
         own: directions of some rows that this rank sent.
+        sent_from: where these lay.
     """
 
     origin: Gathered
@@ -45,6 +46,7 @@ class Arrival:
     joined: list[Mark] = field(default_factory=list)
     others: torch.Tensor | None = None
     own: torch.Tensor | None = None
+    sent_from: tuple[StorageWeakRef, int] | None = None
     width: int = 0
 
     def living(self) -> list[torch.Tensor]:
@@ -116,7 +118,7 @@ class Reduced:
         origin: what the rules are told of it.
         held: the result itself, of the last few sums that have a backward. Hooks of its own, which
             that backward goes through, are seen on it alone.
-        behind: autograd's back, through ``.data``: the norm that the sum had, and the number that
+        through_data: of a sum that was made through ``.data``, its norm and the number that
             autograd's next operation was to have.
     """
 
@@ -125,4 +127,4 @@ class Reduced:
     mark: Mark
     origin: Gathered
     held: torch.Tensor | None
-    behind: tuple[float, int] | None = None
+    through_data: tuple[float, int] | None = None

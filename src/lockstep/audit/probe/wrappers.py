@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _LINES_PER_WINDOW = 8
 _STEPS_OF_ROWS = 64
+_ROWS = 256
 
 
 def install(probe: Probe) -> None:
@@ -197,7 +198,9 @@ def _rows(probe: Probe, tensor: torch.Tensor) -> list[int]:
     """Of a batch that was made by hand, what stands for each sample; a loader's are known."""
     if probe.delivered is not None or probe.steps_done >= _STEPS_OF_ROWS or tensor.ndim < 2:
         return []
-    return each_row(tensor) if tensor.layout is torch.strided else []
+    if type(tensor) is not torch.Tensor or tensor.is_meta or tensor.layout is not torch.strided:
+        return []
+    return each_row(tensor[:_ROWS])
 
 
 def _note_inputs(probe: Probe, args: Any) -> None:

@@ -84,7 +84,7 @@ def _gathered(
     code, what = (
         (WRONG, "the gather's backward communicates nothing: what it gives back is this rank's own")
         if fact.differentiable
-        else (WITHOUT, f"rows that have a gradient were {fact.how} and entered the loss")
+        else (WITHOUT, f"rows that have a gradient were {_sent(fact)} and entered the loss")
     )
     if is_global:
         if _close(factor, float(size)):
@@ -112,6 +112,10 @@ def _gathered(
     )
 
 
+def _sent(fact: Gathered) -> str:
+    return "gathered without one" if "gather" in fact.op else "sent to other ranks without it"
+
+
 def _is_global(backwards: tuple[Backward, ...]) -> bool:
     """Does every rank compute the whole loss, and not its own part of it?"""
     losses = [b.loss for b in backwards]
@@ -134,7 +138,7 @@ def _outside(
 ) -> Finding | None:
     size = fact.group
     weight = fact.weight
-    scalar = not fact.rows or all(d == 1 for d in fact.rows)
+    scalar = not fact.shape or all(d == 1 for d in fact.shape)
     if fact.differentiable:
         if scalar:
             return _summed_twice(track, number, fact)
@@ -142,7 +146,7 @@ def _outside(
     alias = fact.alias
     if alias is not None and not _tells(alias, fact, backwards, steps):
         return None
-    if scalar and (alias is None or not alias.bends):
+    if scalar and (alias is None or not alias.is_nonlinear):
         if weight is None or not _close(abs(weight) * size, 1.0) or fact.reduction != "SUM":
             return None
         return _as_finding(
@@ -195,7 +199,7 @@ def _tells(
         return False
     if len(fed) < len(steps) or None in fed:
         return False  # they may share the work on the same samples
-    if alias.bends:
+    if alias.is_nonlinear:
         return not any(_close(f / size, max(1.0, round(f / size))) for f in alias.factors)
     once = all(len(step.backwards) == 1 for step in steps.values())  # else 1/W may be their number
     return once and _close(abs(fact.weight or 0.0) * size, 1.0)
@@ -265,6 +269,6 @@ def _as_finding(
         fix,
         rank=track.ranks,
         step=number + 1,
-        evidence={"op": fact.op, "rows": fact.rows, "ranks": fact.group, **evidence},
+        evidence={"op": fact.op, "rows": fact.shape, "ranks": fact.group, **evidence},
         where=fact.where,
     )

@@ -42,7 +42,7 @@ def same_samples(world: World, loadings: dict[int, Loading]) -> Finding | None:
         or _same_rows(loadings)
         or _batches_elsewhere(loadings)
     )
-    alone = world.size > 1 and {facts.accelerate for facts in world.facts} == {1}
+    alone = world.size > 1 and {facts.accelerate for facts in world.facts} - {None} == {1}
     return found if found is None or not alone else _of_accelerate(world, found)
 
 
@@ -51,11 +51,14 @@ def same_rows_by_hand(world: World) -> Finding | None:
     for track in world.compared:
         held = {rank: _read_by_hand(track.tracks[rank]) for rank in track.ranks}
         early = [track.steps(number).values() for number in track.numbers[:_STEPS]]
-        if all(held.values()) and all(len({s.fed for s in steps}) > 1 for steps in early):
+        differ = all(len({tuple(s.fed_rows) for s in steps}) > 1 for steps in early)
+        if early and all(held.values()) and differ:
             where = next(iter(early[0])).where
-            return _same_rows(
+            found = _same_rows(
                 {rank: Loading("the program", where, rows=[x]) for rank, x in held.items()}
             )
+            if found is not None:
+                return replace(found, optimizer=track.key)
     return None
 
 
@@ -190,6 +193,8 @@ def _is_dealt(loadings: dict[int, Loading], missed: int) -> bool:
     first = loadings[min(loadings)]
     size, batch = first.size or 0, max(first.batch_sizes, default=1)
     read = [len(_samples(x)) for x in loadings.values()]
+    if not all(x.has_ended for x in loadings.values()):
+        return False
     whole = abs(sum(read) - size) <= batch * len(read) and max(read) - min(read) <= batch
     return whole and missed > 0.05 * size and not any(map(_drawn_again, loadings.values()))
 
@@ -208,8 +213,8 @@ def _same_rows(loadings: dict[int, Loading]) -> Finding | None:
     for (rank, rows), (other, theirs) in combinations(held.items(), 2):
         shared = len(set(rows) & set(theirs))
         least = min(len(rows), len(theirs))
-        if shared <= _ALIKE * least or again * 4 > shared:
-            continue
+        if shared < _LEAST_ROWS or shared <= _ALIKE * least or again * 4 > shared:
+            continue  # of so few that are drawn with replacement none may be drawn again
         first = loadings[rank]
         return SAME.finding(
             f"of the first {least} samples that {first.key} gave to each of ranks {rank} and "

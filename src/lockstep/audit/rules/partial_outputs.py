@@ -72,7 +72,7 @@ def _is_left_alone(step: Step, key: str) -> bool:
 
 def _grew(facts: tuple[Gathered, ...], size: int) -> bool:
     """Did each rank give the same gradient in, and get back all of them together?"""
-    if any(f.group != size or f.rows != facts[0].rows for f in facts):
+    if any(f.group != size or f.shape != facts[0].shape for f in facts):
         return False
     if all(f.op == "all_gather" and f.given for f in facts):
         return all(_are_equal([f.given, (f.given_back or 0.0) / size]) for f in facts)
@@ -95,7 +95,7 @@ def _as_finding(track: SharedTrack, number: int, fact: Gathered, backward: Backw
         rank=track.ranks,
         step=number + 1,
         evidence={
-            "rows": fact.rows,
+            "rows": fact.shape,
             "ranks": size,
             "given": fact.given,
             "given_back": fact.given_back,

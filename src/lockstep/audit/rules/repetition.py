@@ -56,30 +56,31 @@ def _same_draws(track: SharedTrack) -> Finding | None:
     """A line that draws for each sample of a batch, the same on all ranks and new in each step."""
     by_line: dict[Place, list[list[Draws]]] = {}
     rows: set[int] = set()
+    per_step = 1
     for number in track.numbers[:_LOOKED_AT]:
         steps = list(track.steps(number).values())
         of_ranks = [{drawn.where[0]: drawn for drawn in step.draws} for step in steps]
         if len(steps) < len(track.ranks) or _share_losses(steps):
             continue
         rows |= {shape[0] for step in steps for shape in step.fed_shapes if shape}
-        for line in set.intersection(*map(set, of_ranks)):
-            by_line.setdefault(line, []).append([drawn[line] for drawn in of_ranks])
+        per_step = max(per_step, len(steps[0].backwards))
+        for line in of_ranks[0]:
+            if all(line in of_rank for of_rank in of_ranks):
+                by_line.setdefault(line, []).append([of_rank[line] for of_rank in of_ranks])
     found: list[Finding] = []
     for at_once in by_line.values():
         hashes = [{drawn.hash for drawn in of_ranks} for of_ranks in at_once]
         is_same = all(len(of_step) == 1 for of_step in hashes)
         if not is_same or len(set.union(*hashes)) < max(_STEPS, len(at_once)):
             continue
-        severity = _gravity(track, at_once[0][0], rows)
+        severity = _gravity(track, at_once[0][0], rows, per_step)
         if severity is not None:
             found.append(_drawn_alike(track, at_once[0][0], len(at_once), severity))
-    return max(
-        found, key=lambda one: (SEVERITIES.index(one.severity), one.where[0].at), default=None
-    )
+    return max(found, key=lambda one: SEVERITIES.index(one.severity), default=None)
 
 
-def _gravity(track: SharedTrack, drawn: Draws, rows: set[int]) -> Severity | None:
-    """Was a row drawn for each sample, or a tensor for each? None if for neither.
+def _gravity(track: SharedTrack, drawn: Draws, rows: set[int], batches: int) -> Severity | None:
+    """Was a row drawn for each sample of `batches`, or a tensor for each? None if for neither.
 
     Noise for weights has their shapes. Ranks may take the same places of data of their own on
     purpose, and decide together what becomes of a layer.
@@ -88,7 +89,7 @@ def _gravity(track: SharedTrack, drawn: Draws, rows: set[int]) -> Severity | Non
         return None
     if drawn.shape and drawn.shape[0] in rows and math.prod(drawn.shape) >= _NUMBERS:
         return "warning" if "float" in drawn.dtype else "notice"
-    return "notice" if any(n > 1 and drawn.count % n == 0 for n in rows) else None
+    return "notice" if any(n > 1 and drawn.count == n * batches for n in rows) else None
 
 
 def _drawn_alike(track: SharedTrack, drawn: Draws, steps: int, severity: Severity) -> Finding:

@@ -190,9 +190,7 @@ class States:
                 continue  # the k-th steps of these ranks are not the same step
             if reduces_in_its_step(track):
                 continue  # momentum of own gradients, what was not sent: a rank's own
-            if any(n != names[0] for n in names) or any(
-                p.local for t in track.tracks.values() for p in t.parameters
-            ):
+            if any(n != names[0] for n in names):
                 continue
             found = first_found(track, _state_at)
             if found is not None:
@@ -207,12 +205,11 @@ def _state_at(track: SharedTrack, number: int) -> Finding | None:
     if len(states) < 2 or len({len(s.hashes) for s in states.values()}) > 1:
         return None
     names = next(iter(track.tracks.values())).state_names
-    pieces = {p.name for t in track.tracks.values() for p in t.parameters if p.sharded}
-    pieces |= track.apart
+    replicas = {shared.name for shared in track.parameters if shared.groups == [track.ranks]}
     different = []
     for index in range(len(next(iter(states.values())).hashes)):
         norms = {r: float(s.norms[index]) for r, s in states.items()}
-        if index < len(names) and names[index].rsplit(".", 1)[0] in pieces:
+        if index < len(names) and names[index].rsplit(".", 1)[0] not in replicas:
             continue
         if max(norms.values()) - min(norms.values()) > 1e-5 * max(norms.values()):
             different.append((names[index] if index < len(names) else str(index), norms))
