@@ -223,6 +223,9 @@ class Draws:
 class Step:
     """One optimizer step.
 
+    `hyper` are the settings of each param group that are numbers, and `state` is the optimizer's
+    own. `mode` is that of the module that was trained, `frozen` are those that were only called,
+    and `kept_back` the gradients that the step had to do without.
     `numpy_state` stands for the state of numpy's default generator. `inputs` are the forwards of
     wrappers and of fully sharded models; `fed` and `fed_shapes` stand for what the first module
     that was called was given, row by row `fed_rows` where no data loader gave it. `unowned` are

@@ -15,7 +15,7 @@ model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Lin
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 source = torch.Generator().manual_seed(5)
 for _step in range(8):
-    rows = torch.randint(len(data), (7,), generator=source)
+    rows = torch.randint(len(data), (9,), generator=source)
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(data[rows]), labels[rows]).backward()
     optimizer.step()

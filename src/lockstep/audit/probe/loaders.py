@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 _INDICES: Final = 20_000
 _BATCHES: Final = 64
 _LOADINGS: Final = 64
-_ROWS: Final = 256
+ROWS: Final = 256
+"""Samples that are told from others, at most: of a loader, or of a batch made by hand."""
 _ELEMENTS: Final = 256
 """Of a row, at most, when it is told from others."""
 
@@ -269,7 +270,7 @@ def _note_rows(loading: Loading, tensors: list[torch.Tensor]) -> None:
     if number == 0:
         loading.rows = [[] for _ in rows]
     # Only as long as rows and indices go side by side.
-    if not size or known >= _ROWS or any(len(column) != known for column in loading.rows):
+    if not size or known >= ROWS or any(len(column) != known for column in loading.rows):
         return
     for column, tensor in zip(loading.rows, rows, strict=False):
         column.extend(each_row(tensor))

@@ -24,7 +24,7 @@ from lockstep.audit.probe.evaluations import note_evaluation
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.frozen import note_call
 from lockstep.audit.probe.fully_sharded import is_root
-from lockstep.audit.probe.loaders import each_row, tensors_in
+from lockstep.audit.probe.loaders import ROWS, each_row, tensors_in
 from lockstep.audit.probe.modes import note_acting
 from lockstep.audit.probe.patches import is_recorded
 from lockstep.audit.probe.probe import Wrapper
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 _LINES_PER_WINDOW = 8
 _STEPS_OF_ROWS = 64
-_ROWS = 256
 
 
 def install(probe: Probe) -> None:
@@ -200,7 +199,7 @@ def _rows(probe: Probe, tensor: torch.Tensor) -> list[int]:
         return []
     if type(tensor) is not torch.Tensor or tensor.is_meta or tensor.layout is not torch.strided:
         return []
-    return each_row(tensor[:_ROWS])
+    return each_row(tensor[:ROWS])
 
 
 def _note_inputs(probe: Probe, args: Any) -> None:

@@ -13,12 +13,13 @@ from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from lockstep.audit.facts import Loading
 from lockstep.audit.rules.base import Code
 
 if TYPE_CHECKING:
-    from lockstep.audit.facts import Track
-    from lockstep.audit.finding import Finding
+    from collections.abc import Mapping, Sequence
+
+    from lockstep.audit.facts import Loading, Track
+    from lockstep.audit.finding import Finding, Place
     from lockstep.audit.world import World
 
 SAME = Code("LS503", "the same samples on several ranks")
@@ -39,7 +40,7 @@ def same_samples(world: World, loadings: dict[int, Loading]) -> Finding | None:
     found = (
         _same_batches(loadings)
         or _overlap(loadings)
-        or _same_rows(loadings)
+        or _same_rows_of_loaders(loadings)
         or _batches_elsewhere(loadings)
     )
     alone = world.size > 1 and {facts.accelerate for facts in world.facts} - {None} == {1}
@@ -53,10 +54,7 @@ def same_rows_by_hand(world: World) -> Finding | None:
         early = [track.steps(number).values() for number in track.numbers[:_STEPS]]
         differ = all(len({tuple(s.fed_rows) for s in steps}) > 1 for steps in early)
         if early and all(held.values()) and differ:
-            where = next(iter(early[0])).where
-            found = _same_rows(
-                {rank: Loading("the program", where, rows=[x]) for rank, x in held.items()}
-            )
+            found = _same_rows(held, "the program", next(iter(early[0])).where)
             if found is not None:
                 return replace(found, optimizer=track.key)
     return None
@@ -199,14 +197,26 @@ def _is_dealt(loadings: dict[int, Loading], missed: int) -> bool:
     return whole and missed > 0.05 * size and not any(map(_drawn_again, loadings.values()))
 
 
-def _same_rows(loadings: dict[int, Loading]) -> Finding | None:
-    """Datasets of each rank's own, in which the samples of others are found.
-
-    Only of samples that hardly ever are the same on one rank: then chance would not make them so.
-    """
+def _same_rows_of_loaders(loadings: dict[int, Loading]) -> Finding | None:
+    """Datasets of each rank's own, in which the samples of others are found."""
     if _take_turns(loadings):
         return None
+    first = loadings[min(loadings)]
     held = {rank: list(zip(*x.rows, strict=False)) for rank, x in loadings.items()}
+    return _same_rows(held, first.key, first.where)
+
+
+def _same_rows(
+    held: Mapping[int, Sequence[object]], giver: str, where: list[Place]
+) -> Finding | None:
+    """Samples that two ranks were given.
+
+    Only of samples that hardly ever are the same on one rank: then chance would not make them so.
+
+    Args:
+        held: by rank, what stands for each sample.
+        giver: of the samples, for the message.
+    """
     if min(map(len, held.values())) < _LEAST_ROWS:
         return None
     again = max(len(rows) - len(set(rows)) for rows in held.values())
@@ -215,16 +225,15 @@ def _same_rows(loadings: dict[int, Loading]) -> Finding | None:
         least = min(len(rows), len(theirs))
         if shared < _LEAST_ROWS or shared <= _ALIKE * least or again * 4 > shared:
             continue  # of so few that are drawn with replacement none may be drawn again
-        first = loadings[rank]
         return SAME.finding(
-            f"of the first {least} samples that {first.key} gave to each of ranks {rank} and "
+            f"of the first {least} samples that {giver} gave to each of ranks {rank} and "
             f"{other}, {shared} hold the same on both: the ranks' parts of the data overlap",
             "one split for all ranks: shuffle with a seed that they share before each takes its "
             "part, or give all the whole dataset and a DistributedSampler",
             severity="warning",
             rank=[rank, other],
             evidence={"shared": shared, "compared": least},
-            where=first.where,
+            where=where,
         )
     return None
 
