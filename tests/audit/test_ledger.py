@@ -95,7 +95,7 @@ def test_a_ledger_survives_as_bytes():
     held = take([_numbers(3), None], [3, 0])
     place = Place("train.py", 3, "step", "loss.backward()")
     step = Step(0, [place], gradients=held, backwards=[Backward("backward", [place])])
-    step.backwards[0].terms = [Term("mean", 0.5, 2.0, "mean")]
+    step.backwards[0].terms = [Term("mean", 0.5, 2.0, "mean", False)]
     step.backwards[0].gradients = {"SGD#0": held}
     ledger = Ledger(rank=1, tracks=[Track("SGD#0", "SGD", [place], steps=[step], count=1)])
     again = Ledger.from_bytes(ledger.to_bytes())

@@ -42,8 +42,7 @@ def counts_are_known(backwards: Sequence[Backward]) -> bool:
     for all: then it may be a count of all ranks.
     """
     terms = [term for backward in backwards for term in backward.terms]
-    masked = any(term.op == "sum" or term.op.startswith("sum/") for term in terms)
-    masked = masked or any(" of " in term.op for term in terms)
+    masked = any(term.may_be_masked for term in terms)
     return not masked or len({term.count for term in terms}) > 1
 
 
@@ -65,5 +64,5 @@ def are_of_one_kind(backwards: Sequence[Backward]) -> bool:
     """Are these losses, of one term each, of the same kind and by the same head of the model?"""
     if any(len(b.terms) != 1 for b in backwards):
         return False
-    kinds = {b.terms[0].op.split("/")[0] for b in backwards}
+    kinds = {b.terms[0].op for b in backwards}
     return len(kinds) == 1 and all(b.heads == backwards[0].heads for b in backwards)

@@ -15,14 +15,16 @@ if TYPE_CHECKING:
 class Term:
     """A reduction at the end of a loss: `count` elements, each with weight `weight` in the loss.
 
-    `kind` is ``mean`` or ``sum``; `op` is the operation, and behind a ``/`` the number by which the
-    program divided the sum itself, if that is the `count`.
+    `kind` is ``mean`` or ``sum``, of a sum that the program divided itself by `count` as well a
+    ``mean``; `op` is the operation. `may_be_masked`: elements may have been made zero before they
+    were added up.
     """
 
     kind: str
     weight: float
     count: float
     op: str
+    may_be_masked: bool
 
 
 @dataclass

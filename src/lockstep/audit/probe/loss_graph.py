@@ -170,10 +170,10 @@ def _reduction(node: Any, factor: float, divisors: _Divisors) -> Term | None:
     name = node.name()
     if name == "MeanBackward0":
         count = float(node._saved_self_sym_numel)
-        return Term("mean", factor / count, count, "mean")
+        return Term("mean", factor / count, count, "mean", False)
     if name == "SumBackward0":
         count = float(math.prod(node._saved_self_sym_sizes))
-        return _as_divided(Term("sum", factor, count, "sum"), divisors)
+        return _as_divided(Term("sum", factor, count, "sum", True), divisors)
     if name not in _LOSSES:
         return None
     reduction = getattr(node, "_saved_reduction", 0)
@@ -185,8 +185,8 @@ def _reduction(node: Any, factor: float, divisors: _Divisors) -> Term | None:
         return None
     op = name.removesuffix("0").removesuffix("Backward")
     if reduction == _MEAN:
-        return Term("mean", factor / elements, elements, op) if elements else None
-    term = Term("sum", factor, elements, op)
+        return Term("mean", factor / elements, elements, op, False) if elements else None
+    term = Term("sum", factor, elements, op, False)
     if op.startswith("Nll"):
         return _as_divided(term, divisors)
     return _as_divided_rows(term, divisors, list(saved(node, "self").shape))
@@ -201,8 +201,8 @@ def _as_divided(term: Term, divisors: _Divisors) -> Term:
     divisor = term.count if term.count in products else next(iter(products), 0.0)
     if divisor < 1.0 or divisor != round(divisor) or term.count < divisor:
         return term
-    part = f" of {term.count:.0f}" if divisor < term.count else ""
-    return Term("mean", term.weight, divisor, f"{term.op}/{divisor:.0f}{part}")
+    may_be_masked = term.may_be_masked or divisor < term.count
+    return Term("mean", term.weight, divisor, term.op, may_be_masked)
 
 
 def _as_divided_rows(term: Term, divisors: _Divisors, shape: Sequence[int]) -> Term | None:
@@ -212,16 +212,16 @@ def _as_divided_rows(term: Term, divisors: _Divisors, shape: Sequence[int]) -> T
     rows is a mean of them: no mask is at work. None where a divisor may be the one or the other.
     """
     if term.count in itertools.accumulate(divisors, operator.mul):
-        return Term("mean", term.weight, term.count, term.op)
+        return Term("mean", term.weight, term.count, term.op, False)
     widths = set(itertools.accumulate(reversed(shape[1:]), operator.mul))
     rows = set(itertools.accumulate(shape, operator.mul))
     if any(by in widths & rows for by in divisors):
         return None
     width = next((by for by in divisors if by in widths), None)
     if width is not None:
-        return Term("sum", term.weight * width, term.count / width, term.op)
+        return Term("sum", term.weight * width, term.count / width, term.op, False)
     if divisors and divisors[0] in rows:
-        return Term("mean", term.weight, divisors[0], f"{term.op}/{divisors[0]:.0f}")
+        return Term("mean", term.weight, divisors[0], term.op, False)
     return _as_divided(term, divisors)
 
 
