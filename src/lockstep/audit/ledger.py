@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from lockstep.audit.facts import Collective, Evaluation, Failure, Loading, Step, Track
 
 FIRST_STEPS: Final = 64
-"""This many steps are kept whole in `full` mode, then two of the next as many, and two each time
-that a run has doubled; `benchmarks/audit.py` measures what they cost."""
+"""This many steps are kept whole in `full` mode, then one each time that a run has doubled;
+`benchmarks/audit.py` measures what they cost."""
 
 FIRST_STEPS_WATCH: Final = 8
 
@@ -48,7 +48,7 @@ def is_detailed(step: int, first: int, rarest: int | None = None) -> bool:
         return True
     doublings: int = (step // first).bit_length()
     if rarest is None:
-        return step % max(1, (first << doublings) // 4) == 0
+        return step % max(1, (first << doublings) // 2) == 0
     # Twice as fast: a run that is watched to its end pays for each of them.
     return step % min(1 << 2 * doublings, rarest) == 0
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import weakref
 from dataclasses import dataclass, field
+from operator import is_
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -169,9 +170,7 @@ class Watched:
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
         """Does the optimizer still hold the same parameters?"""
         held = [p for g in optimizer.param_groups for p in g["params"]]
-        return len(held) == len(self.parameters) and all(
-            a is b for a, b in zip(held, self.parameters, strict=True)
-        )
+        return len(held) == len(self.parameters) and all(map(is_, held, self.parameters))
 
 
 class Window:
