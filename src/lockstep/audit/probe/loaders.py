@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import zlib
 from collections import deque
 from multiprocessing.sharedctypes import RawArray
@@ -165,7 +166,9 @@ def _part(dataset: Any) -> int | None:
     """What stands for the samples that a ``Subset`` has of its dataset; None for others."""
     if not isinstance(dataset, Subset):
         return None
-    indices = np.asarray(dataset.indices, dtype=np.int64)
+    held = dataset.indices
+    # A tensor's own memory is not shown to numpy: see `_numbers`.
+    indices = np.asarray(held.tolist() if torch.is_tensor(held) else held, dtype=np.int64)
     return zlib.crc32(indices.tobytes(), (_part(dataset.dataset) or 0) + 1)
 
 
@@ -251,9 +254,8 @@ def read_on(before: int, tensor: torch.Tensor) -> int:
     """Hash some elements in their order: a batch of images takes as long as a small step."""
     if tensor.layout is not torch.strided:
         return before ^ _hash([tensor])
-    flat = tensor.detach().reshape(-1)
-    few = flat[:: max(1, len(flat) // _OF_A_BATCH)].cpu()
-    return zlib.crc32(_numbers(few).tobytes(), before)
+    step = max(1, tensor.numel() // _OF_A_BATCH)
+    return zlib.crc32(_numbers(_each(tensor.detach(), step, 0)).tobytes(), before)
 
 
 def _hash(tensors: list[torch.Tensor]) -> int:
@@ -278,9 +280,21 @@ def _note_rows(loading: Loading, tensors: list[torch.Tensor]) -> None:
 
 def each_row(tensor: torch.Tensor) -> list[int]:
     """A hash of some elements of each row."""
-    flat = tensor.detach().reshape(len(tensor), -1)
-    few = flat[:, :: max(1, flat.shape[1] // _ELEMENTS)].cpu()
+    step = max(1, math.prod(tensor.shape[1:]) // _ELEMENTS)
+    few = _each(tensor.detach(), step, 1)
     return [zlib.crc32(_unpadded(row).tobytes()) for row in _numbers(few)]
+
+
+def _each(tensor: torch.Tensor, step: int, dim: int) -> torch.Tensor:
+    """Every so manieth element in their order, of the dimensions from `dim` on as one.
+
+    A tensor that does not lie in this order is not copied for it.
+    """
+    if step == 1 or tensor.is_contiguous():
+        return tensor.reshape(*tensor.shape[:dim], -1)[..., ::step]
+    inner = tensor.shape[dim:]
+    places = torch.arange(0, math.prod(inner), step, device=tensor.device)
+    return tensor[(slice(None),) * dim + torch.unravel_index(places, inner)]
 
 
 def _unpadded(row: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -290,9 +304,11 @@ def _unpadded(row: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _numbers(few: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A copy: memory that numpy has seen cannot be resized any more, and it is the program's."""
     if few.is_complex():
         few = torch.view_as_real(few.resolve_conj())
-    numbers: np.ndarray[Any, Any] = (few if few.dtype is torch.int64 else few.double()).numpy()
+    kind = torch.int64 if few.dtype is torch.int64 else torch.float64
+    numbers: np.ndarray[Any, Any] = few.to("cpu", kind, copy=True).numpy()
     return numbers
 
 
