@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from torch.utils.data import DataLoader, get_worker_info
 
 from audit.commands import audit, run
@@ -17,6 +18,7 @@ from lockstep.audit.facts import Track
 from lockstep.audit.interpreters import starts_python
 from lockstep.audit.launch import _parsed, _starts_its_own
 from lockstep.audit.ledger import Ledger
+from lockstep.audit.probe.probe import Probe, default_group
 from lockstep.audit.spawned import Children
 from lockstep.audit.together import with_spawned
 
@@ -104,6 +106,33 @@ def test_a_hang_of_ranks_that_the_script_started_ends(tmp_path, port):
     assert done.returncode == 65, done.stderr
     assert "the ranks hang, and are ended" in done.stderr
     assert found_in(report) == ({"LS601"}, 2)
+
+
+@pytest.mark.slow
+def test_a_process_that_ranks_fork_is_no_rank(tmp_path):
+    report = tmp_path / "report.json"
+    done = audit("--json", report, SCRIPTS / "forks_beside_training.py")
+    assert done.returncode == 0, done.stderr
+    assert found_in(report) == (set(), 2)
+
+
+def test_a_group_counts_if_this_process_made_it():
+    def begin():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        probe.note_group()
+        return probe.ledger.started_group
+
+    probe = Probe()
+    try:
+        assert begin()
+        probe = Probe()
+        probe.inherited = default_group()
+        probe.note_group()
+        assert not probe.ledger.started_group
+        dist.destroy_process_group()
+        assert begin()
+    finally:
+        dist.destroy_process_group()
 
 
 class Workers:

@@ -217,9 +217,10 @@ class _Member:
         if self._probe is not None or os.getpid() != self._pid:
             return
         from lockstep.audit.probe.hooking import hook_in
-        from lockstep.audit.probe.probe import Probe
+        from lockstep.audit.probe.probe import Probe, default_group
 
         self._probe = Probe(steps=self.children.steps, keeps_groups=True)
+        self._probe.inherited = default_group()
         self._probe.ledger.rank, self._probe.ledger.world_size = self._index, 1
         # Replaced at the end, if there is one: a process that is killed leaves the note.
         self._probe.when_training = lambda: self.children.leave_note(_LOST)

@@ -166,7 +166,7 @@ def _part(dataset: Any) -> int | None:
     """What stands for the samples that a ``Subset`` has of its dataset; None for others."""
     if not isinstance(dataset, Subset):
         return None
-    held = dataset.indices
+    held: Any = dataset.indices
     # A tensor's own memory is not shown to numpy: see `_numbers`.
     indices = np.asarray(held.tolist() if torch.is_tensor(held) else held, dtype=np.int64)
     return zlib.crc32(indices.tobytes(), (_part(dataset.dataset) or 0) + 1)

@@ -112,6 +112,11 @@ class Wrapper:
         )
 
 
+def default_group() -> Any:
+    """This process's, or the one that it was forked with; None if there is none."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
 def sequence_number(group: Any) -> int:
     """The group's count of collectives; -1 where its backend does not keep one."""
     try:
@@ -215,6 +220,10 @@ class Probe:
             what we do in between makes it more likely.
         run: what a trainer knows of the run and need not be found out.
     """
+
+    inherited: Any = None
+    """The default process group of the process that this one was forked from, if any: whoever
+    computes something beside a rank has its group, and is none of its members."""
 
     def __init__(
         self,
@@ -376,7 +385,7 @@ class Probe:
         if self.run is not None:
             self.ledger.started_group = True
             self.ledger.rank, self.ledger.world_size = self.run.rank, self.run.world_size
-        elif dist.is_initialized():
+        elif dist.is_initialized() and dist.group.WORLD is not self.inherited:
             self.ledger.started_group = True
             self.ledger.rank = dist.get_rank()
             self.ledger.world_size = dist.get_world_size()
