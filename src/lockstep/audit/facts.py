@@ -146,6 +146,7 @@ class Forward:
     hash: int
     numpy_state: int
     where: list[Place]
+    shapes: list[list[int]] = field(default_factory=list)
 
 
 @dataclass
@@ -212,11 +213,16 @@ class Beside:
 
 @dataclass
 class Draws:
-    """What one line drew between two steps: `count` tensors, the first of `shape`."""
+    """What one line drew between two steps: `count` tensors, the first of `shape`.
+
+    `when`: "within" the forward of a model that is trained, "after" it, where its backward has not
+    run yet, or "before" it.
+    """
 
     where: list[Place]
     shape: list[int]
     dtype: str
+    when: str = "before"
     count: int = 0
     hash: int = 0
 
@@ -230,7 +236,8 @@ class Step:
     and `kept_back` the gradients that the step had to do without.
     `numpy_state` stands for the state of numpy's default generator. `inputs` are the forwards of
     wrappers and of fully sharded models; `fed` and `fed_shapes` stand for what the first module
-    that was called was given, row by row `fed_rows` where no data loader gave it. `unowned` are
+    that was called was given, row by row `fed_rows` where no data loader gave it: what stands for a
+    row in all tensors of that call. `unowned` are
     parameters that have gradients and no optimizer; where there are any, `beside` tells of all.
     `divided` are the parameters whose sums the program had divided by a number of its own.
     `not_finite` are the parameters whose gradients held NaN or infinity.

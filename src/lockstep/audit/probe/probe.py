@@ -191,6 +191,9 @@ class Window:
         self.fed_shapes: list[list[int]] = []
         self.fed_rows: list[int] = []
         self.draws: dict[Place, Draws] = {}
+        self.drawn = 0
+        self.has_called = False
+        self.has_forward = False
         self.acting: tuple[weakref.ref[torch.nn.Module], list[Place]] | None = None
         self.mode: Mode | None = None
         self.frozen: list[tuple[weakref.ref[torch.nn.Module], list[Place]]] = []
@@ -221,6 +224,8 @@ class Probe:
         run: what a trainer knows of the run and need not be found out.
     """
 
+    watches_draws = False
+    """Are functions that draw to be replaced in the steps that need it?"""
     inherited: Any = None
     """The default process group of the process that this one was forked from, if any: whoever
     computes something beside a rank has its group, and is none of its members."""

@@ -24,7 +24,7 @@ from lockstep.audit.probe.evaluations import note_evaluation
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.frozen import note_call
 from lockstep.audit.probe.fully_sharded import is_root
-from lockstep.audit.probe.loaders import ROWS, each_row, tensors_in
+from lockstep.audit.probe.loaders import ROWS, each_row, read_on, tensors_in
 from lockstep.audit.probe.modes import note_acting
 from lockstep.audit.probe.patches import is_recorded
 from lockstep.audit.probe.probe import Wrapper
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _LINES_PER_WINDOW = 8
 _STEPS_OF_ROWS = 64
+_PARTS_OF_ROWS = 16
 
 
 def install(probe: Probe) -> None:
@@ -151,6 +152,8 @@ def _module_hook(probe: Probe) -> Callable[..., None]:
 
 def _look_at(probe: Probe, module: torch.nn.Module, args: Any) -> None:
     note_call(probe, module)
+    if probe.is_frozen[id(module)].trained is not None and torch.is_grad_enabled():
+        probe.recent.has_forward = True
     if torch.is_grad_enabled():
         if probe.recent.fed is None:
             _note_fed(probe, args)
@@ -183,23 +186,35 @@ def _arm(probe: Probe, module: Any) -> None:
 def _note_fed(probe: Probe, args: Any) -> None:
     """What a step's first module call is given: ranks that share one batch's work have the same."""
     tensors = tensors_in(args, 4)
+    windows = [window for window in probe.each_window() if window.fed is None]
     if tensors:
         held = take(tensors, [0] * len(tensors), norms=False)
-        rows = probe.harmlessly(_rows, probe, tensors[0]) or []
-        for window in probe.each_window():
-            if window.fed is None:
-                window.fed = zlib.crc32(held.hashes.tobytes())
-                window.fed_shapes = [list(t.shape) for t in tensors]
-                window.fed_rows = rows
+        rows = probe.harmlessly(_rows, probe, tensors_in(args, _PARTS_OF_ROWS)) or []
+        for window in windows:
+            window.fed = zlib.crc32(held.hashes.tobytes())
+            window.fed_shapes = [list(t.shape) for t in tensors]
+            # Of one that a module was called for before, by names alone, this is a part of it.
+            window.fed_rows = [] if window.has_called else rows
+    for window in windows:
+        window.has_called = True
 
 
-def _rows(probe: Probe, tensor: torch.Tensor) -> list[int]:
-    """Of a batch that was made by hand, what stands for each sample; a loader's are known."""
-    if probe.delivered is not None or probe.steps_done >= _STEPS_OF_ROWS or tensor.ndim < 2:
+def _rows(probe: Probe, tensors: list[torch.Tensor]) -> list[int]:
+    """Of a batch that was made by hand, what stands for each sample; a loader's are known.
+
+    A sample is its row in all tensors that have as many, with all the others as they are: places
+    that many samples share are not the samples.
+    """
+    first = tensors[0]
+    if probe.delivered is not None or probe.steps_done >= _STEPS_OF_ROWS or first.ndim < 2:
         return []
-    if type(tensor) is not torch.Tensor or tensor.is_meta or tensor.layout is not torch.strided:
-        return []
-    return each_row(tensor[:ROWS])
+    for tensor in tensors:
+        if type(tensor) is not torch.Tensor or tensor.is_meta or tensor.layout is not torch.strided:
+            return []
+    parts = [t for t in tensors if t.shape[:1] == first.shape[:1]]
+    beside = functools.reduce(read_on, [t for t in tensors if t.shape[:1] != first.shape[:1]], 0)
+    columns = [each_row(part[:ROWS]) for part in parts]
+    return [zlib.crc32(repr(row).encode(), beside) for row in zip(*columns, strict=True)]
 
 
 def _note_inputs(probe: Probe, args: Any) -> None:
@@ -208,6 +223,7 @@ def _note_inputs(probe: Probe, args: Any) -> None:
         return
     held = take(tensors, [0] * len(tensors), norms=False)
     noted = Forward(zlib.crc32(held.hashes.tobytes()), numpy_state(), users_lines())
+    noted.shapes = [list(t.shape) for t in tensors]
     for window in probe.each_window():
         if len(window.inputs) < _LINES_PER_WINDOW:
             window.inputs.append(noted)

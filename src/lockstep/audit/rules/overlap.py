@@ -48,24 +48,33 @@ def same_samples(world: World, loadings: dict[int, Loading]) -> Finding | None:
 
 
 def same_rows_by_hand(world: World) -> Finding | None:
-    """Of batches that no loader gave, in the first pass over the data."""
+    """Of batches that no loader gave, in the first pass over the data.
+
+    Rows that two ranks read at once may be what one needs to compute on the other's border: the
+    halo of a part of a field or of a graph, which is in no loss.
+    """
     for track in world.compared:
-        held = {rank: _read_by_hand(track.tracks[rank]) for rank in track.ranks}
+        read = {rank: _read_by_hand(track.tracks[rank]) for rank in track.ranks}
         early = [track.steps(number).values() for number in track.numbers[:_STEPS]]
         differ = all(len({tuple(s.fed_rows) for s in steps}) > 1 for steps in early)
-        if early and all(held.values()) and differ:
+        if early and differ and all(len({at for _, at in rows}) > 1 for rows in read.values()):
+            readers = Counter(row for rows in read.values() for row in set(rows))
+            held = {r: [row[0] for row in rows if readers[row] == 1] for r, rows in read.items()}
             found = _same_rows(held, "the program", next(iter(early[0])).where)
             if found is not None:
                 return replace(found, optimizer=track.key)
     return None
 
 
-def _read_by_hand(track: Track) -> list[int]:
-    rows: list[int] = []
+def _read_by_hand(track: Track) -> list[tuple[int, int]]:
+    """Each row and the step that read it."""
+    rows: list[tuple[int, int]] = []
+    known: set[int] = set()
     for step in track.steps:
-        if not set(step.fed_rows).isdisjoint(rows):
+        if not known.isdisjoint(step.fed_rows):
             break  # the next pass; or samples that are drawn, and by chance on two ranks as well
-        rows += step.fed_rows
+        known.update(step.fed_rows)
+        rows += [(row, step.number) for row in step.fed_rows]
     return rows
 
 
