@@ -7,7 +7,7 @@ import os
 import sys
 import sysconfig
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.audit.finding import Place
 
@@ -52,6 +52,17 @@ def is_called_by(name: str) -> bool:
             return True
         walked = walked.f_back
     return False
+
+
+def outermost_module() -> Any:
+    """The first of the modules that are being called; None if none is."""
+    found: FrameType | None = None
+    walked: FrameType | None = sys._getframe(1)
+    while walked is not None:
+        if walked.f_code.co_name == "_call_impl" and _distance(walked.f_code.co_filename) == 2:
+            found = walked
+        walked = walked.f_back
+    return None if found is None else found.f_locals.get("self")
 
 
 def users_frames(count: int) -> list[FrameType]:

@@ -97,6 +97,7 @@ def _hook(probe: Probe) -> None:
 def _compiler(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
     def watched(*args: Any, **kwargs: Any) -> Any:
         probe.compiles = True
+        probe.drawing.undo()  # else compiled code is compiled once more when they are gone
         probe.look(probe.detailed)
         if kwargs.get("fullgraph") and not probe.ledger.facts.fullgraph:
             # A graph that may not break cannot call us. Steps inside it are not seen.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,17 @@ def is_recorded() -> bool:
     return recorded or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
+def _compilers_list() -> Any:
+    """What lists all functions of torch when the compiler first asks for one; None before."""
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    return getattr(rules, "get_torch_obj_rule_map", None)
+
+
+def _is_listed() -> bool:
+    cached = _compilers_list()
+    return cached is not None and cached.cache_info().currsize > 0
+
+
 class Patches:
     """What was replaced, so that `undo` leaves torch as it was."""
 
@@ -33,6 +45,7 @@ class Patches:
         self._undo: list[tuple[Any, str, Any, Any]] = []
         self._handles: list[Any] = []
         self._scripted: list[int] = []
+        self._was_listed = False
 
     def wrap(
         self, owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -82,6 +95,8 @@ class Patches:
         self, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]
     ) -> None:
         """Replace ``torch.name``, an operator that TorchScript knows by its identity, as `wrap`."""
+        if self.is_empty:
+            self._was_listed = _is_listed()
         # Asked first: torch lists its operators once, and would list ours in the place of its own.
         operator = _builtins._find_builtin(getattr(torch, name, None))
         # The same of the functions to which `torch.set_default_device` gives a device.
@@ -117,6 +132,8 @@ class Patches:
         for stand_in in self._scripted:
             _builtins._get_builtin_table().pop(stand_in, None)
         # Last: an operator of ours is not known any more when its number can be another's.
+        if self._scripted and not self._was_listed and _is_listed():
+            _compilers_list().cache_clear()
         self._undo.clear()
         self._handles.clear()
         self._scripted.clear()

@@ -55,15 +55,13 @@ def _same_noise(track: SharedTrack) -> Finding | None:
 def _same_draws(track: SharedTrack) -> Finding | None:
     """A line that draws for each sample of a batch, the same on all ranks and new in each step."""
     by_line: dict[Place, list[list[Draws]]] = {}
-    rows: set[int] = set()
-    per_step = 1
+    given = Given()
     for number in track.numbers[:_LOOKED_AT]:
         steps = list(track.steps(number).values())
         of_ranks = [{drawn.where[0]: drawn for drawn in step.draws} for step in steps]
         if len(steps) < len(track.ranks) or _share_losses(steps):
             continue
-        rows |= {shape[0] for step in steps for shape in step.fed_shapes if shape}
-        per_step = max(per_step, len(steps[0].backwards))
+        given.add(steps)
         for line in of_ranks[0]:
             if all(line in of_rank for of_rank in of_ranks):
                 by_line.setdefault(line, []).append([of_rank[line] for of_rank in of_ranks])
@@ -73,23 +71,68 @@ def _same_draws(track: SharedTrack) -> Finding | None:
         is_same = all(len(of_step) == 1 for of_step in hashes)
         if not is_same or len(set.union(*hashes)) < max(_STEPS, len(at_once)):
             continue
-        severity = _gravity(track, at_once[0][0], rows, per_step)
+        severity = _gravity(track, at_once[0][0], given)
         if severity is not None:
             found.append(_drawn_alike(track, at_once[0][0], len(at_once), severity))
     return max(found, key=lambda one: SEVERITIES.index(one.severity), default=None)
 
 
-def _gravity(track: SharedTrack, drawn: Draws, rows: set[int], batches: int) -> Severity | None:
-    """Was a row drawn for each sample of `batches`, or a tensor for each? None if for neither.
+class Given:
+    """The shapes of what the models were given in some steps, call by call.
+
+    Attributes:
+        calls: those of each call's tensors.
+        batches: that a step had, at most.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[list[list[int]]] = []
+        self.batches = 1
+
+    def add(self, steps: Sequence[Step]) -> None:
+        """What all ranks were given in one step."""
+        for step in steps:
+            found = (step.fed_shapes, *(forward.shapes for forward in step.inputs))
+            self.calls += [shapes for shapes in found if shapes not in self.calls]
+            self.batches = max(self.batches, len(step.backwards))
+
+    def rows(self) -> set[int]:
+        """How many samples there may have been."""
+        return {shape[0] for shapes in self.calls for shape in shapes if shape}
+
+    def meet(self, drawn: Draws) -> list[list[list[int]]]:
+        """The calls with a tensor that all of `drawn` can have been added to, sample by sample.
+
+        Of numbers for all ranks, for whole sequences or whole pictures each rank may take a part.
+        """
+        return [shapes for shapes in self.calls if any(_goes_into(drawn.shape, s) for s in shapes)]
+
+
+def _goes_into(drawn: list[int], shape: list[int]) -> bool:
+    pairs = itertools.zip_longest(drawn[1:], shape[1:], fillvalue=1)
+    return drawn[:1] == shape[:1] != [] and all(n in (1, whole) for n, whole in pairs)
+
+
+def _gravity(track: SharedTrack, drawn: Draws, given: Given) -> Severity | None:
+    """Was a row drawn for each sample, or a tensor for each? None if that is not evident.
 
     Noise for weights has their shapes. Ranks may take the same places of data of their own on
-    purpose, and decide together what becomes of a layer.
+    purpose, and decide together what becomes of a layer. What a model draws within is for the
+    samples that it was given; what is drawn when it has been called may be for something else, as
+    is what has rows in a call whose tensors do not agree on how many samples there are.
     """
     if any(drawn.shape == p.shape for held in track.held for p in held.described.values()):
         return None
-    if drawn.shape and drawn.shape[0] in rows and math.prod(drawn.shape) >= _NUMBERS:
-        return "warning" if "float" in drawn.dtype else "notice"
-    return "notice" if any(n > 1 and drawn.count == n * batches for n in rows) else None
+    if math.prod(drawn.shape) >= _NUMBERS:
+        met = given.meet(drawn)
+        within = drawn.when == "within" and drawn.shape[0] in given.rows()
+        agreed = any(len({s[0] for s in shapes if s}) == 1 for shapes in met)
+        if within or (agreed and drawn.when == "before"):
+            return "warning" if "float" in drawn.dtype else "notice"
+        if met:
+            return "notice"
+    each = any(n > 1 and drawn.count == n * given.batches for n in given.rows())
+    return "notice" if each else None
 
 
 def _drawn_alike(track: SharedTrack, drawn: Draws, steps: int, severity: Severity) -> Finding:
