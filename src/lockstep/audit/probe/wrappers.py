@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 _LINES_PER_WINDOW = 8
 _STEPS_OF_ROWS = 64
-_PARTS_OF_ROWS = 16
+_PARTS = 4
+"""Tensors of what a step's first module call was given."""
 
 
 def install(probe: Probe) -> None:
@@ -185,11 +186,12 @@ def _arm(probe: Probe, module: Any) -> None:
 
 def _note_fed(probe: Probe, args: Any) -> None:
     """What a step's first module call is given: ranks that share one batch's work have the same."""
-    tensors = tensors_in(args, 4)
+    given = tensors_in(args, _PARTS + 1)
+    tensors = given[:_PARTS]
     windows = [window for window in probe.each_window() if window.fed is None]
     if tensors:
         held = take(tensors, [0] * len(tensors), norms=False)
-        rows = probe.harmlessly(_rows, probe, tensors_in(args, _PARTS_OF_ROWS)) or []
+        rows = probe.harmlessly(_rows, probe, given) or []
         for window in windows:
             window.fed = zlib.crc32(held.hashes.tobytes())
             window.fed_shapes = [list(t.shape) for t in tensors]
@@ -206,7 +208,9 @@ def _rows(probe: Probe, tensors: list[torch.Tensor]) -> list[int]:
     that many samples share are not the samples.
     """
     first = tensors[0]
-    if probe.delivered is not None or probe.steps_done >= _STEPS_OF_ROWS or first.ndim < 2:
+    if probe.delivered is not None or probe.steps_done >= _STEPS_OF_ROWS:
+        return []
+    if first.ndim < 2 or len(tensors) > _PARTS:
         return []
     for tensor in tensors:
         if type(tensor) is not torch.Tensor or tensor.is_meta or tensor.layout is not torch.strided:
