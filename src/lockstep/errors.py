@@ -24,6 +24,7 @@
     ├── LossesDifferError         RuntimeError  LS113  ranks' losses differ where one is needed
     ├── ParityError               AssertionError  LS114  a step that is not the one of one process
     ├── NonFiniteError            FloatingPointError  LS115  a step with NaN or infinity
+    ├── UnitOrderError            RuntimeError  LS117  ranks' forwards go through other layers
     ├── MixedWeightsError         RuntimeError  LS201  weighted and plain backwards in one window
     ├── WeightError               ValueError    LS202  a weight that is negative, NaN or infinite
     ├── CrossedWeightsError       RuntimeError  LS213  a weight that cannot follow its gradient
@@ -220,6 +221,15 @@ class NonFiniteError(LockstepError, FloatingPointError):
 
     code = "LS115"
     found_on_all_ranks: bool = True
+
+
+class UnitOrderError(LockstepError, RuntimeError):
+    """The ranks' forwards or backwards go through the units of a sharded model in other orders.
+
+    Raised on every rank before anything has moved: one rank's gather would meet another layer's.
+    """
+
+    code = "LS117"
 
 
 class MixedWeightsError(LockstepError, RuntimeError):

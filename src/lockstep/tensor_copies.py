@@ -89,6 +89,11 @@ def is_block(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
+def is_shard(tensor: object) -> bool:
+    """Whether a tensor is this rank's part of a whole one, and so another on each rank."""
+    return type(tensor).__name__ == "DTensor"  # by name: its import takes long
+
+
 def is_expanded(block: torch.Tensor) -> bool:
     """Whether several elements of the block share one number in memory."""
     return any(

@@ -22,6 +22,7 @@ from lockstep.errors import LockstepError, PeerLostError
 from lockstep.keys import BATCH_SIZE
 from lockstep.operator import Options, RankContext, TrainingOperator
 from lockstep.worker import LoopRequest, Rendezvous, Worker, WorkerSpec
+from ranks.divergent import DIVERGENT, IN_UNITS_ALONE, NOT_FINITE
 from ranks.table_operators import COLUMNS, OPERATORS, Plain
 
 EPOCHS = 2
@@ -32,6 +33,7 @@ BORROWED = {"two_last": (26, 12)}
 """Who has none of the last two rows borrows the first; it is not all of the batch."""
 
 EVERY_SPLIT = SPLITS | BORROWED
+EVERY_OPERATOR = OPERATORS | DIVERGENT | NOT_FINITE | IN_UNITS_ALONE
 
 
 @dataclass
@@ -41,6 +43,47 @@ class Seen:
     gradients: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
     also: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Rows:
+    """A rank's rows of a tensor in shards: to gather them would change what is being tested."""
+
+    tensor: torch.Tensor
+
+
+def held(tensor: torch.Tensor) -> Any:
+    """A copy of what this rank holds."""
+    own = getattr(tensor, "to_local", None)
+    return tensor.clone() if own is None else Rows(own().clone())
+
+
+def put_together(results: Sequence[Any]) -> list[Any]:
+    """The results of all ranks, with whole tensors in the place of each rank's rows."""
+    seen = [result[0] for result in results if not isinstance(result, BaseException)]
+    if len(seen) < len(results) or not any(map(_has_rows, seen)):
+        return list(results)
+    together = Seen(
+        [_joined(each) for each in zip(*(one.gradients for one in seen), strict=False)],
+        [_joined(each) for each in zip(*(one.weights for one in seen), strict=False)],
+        _joined([one.also for one in seen]),
+    )
+    together.weights[-1] = _joined([one.weights[-1] for one in seen])
+    return [(together, refusal) for _, refusal in results]
+
+
+def _has_rows(seen: Seen) -> bool:
+    return any(isinstance(value, Rows) for value in seen.weights[0].values())
+
+
+def _joined(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def join(values: list[Any]) -> Any:
+        if all(isinstance(value, Rows) for value in values):
+            return torch.cat([value.tensor for value in values])
+        assert not any(isinstance(value, Rows) for value in values), "on some ranks only"
+        return values[0]
+
+    return {name: join([one[name] for one in of_ranks]) for name in of_ranks[0]}
 
 
 class Watch:
@@ -60,12 +103,12 @@ class Watch:
             optimizer.register_step_post_hook(self._after)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in self.named.items()}
+        return {name: held(parameter.detach()) for name, parameter in self.named.items()}
 
     def _before(self, optimizer, args, kwargs) -> None:
-        held = [p for group in optimizer.param_groups for p in group["params"]]
+        params = [p for group in optimizer.param_groups for p in group["params"]]
         self.seen.gradients.append(
-            {self.names[id(p)]: None if p.grad is None else p.grad.clone() for p in held}
+            {self.names[id(p)]: None if p.grad is None else held(p.grad) for p in params}
         )
 
     def _after(self, optimizer, args, kwargs) -> None:
@@ -75,7 +118,7 @@ class Watch:
 @cache
 def one_process(name: str, split: str) -> Seen:
     """The truth."""
-    operator_cls = OPERATORS[name]
+    operator_cls = EVERY_OPERATOR[name]
     num_rows, per_batch = EVERY_SPLIT[split]
     alone = RankContext(options=Options(wrap_ddp=False))
     operator = operator_cls({"rows": num_rows, BATCH_SIZE: per_batch}, alone)
@@ -127,7 +170,7 @@ def train(worker: Worker) -> tuple[Seen, LockstepError | None]:
         # Peers may be waiting for this rank.
         worker.leave()
     watch.seen.weights.append(watch.weights())
-    watch.seen.also = worker.operator.also()
+    watch.seen.also = {name: held(value) for name, value in worker.operator.also().items()}
     return watch.seen, refusal
 
 
@@ -153,13 +196,25 @@ def as_threads(
     return results
 
 
+def in_units(operator_cls: type[Plain]) -> type[Plain]:
+    """The operator, with models of which no rank ever holds all layers."""
+
+    def register(self, **arguments):
+        return super(in_shards, self).register(shard="auto", **arguments)
+
+    in_shards = type(operator_cls.__name__, (operator_cls,), {"register": register})
+    return in_shards
+
+
 def num_processes(sync: str, num_workers: int) -> int:
     """Under `data_parallel` the workers are replicas in one process."""
     return 1 if sync == "data_parallel" else num_workers
 
 
 def spec_of(sync: str, name: str, split: str, num_workers: int) -> WorkerSpec:
-    operator_cls = OPERATORS[name]
+    operator_cls = EVERY_OPERATOR[name]
+    if sync == "units":
+        sync, operator_cls = "fsdp", in_units(operator_cls)
     num_rows, per_batch = EVERY_SPLIT[split]
     # Small buckets: several are on their way while backward still runs.
     arguments = {"bucket_cap_mb": 1e-4, **operator_cls.arguments}
@@ -219,7 +274,7 @@ def on_threads(sync: str, name: str, split: str, num_workers: int) -> list[Any]:
 
 def check(results: Sequence[Any], name: str, split: str, refused_as: Any = None) -> None:
     """The cell is exact; or with `refused_as`, exact up to where every rank refuses to go on."""
-    true = one_process(name, split)
+    true, results = one_process(name, split), put_together(results)
     refusals = []
     for result in results:
         if isinstance(result, BaseException):

@@ -280,6 +280,30 @@ class SeveralBackwards(Plain):
         return {"train_loss": loss.item()}
 
 
+class ZeroedInPlace(Plain):
+    """Gradients of the last step are filled with zeros, and not given up."""
+
+    def train_batch(self, batch, batch_info):
+        self.optimizer.zero_grad(set_to_none=False)
+        loss = self.compute_loss(batch, batch_info)
+        loss.backward()
+        self.optimizer.step()
+        return {"train_loss": loss.item()}
+
+
+class ClippedAndAddedTo(Plain):
+    """A gradient is clipped between two backwards that add up."""
+
+    def train_batch(self, batch, batch_info):
+        self.optimizer.zero_grad()
+        self.compute_loss(batch, batch_info).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)
+        loss = self.model(batch[0]).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return {"train_loss": loss.item()}
+
+
 class TwoTasks(Plain):
     """The gradients of two losses, kept and combined by hand, as multi-task methods do."""
 
@@ -410,6 +434,8 @@ OPERATORS: dict[str, type[Plain]] = {
         WeightZero,
         Idle,
         SeveralBackwards,
+        ZeroedInPlace,
+        ClippedAndAddedTo,
         TwoTasks,
         Checkpointing,
         CheckpointingReentrant,

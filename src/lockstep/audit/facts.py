@@ -277,7 +277,7 @@ class Parameter:
     """A parameter that an optimizer holds.
 
     `group` are the ranks that hold it, or the same piece of it, as replicas; None: all of them, or
-    none if it is `sharded`.
+    none if it is `sharded`. `weighed`: lockstep reduces its gradient, by the weights of batches.
     """
 
     name: str
@@ -286,6 +286,7 @@ class Parameter:
     wrapper: str | None = None
     group: list[int] | None = None
     sharded: bool = False
+    weighed: bool = False
     local: bool = False
     in_module: bool = True
     samples: int = 0

@@ -8,13 +8,14 @@ reads this rank's part only, samples would be lost or read twice, and no gradien
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.content_digest import content_digest
 from lockstep.errors import DataOrderError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from lockstep.data.global_batches import GlobalBatches
     from lockstep.data.shard_assignment import ShardAssignment
@@ -73,6 +74,14 @@ def check_same_plan(fingerprints: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         DataOrderError: the plans differ; the message names the first difference and its ranks.
     """
+    odd = [rank for rank, other in enumerate(fingerprints) if not isinstance(other, Mapping)]
+    if odd:
+        raise DataOrderError(
+            "the ranks are at different places: some begin a pass over the data, others do not",
+            where=f"rank(s) {', '.join(map(str, odd))} are elsewhere",
+            cause="a loop left out a step, or ran one more, on some ranks",
+            fix="the same steps on every rank (a guard against NaN has to decide for all of them)",
+        )
     first = fingerprints[0]
     for key, (words, cause) in _CHECKED_FIELDS.items():
         values = [fingerprint.get(key) for fingerprint in fingerprints]

@@ -22,6 +22,7 @@ from lockstep.operator.training_parts import TrainingParts
 from lockstep.operator.weight_averages import make_weight_averages
 from lockstep.sync import is_local
 from lockstep.sync.local_parameters import mark_copies
+from lockstep.sync.shard_units import check_policy
 
 if TYPE_CHECKING:
     from lockstep.operator.loop_protocols import Operator
@@ -145,6 +146,7 @@ def build_training_parts(
         sync=None,
         sync_options=sync_options,
     )
+    check_policy(sync_options.shard)
     mark_copies(registered.modules())
     _refuse_duplicates(registered.optimizers)
     _refuse_foreign_schedulers(registered)

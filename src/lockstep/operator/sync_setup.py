@@ -7,9 +7,12 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+import torch
+
 from lockstep._torch_compat import COMPILER
-from lockstep.errors import ConfigurationError
+from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.import_without_gc import pause_gc
+from lockstep.operator.model_copies import copy_models
 from lockstep.operator.optimizer_comparison import compare_optimizers
 from lockstep.operator.rank_context import ONE_PROCESS, ONE_PROCESS_BY_SHARD, shard_order
 from lockstep.sync import (
@@ -119,6 +122,8 @@ def _ddp(registered: TrainingParts, context: RankContext) -> Synchroniser:
 def _fsdp(registered: TrainingParts, context: RankContext) -> Synchroniser:
     if context.group.is_alone:
         return _replicate(registered, context)  # one rank: there is nothing to shard
+    if registered.sync_options.shard != "whole":
+        return _sharded(registered, context)
     # Imported only for sync="fsdp": the module brings torch's DTensor.
     from lockstep.sync.fsdp import FSDPSync
 
@@ -127,6 +132,34 @@ def _fsdp(registered: TrainingParts, context: RankContext) -> Synchroniser:
         context.group,
         registered.optimizers,
         bucket_cap_mb=context.options.bucket_cap_mb,
+        buffers=registered.sync_options.buffers,
+        averages=registered.sync_options.averages,
+    )
+
+
+def _sharded(registered: TrainingParts, context: RankContext) -> Synchroniser:
+    if registered.averages:
+        raise NotAvailableError(
+            "there are no averages of a model in shards",
+            got="register(ema=...)",
+            cause="an average would hold the whole weights on every rank",
+            fix='leave ema out, or register(shard="whole")',
+        )
+    if context.options.precision == "fp16":
+        raise NotAvailableError(
+            "float16 is not available for a model in shards",
+            got='precision="fp16"',
+            cause="each rank would find infinities in its own rows alone, and skip other steps",
+            fix='precision="bf16", or register(shard="whole")',
+        )
+    from lockstep.sync.sharded_sync import ShardedSync
+
+    registered.whole_models = copy_models(registered.plain_models(), torch.device("meta"))
+    return ShardedSync(
+        registered.modules(),
+        context.group,
+        registered.optimizers,
+        shard=registered.sync_options.shard,
         buffers=registered.sync_options.buffers,
         averages=registered.sync_options.averages,
     )

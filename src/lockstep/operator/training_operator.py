@@ -172,6 +172,7 @@ class TrainingOperator:
         schedulers: Any = None,
         ema: Any = None,
         ddp_args: dict[str, Any] | None = None,
+        shard: Any = "whole",
         loss_reduction: str = DEFAULT_MEAN,
         **further: Any,
     ) -> tuple[Any, ...]:
@@ -195,6 +196,10 @@ class TrainingOperator:
                 or a function from a model to one. Updated once after each global batch in which an
                 optimizer stepped; in eval mode; ``trainer.get_averaged_model()`` is a copy.
             ddp_args: arguments for torch's `DistributedDataParallel`; only with ``sync="ddp"``.
+            shard: for ``sync="fsdp"``: the submodules that are gathered before their forward and
+                freed after it: "auto" (the repeated members of a ``ModuleList``, ``ModuleDict`` or
+                ``Sequential``), a list of module classes, or a function that says it of a module.
+                Parameters become torch's `DTensor`s. "whole": weights stay whole on every rank.
             loss_reduction: "mean" or "sum"; if it is left out, the class's `loss_reduction`.
 
         Returns:
@@ -234,15 +239,19 @@ class TrainingOperator:
             criterion=criterion,
             schedulers=schedulers,
             ema=ema,
-            sync_options=SyncOptions(
-                # The default step knows when a step's last forward is over, and that a shard
-                # starts from the committed buffers; elsewhere backward's end is the moment.
-                buffers="after_backward" if self._lockstep_overrides_loop() else "manual",
-                averages=self.loss_reduction == "mean",
-                ddp_args=dict(ddp_args or {}),
-            ),
+            sync_options=self._sync_options(ddp_args, shard),
         )
         return in_given_containers(self._lockstep.registered, models, optimizers, schedulers)
+
+    def _sync_options(self, ddp_args: dict[str, Any] | None, shard: Any) -> SyncOptions:
+        return SyncOptions(
+            # The default step knows when a step's last forward is over, and that a shard starts
+            # from the committed buffers; elsewhere backward's end is the moment.
+            buffers="after_backward" if self._lockstep_overrides_loop() else "manual",
+            averages=self.loss_reduction == "mean",
+            ddp_args=dict(ddp_args or {}),
+            shard=shard,
+        )
 
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
         """Hand over the loaders; each is kept as it is and read in exact, disjoint parts."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.optim.swa_utils import AveragedModel
 
     from lockstep.sync import Synchroniser
+    from lockstep.sync.shard_units import ShardPolicy
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class SyncOptions:
         buffers: "after_backward", or "manual" where the loop says when.
         averages: False if the losses are sums over their batches.
         ddp_args: for torch's DistributedDataParallel.
+        shard: which modules are units, see `lockstep.sync.shard_units`; "whole": none.
         resume_step: steps of the run that have happened, where another generation of the group
             goes on: the ranks' values are equal already. None at the beginning: they become
             rank 0's.
@@ -38,6 +40,7 @@ class SyncOptions:
     buffers: str
     averages: bool
     ddp_args: Mapping[str, Any] = field(default_factory=dict)
+    shard: ShardPolicy = "whole"
     resume_step: int | None = None
 
 
@@ -47,6 +50,8 @@ class TrainingParts:
 
     Attributes:
         averages: of the models' weights, one for each model; empty without ``ema``.
+        whole_models: copies of models that are in shards, from before, without memory for their
+            tensors (on the meta device); empty unless models are.
     """
 
     models: list[nn.Module]
@@ -59,6 +64,7 @@ class TrainingParts:
     attached: tuple[nn.Parameter, ...] = ()
     can_join: bool = False
     averages: list[AveragedModel] = field(default_factory=list)
+    whole_models: list[nn.Module] = field(default_factory=list)
 
     def leave_group(self) -> None:
         """Leave a group that has broken, so that another one can be joined."""

@@ -156,7 +156,7 @@ class BucketTransport(Transport):
 
     # ------------------------------------------------------------------ backwards
 
-    def open_window(self, *, is_first: bool) -> None:
+    def open_window(self, kind: str, *, is_first: bool) -> None:
         """See `Transport`: under a shard order a backward has to be that of a shard."""
         if self._order is None:
             return

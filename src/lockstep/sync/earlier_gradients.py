@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lockstep.sync.tensor_bits import sum_of_bits
+from lockstep.tensor_copies import is_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -60,7 +61,9 @@ class EarlierGradients:
             grad = slot.param.grad
             if grad is not None:
                 if not slot.is_untouched:
-                    changed.append((slot.number, sum_of_bits(grad)))
+                    # Rows in shards are other bits on each rank: what they have in common is which.
+                    bits = 1 if is_shard(grad) else sum_of_bits(grad)
+                    changed.append((slot.number, bits))
                 self.by_slot[slot] = grad
                 slot.param.grad = None
         if not self.by_slot:

@@ -5,12 +5,12 @@ Weights and gradients are whole on every rank and synchronised as in `GradientSy
 keep their own parameters. The work and the state of the optimizers are sharded, by rows (ZeRO,
 stage 1).
 
-Rejected: torch's `fully_shard`. It exchanges a module's parameters for others whenever it gathers
-or gives up weights, so that a list of parameters from before a backward is stale after it; and
-within a step whole weights and whole gradients are needed at once in any case, because its own
-reduce-scatter averages over ranks, mixes the gradients of different layers when branches differ,
-gives zeros to parameters that no rank used, and needs every rank to run the same forwards and
-backwards.
+Rejected for this form: torch's `fully_shard`, which `ShardedSync` builds on. It exchanges a
+module's parameters for others whenever it gathers or gives up weights, so that a list of parameters
+from before a backward is stale after it; and within a step whole weights and whole gradients are
+needed at once in any case, because its own reduce-scatter averages over ranks, mixes the gradients
+of different layers when branches differ, gives zeros to parameters that no rank used, and needs
+every rank to run the same forwards and backwards.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class FSDPSync(GradientSync):
         self._shards: ParameterShards | None = None
         slots = self._rounds.slots
         try:
-            self._shards = ParameterShards(slots, _mesh(group, slots[0].param.device))
+            self._shards = ParameterShards(slots, mesh_of(group, slots[0].param.device))
             for optimizer in dict.fromkeys(optimizers):
                 if not needs_whole_step(optimizer):
                     self.shard(optimizer)
@@ -179,13 +179,23 @@ def _format_place(place: int) -> str:
     return "a backward" if place == _ROUND else f"a step of optimizer {place}"
 
 
-def _mesh(group: Group, device: torch.device) -> DeviceMesh:
+def mesh_of(group: Group, device: torch.device) -> DeviceMesh:
+    """The mesh of torch's default group, see `require_default_group`."""
+    require_default_group(group)
+    world = dist.group.WORLD
+    assert world is not None
+    return DeviceMesh.from_group(world, device.type)
+
+
+def require_default_group(group: Group) -> None:
+    """Refuse ranks whose group is not torch's default one, of which a mesh has to be.
+
+    Raises:
+        NotAvailableError: it is another one.
+    """
     if not dist.is_initialized() or dist.get_world_size() != group.size:
         raise NotAvailableError(
             "sharding needs the workers' group to be torch's default process group",
             cause="this process has a default group of its own, or hosts a rank beside others",
             fix='leave out use_local, or sync="fsdp"',
         )
-    world = dist.group.WORLD
-    assert world is not None
-    return DeviceMesh.from_group(world, device.type)

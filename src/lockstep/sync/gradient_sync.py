@@ -10,7 +10,7 @@ are the global ones.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.errors import ConfigurationError, WrongUseError
 from lockstep.group import Group, resolve_group
@@ -90,6 +90,12 @@ class GradientSync:
     else the ranks have to agree on.
     """
 
+    communicates_in_forward: ClassVar[bool] = False
+    """Whether every rank has to run the same forwards, because weights are gathered for them."""
+
+    units: Sequence[str] = ()
+    """The parts of the models that are gathered and freed together, by name; none if whole."""
+
     def __init__(
         self,
         modules: Sequence[torch.nn.Module],
@@ -117,6 +123,7 @@ class GradientSync:
             parameters = list(self._found.parameters.values())
             broadcast_tensors(group, parameters, cap_bytes=self._cap_bytes)
             self._buffers.broadcast(group, cap_bytes=self._cap_bytes)
+        self._prepare(group)
         self._rounds = ReductionRounds(
             modules,
             group,
@@ -128,6 +135,9 @@ class GradientSync:
             after_round=self.broadcast_buffers if buffers == "after_backward" else None,
         )
         optimizer_guard.protect(self._rounds)
+
+    def _prepare(self, group: Group) -> None:
+        """Called when all ranks hold the same values, before there are hooks on parameters."""
 
     # ------------------------------------------------------------------ gradients
 

@@ -124,6 +124,11 @@ def release(owner: ReductionRounds) -> None:
     _registry.remove(owner)
 
 
+def is_synchronised(param: torch.Tensor) -> bool:
+    """Whether a GradientSync of this process reduces the gradient of `param`."""
+    return _registry.find(param) is not None
+
+
 def refuse_attached(parameters: dict[str, torch.nn.Parameter], fix: str) -> None:
     """Raise if a parameter already belongs to a GradientSync.
 

@@ -49,6 +49,15 @@ def as_shard(local_rows: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh) ->
     )
 
 
+def shard_like(whole: torch.Tensor, shard: DTensor) -> DTensor:
+    """This rank's rows of a whole tensor, on the mesh of `shard`; a shard itself stays as it is."""
+    if isinstance(whole, DTensor):
+        return whole
+    mesh = shard.device_mesh
+    rows = rows_of(whole.detach(), mesh.get_local_rank(), mesh.size())
+    return as_shard(rows.to(shard.device, shard.dtype, copy=True), whole.contiguous(), mesh)
+
+
 def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
     """Gather the whole tensor of which `tensor` is a shard; `tensor` itself if it is none.
 

@@ -100,7 +100,7 @@ class ReductionRounds:
         self._group: Group | None = group
         self._after_round = after_round
         self._is_broken = self._has_failed = False
-        self._step = 0  # of the run, or of the optimizers, to which rounds belong
+        self.step = 0  # of the run, or of the optimizers, to which rounds belong
         self._steps_taken = 0
         self._watched_from = 0
         self._unread: UnreadTotals | None = None
@@ -110,7 +110,7 @@ class ReductionRounds:
         self._new_window()
         self.transport = make_transport(self, self.slots, found.signature(), cap_bytes)
         self.listener = BackwardListener(
-            self.slots, self.transport, self._backward_began, self._autograd_grad_called
+            self.slots, self.transport, self.backward_began, self._autograd_grad_called
         )
 
     def _new_window(self) -> None:
@@ -122,7 +122,7 @@ class ReductionRounds:
 
     def begin_step(self, step: int) -> None:
         """See `GradientSync.begin_step`."""
-        self._step = 16 * step + self._steps_taken  # a step that was left out shows in the next
+        self.step = 16 * step + self._steps_taken  # a step that was left out shows in the next
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -159,7 +159,7 @@ class ReductionRounds:
         """At the start of a backward, maybe the first of its window: note `kind` and weight."""
         self.attached_group()
         self._judge_unread_sums()
-        self.transport.open_window(is_first=self._window.kind is None)
+        self.transport.open_window(kind, is_first=self._window.kind is None)
         if self._has_failed:
             self._reset()
             self.attached_group()
@@ -211,7 +211,7 @@ class ReductionRounds:
 
     # ------------------------------------------------------------------ backwards
 
-    def _backward_began(self, slot: Slot) -> None:
+    def backward_began(self, slot: Slot) -> None:
         """Called at the first gradient, of `slot`, of a backward that adds to ``parameter.grad``.
 
         The backward is one of `_run_backward`, a part of a running one (a reentrant checkpoint), or
@@ -311,7 +311,7 @@ class ReductionRounds:
 
     def _begin_round(self) -> None:
         self._contribution = self._window.contribution(self.weights, self._earlier)
-        self.transport.begin(self._contribution, self._step)
+        self.transport.begin(self._contribution, self.step)
 
     def reduce_pending(self) -> None:
         """See `GradientSync.reduce_pending`."""
@@ -322,7 +322,7 @@ class ReductionRounds:
             self._set_earlier_aside()
         mine = self._window.contribution(self.weights, self._earlier)
         self._contribution = mine
-        self._finish_round(lambda faults: self.transport.follow(mine, self._step, faults))
+        self._finish_round(lambda faults: self.transport.follow(mine, self.step, faults))
 
     def _finish_plain(self) -> None:
         if self._contribution is not None:
@@ -430,7 +430,7 @@ class ReductionRounds:
         self.place = group.place
         self.weights = BatchWeights(group, self._num_shards, averages=self.weights.averages)
         self._grad_watch = AutogradGradWatch(self.slots)  # a step that is made again asks again
-        self._step = self._steps_taken = 0  # a rank that is new has taken none
+        self.step = self._steps_taken = 0  # a rank that is new has taken none
         self._group = group
         self._is_broken = False
         self._reset()
@@ -452,7 +452,7 @@ class ReductionRounds:
         """Note that an optimizer is about to step, with gradients that it may use."""
         if self._group is not None:
             self._group.confirm()
-        self._step += 1
+        self.step += 1
         self._steps_taken += 1
         self.has_accumulated = False
         self.transport.accept_changes()

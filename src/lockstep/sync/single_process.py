@@ -34,6 +34,9 @@ class SingleProcess:
         rounds: windows closed.
     """
 
+    communicates_in_forward = False
+    units: Sequence[str] = ()
+
     def __init__(self, modules: Sequence[torch.nn.Module], *, averages: bool) -> None:
         self._parameters = [p for module in modules for p in module.parameters()]
         self._averages = averages

@@ -39,6 +39,8 @@ class RoundController(Protocol):
     @property
     def place(self) -> str: ...
     @property
+    def step(self) -> int: ...
+    @property
     def weights(self) -> BatchWeights: ...
     @property
     def is_paused(self) -> bool: ...
@@ -48,6 +50,7 @@ class RoundController(Protocol):
     def has_late_parameters(self) -> bool: ...
     def has_user_hooks(self, slot: Slot) -> bool: ...
     def attached_group(self) -> Group: ...
+    def backward_began(self, slot: Slot) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,13 @@ class Transport(Protocol):
         """The parameters whose gradient is reduced before `finish` is called."""
         return ()
 
-    def open_window(self, *, is_first: bool) -> None:
-        """Called before a backward, maybe the first of its window; may refuse the backward."""
+    def open_window(self, kind: str, *, is_first: bool) -> None:
+        """Called before a backward, maybe the first of its window; may refuse the backward.
+
+        Args:
+            kind: PLAIN or WEIGHTED, see `round_contribution`.
+            is_first: of its window.
+        """
         return
 
     def check_backward(self, slot: Slot) -> None:

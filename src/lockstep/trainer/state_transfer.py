@@ -13,6 +13,8 @@ from lockstep.operator import TrainingOperator
 from lockstep.worker import Worker
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from lockstep.trainer.ray_dataset_feed import RayDatasetFeed
     from lockstep.trainer.step_metrics import StepMetrics
     from lockstep.trainer.worker_calls import WorkerCalls
@@ -60,6 +62,15 @@ class StateTransfer:
         state = self._workers.call(Worker.gathered_state_dict.with_args())[0]
         assert state is not None, "rank 0 answers"
         return state
+
+    def models(self) -> nn.Module | list[nn.Module]:
+        """See `TorchTrainer.get_model`."""
+        spec = self._workers.spec
+        if spec.options.sync != "fsdp" or spec.num_workers == 1:
+            return self._workers.call_rank_0(Worker.models.with_args())
+        models = self._workers.call(Worker.gathered_models.with_args())[0]
+        assert models is not None, "rank 0 answers"
+        return models
 
     def load(self, state: Mapping[str, Any]) -> None:
         """See `TorchTrainer.load_state_dict`."""

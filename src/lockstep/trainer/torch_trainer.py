@@ -340,7 +340,7 @@ class TorchTrainer:
             group, from 0), ``epoch`` (passes begun), ``epochs_finished``, ``step`` (global
             batches), ``recoveries`` (one dict each: ``lost``, ``why``, ``during``, ``step``,
             ``replayed``, ``seconds``, ``generation``, ``workers``, ``same_bits``, and ``at``, in
-            seconds since 1970).
+            seconds since 1970), ``units`` (of ``register(shard=...)``, by name; empty without).
         """
         return self._workers.summary()
 
@@ -351,7 +351,7 @@ class TorchTrainer:
 
         A list if `register` was given a list or tuple of models.
         """
-        return self._workers.call_rank_0(Worker.models.with_args())
+        return self._state.models()
 
     def get_averaged_model(self) -> nn.Module | list[nn.Module]:
         """As `get_model`, with the averages that ``register(ema=...)`` keeps of the weights.

@@ -111,6 +111,7 @@ class WorkerCalls:
             "epochs_finished": finished,
             "step": step,
             "recoveries": list(status.recoveries),
+            "units": list(self.start_reports[0].units),
         }
 
     def local_operator(self) -> TrainingOperator | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.operator import TrainingOperator
 from lockstep.worker import state_broadcast
-from lockstep.worker.state_dict import copy_to_cpu
+from lockstep.worker.state_dict import copy_to_cpu, gather_for_others
 from lockstep.worker.tensor_pool import TensorPool
 
 if TYPE_CHECKING:
@@ -167,7 +167,9 @@ class SnapshotTaker:
         if worker.rank != 0 and not all_ranks:
             return
         whole = worker.rank == 0 or worker.spec.options.sync == "fsdp"
-        state = worker.state_dict(partial(copy_to_cpu, clone=self._pool.copy_of)) if whole else {}
+        copy = partial(copy_to_cpu, clone=self._pool.copy_of)
+        take = copy if worker.rank == 0 else gather_for_others
+        state = worker.state_dict(take) if whole else {}
         self._pool.clear()
         if all_ranks and worker.operator._lockstep_overrides(TrainingOperator.state_dict):
             own = state["operator"] if whole else copy_to_cpu(worker.operator.state_dict())

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockstep.data import BatchParts, ShardedLoader, UserShardedLoader
+from lockstep.errors import NotAvailableError
 from lockstep.operator import TrainingOperator
 from lockstep.operator.rank_context import ONE_PROCESS
 
@@ -19,6 +20,8 @@ def make_sharded_loader(operator: TrainingOperator, loader: Any, purpose: str) -
     assignment = context.shard_assignment
     if not context.options.add_dist_sampler:
         return UserShardedLoader(loader, assignment)
+    if purpose == "validation":
+        _refuse_own_validation(operator)
     # A user's own `validate` would count the samples of a borrowed batch (see `ShardedLoader`'s
     # module), and without a joint loss it has no collectives to take part in.
     borrows = (
@@ -34,12 +37,33 @@ def make_sharded_loader(operator: TrainingOperator, loader: Any, purpose: str) -
     return ShardedLoader(loader, assignment, parts=parts, keeps_generators=False)
 
 
+def _refuse_own_validation(operator: TrainingOperator) -> None:
+    """Refuse a loop that cannot tell a borrowed batch, where ranks without samples need one.
+
+    Raises:
+        NotAvailableError: the model is in shards, and `validate` is the user's own.
+    """
+    sync = operator._lockstep.sync
+    is_own = operator._lockstep_overrides(TrainingOperator.validate)
+    if sync is not None and sync.communicates_in_forward and is_own:
+        raise NotAvailableError(
+            "a model in shards cannot be evaluated by a loop of one's own",
+            where=f"{type(operator).__name__}.validate",
+            cause="a rank without samples has to run the forwards of its peers, and the loop would"
+            " count that batch",
+            fix='override validate_batch instead; or register(shard="whole")',
+        )
+
+
 def wants_joint(operator: TrainingOperator, purpose: str) -> bool:
     """Whether `operator`'s loop takes all the samples of its worker as one batch."""
     training = purpose == "train"
     loop = TrainingOperator.train_epoch if training else TrainingOperator.validate
     step = TrainingOperator.train_batch if training else TrainingOperator.validate_batch
     options = operator._lockstep.context.options
-    takes_whole = options.sync in (ONE_PROCESS, "data_parallel")
+    sync = operator._lockstep.sync
+    # Every rank runs the same forwards, so its shards are one batch, or a borrowed one.
+    joins = sync is not None and sync.communicates_in_forward
+    takes_whole = joins or options.sync in (ONE_PROCESS, "data_parallel")
     is_own = operator._lockstep_overrides(loop) or operator._lockstep_overrides(step)
     return is_own or operator.joint_loss or takes_whole or not options.wrap_ddp

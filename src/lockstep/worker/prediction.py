@@ -50,25 +50,29 @@ class Prediction:
     output: Any
 
 
-@remote_method(Communication.NONE, OnFailure.REPEAT)
+@remote_method(Communication.SHARDED_OPTIMIZERS, OnFailure.REPEAT)
 def predict(worker: Worker, loader: Any) -> list[Prediction]:
     """Run the operator's `predict_batch` on this worker's shards of `loader`.
 
     Collective:
-        None.
+        None; where the model is in shards, every rank gathers each unit for each batch.
     """
     operator, run = worker.operator, worker.run
     options, assignment = worker.spec.options, operator._lockstep.context.shard_assignment
-    in_one_batch = options.sync == "data_parallel"
-    parts = BatchParts.JOINT if in_one_batch else BatchParts.BY_SHARD
+    sync = operator._lockstep.sync
+    parts = BatchParts.JOINT if options.sync == "data_parallel" else BatchParts.BY_SHARD
+    if sync is not None and sync.communicates_in_forward:
+        parts = BatchParts.JOINT_OR_BORROWED
     source = ShardedLoader(loader, assignment, parts=parts, keeps_last=True, keeps_generators=False)
     try:
         with preserve_rng_state(), worker.arithmetic(), torch.no_grad(), _eval_mode(run):
-            return [
+            predicted = [
                 _predict_part(operator, step.index, part, assignment)
                 for step in _read(source.batches(epoch=0))
                 for part in step.parts
             ]
+            # A rank without samples has computed on those of another one, for its collectives.
+            return [part for part in predicted if part.num_samples]
     finally:
         source.close()
 

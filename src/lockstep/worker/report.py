@@ -10,7 +10,7 @@ from lockstep.keys import NUM_SAMPLES
 from lockstep.metrics import AverageMeterCollection
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from lockstep.audit.ledger import Ledger
     from lockstep.metrics.step_log import StepRow
@@ -25,11 +25,13 @@ class StartReport:
         device: the device that it computes on.
         steps_per_epoch: global batches of each loader that the operator registered, by purpose;
             None for data without a length.
+        units: the parts of models in shards that are gathered and freed together, by name.
     """
 
     pid: int
     device: str
     steps_per_epoch: Mapping[str, int | None]
+    units: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -105,9 +105,11 @@ class StateAccess:
 
     @remote_method(Communication.RUN_GROUP, OnFailure.REPEAT)
     def gathered_state_dict(self) -> dict[str, Any] | None:
-        """`state_dict` of optimizers' states in shards: all ranks take part, rank 0 answers."""
-        state = self.state_dict()
-        return state if self.rank == 0 else None
+        """`state_dict` of what is in shards: all ranks take part, rank 0 answers."""
+        if self.rank == 0:
+            return self.state_dict()
+        self.state_dict(state_dicts.gather_for_others)
+        return None
 
     @remote_method(Communication.NONE, OnFailure.REPEAT)
     def operator_state(self) -> Any:
@@ -173,6 +175,13 @@ class StateAccess:
         if by_rank is None or len(by_rank) != self.spec.num_workers:
             return state
         return {**state, "operator": by_rank[self.rank]}
+
+    @remote_method(Communication.RUN_GROUP, OnFailure.REPEAT)
+    def gathered_models(self) -> nn.Module | list[nn.Module] | None:
+        """`models` whose weights may be in shards: all ranks take part, rank 0 answers."""
+        if self.run.whole_models:
+            return state_dicts.gather_models(self.run, keep=self.rank == 0)
+        return self.models() if self.rank == 0 else None
 
     @remote_method(Communication.NONE, OnFailure.REPEAT)
     def models(self) -> nn.Module | list[nn.Module]:

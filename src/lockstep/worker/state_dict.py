@@ -20,12 +20,17 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 
-from lockstep._torch_compat import buffers_of, layout_versions, set_layout_versions
+from lockstep._torch_compat import (
+    buffers_of,
+    layout_versions,
+    parameters_of,
+    set_layout_versions,
+)
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.operator.model_copies import copy_models
 from lockstep.operator.state_copy import load_state
 from lockstep.phases import Phase, in_phase
-from lockstep.tensor_copies import is_block, is_expanded
+from lockstep.tensor_copies import is_block, is_expanded, is_shard
 from lockstep.tensor_tree import rebuild_container, tree_map
 
 if TYPE_CHECKING:
@@ -84,7 +89,7 @@ def _operators_own_state(operator: TrainingOperator, take: Callable[[Any], Any])
 
 def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor, gathered if `tensor` is a shard; then every rank has to call this."""
-    if type(tensor).__name__ != "DTensor":
+    if not is_shard(tensor):
         return tensor
     from lockstep.sync.parameter_shards import gather_whole
 
@@ -102,6 +107,22 @@ def copy_to_cpu(value: Any, clone: Callable[[torch.Tensor], torch.Tensor] = _clo
         clone: copies one tensor to the CPU, into memory of its choice.
     """
     return _convert(value, clone, copy.deepcopy)
+
+
+def gather_for_others(value: Any) -> Any:
+    """Take part in the gathers of `copy_to_cpu` on another rank; keeps nothing of what is gathered.
+
+    Collective:
+        Every rank of a shard's mesh: an all-gather for each shard in `value`.
+    """
+
+    def take_part(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        whole = gather_whole(leaf.detach())
+        return leaf if whole is leaf else torch.empty(0)
+
+    return tree_map(take_part, value, _as_plain_dict)
 
 
 def move_to_cpu(value: Any) -> Any:
@@ -251,7 +272,17 @@ def _load_module(module: nn.Module, saved: Mapping[str, Any]) -> None:
                 # Modules that share a buffer go on sharing it.
                 fresh = value.to(buffer.device, buffer.dtype, copy=True)
                 buffers_of(part)[key] = places.setdefault(id(buffer), fresh)
-    module.load_state_dict(saved)
+    module.load_state_dict(_own_rows(module, saved))
+
+
+def _own_rows(module: nn.Module, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`saved`, with this rank's rows of the weights that `module` has in shards."""
+    shards = {key: held for key, held in module.state_dict().items() if is_shard(held)}
+    if not shards:
+        return saved
+    from lockstep.sync.parameter_shards import shard_like
+
+    return {k: shard_like(v, shards[k]) if k in shards else v for k, v in saved.items()}
 
 
 def _can_write_into(buffer: torch.Tensor, value: torch.Tensor) -> bool:
@@ -284,3 +315,39 @@ def model_copies(run: TrainingParts, models: list[nn.Module]) -> nn.Module | lis
     """
     copies = copy_models(models, torch.device("cpu"))
     return copies[0] if run.models_given_alone else copies
+
+
+@in_phase(Phase.COPYING_STATE)
+def gather_models(run: TrainingParts, *, keep: bool) -> nn.Module | list[nn.Module] | None:
+    """`model_copies` of models that are in shards; None on ranks that do not `keep` them.
+
+    Collective:
+        Every rank: an all-gather for each parameter.
+    """
+    empty = copy_models(run.whole_models, torch.device("meta")) if keep else []
+    filled: dict[int, torch.Tensor] = {}
+    for number, model in enumerate(run.plain_models()):
+        targets = dict(empty[number].named_modules()) if keep else {}
+        for path, part in model.named_modules():
+            for table in (parameters_of, buffers_of):
+                held_there: dict[str, Any] = table(targets[path]) if keep else {}
+                for key, held in table(part).items():
+                    if held is not None and id(held) not in filled:
+                        filled[id(held)] = _gathered(held, keep=keep)
+                    if held is not None:
+                        held_there[key] = filled[id(held)]
+            if keep:
+                targets[path].training = part.training
+    if not keep:
+        return None
+    return empty[0] if run.models_given_alone else empty
+
+
+def _gathered(held: torch.Tensor, *, keep: bool) -> torch.Tensor:
+    whole = gather_whole(held.detach())
+    if not keep:
+        return torch.empty(0)
+    copied = whole.to("cpu", copy=True)
+    if isinstance(held, nn.Parameter):
+        return nn.Parameter(copied, requires_grad=held.requires_grad)
+    return copied

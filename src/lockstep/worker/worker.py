@@ -163,7 +163,9 @@ class Worker(StateAccess):
 
     def _start_report(self, device: torch.device) -> StartReport:
         steps = {purpose: cursor.source.steps_per_epoch for purpose, cursor in self.cursors.items()}
-        return StartReport(os.getpid(), str(device), steps)
+        sync = self.operator._lockstep.sync
+        units = () if sync is None else sync.units
+        return StartReport(os.getpid(), str(device), steps, units)
 
     def _build_operator(
         self, device: torch.device, *, is_trial: bool = False, is_spare: bool = False

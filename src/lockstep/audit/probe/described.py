@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import TYPE_CHECKING, Final
 
@@ -52,12 +53,19 @@ def describe(probe: Probe, optimizer: Optimizer) -> list[Parameter]:
                 wrapper=wrapper.key if wrapper else None,
                 group=wrapper.ranks if wrapper else replicas_of(param),
                 sharded=is_piece(param) or id(param) in pieces,
+                weighed=_is_weighed(param),
                 local=is_local(param) or ignored,
                 in_module=id(param) in names,
                 samples=count,
             )
         )
     return described
+
+
+def _is_weighed(param: torch.Tensor) -> bool:
+    # Looked up and not imported: without the import lockstep reduces nothing here.
+    guard = sys.modules.get("lockstep.sync.optimizer_guard")
+    return guard is not None and guard.is_synchronised(param)
 
 
 def _named(probe: Probe, held: list[torch.Tensor]) -> tuple[dict[int, str], set[int]]:

@@ -45,11 +45,19 @@ def note_reductions(probe: Probe, watched: Watched, window: Window) -> None:
 
 
 def whole_of_pieces(probe: Probe) -> dict[int, torch.Tensor]:
-    """By ``id`` of a piece: the whole parameter that stands in its place for autograd."""
+    """By ``id`` of a piece: the whole parameter that stands in its place for autograd.
+
+    Not of a model that lockstep reduces: it multiplies each loss by the weight of its batch, and
+    divides afterwards, so that what a backward brings is not the gradient of that loss.
+    """
     if not probe.ledger.facts.fsdp:
         return {}
     known = _held_in_pieces(m for reference in probe.living if (m := reference()) is not None)
-    whole = {piece: getattr(held, "_unsharded_param", None) for piece, (_, held) in known.items()}
+    whole = {
+        piece: getattr(held, "_unsharded_param", None)
+        for piece, (group, held) in known.items()
+        if _reducer_of(group) != "lockstep"
+    }
     return {piece: leaf for piece, leaf in whole.items() if leaf is not None}
 
 
@@ -103,6 +111,11 @@ def _waits(held: Any) -> bool:
     return getattr(getattr(held, "_unsharded_param", None), "grad", None) is not None
 
 
+def _reducer_of(group: Any) -> str:
+    """The package whose code adds up the ranks' gradients."""
+    return type(getattr(group, "_reduce_scatter_comm", None)).__module__.partition(".")[0]
+
+
 def _chosen_division(group: Any, piece: Any) -> Division | None:
     """The program's own divisor, and over how many ranks is added up.
 
@@ -112,8 +125,7 @@ def _chosen_division(group: Any, piece: Any) -> Division | None:
     factor = getattr(group, "gradient_divide_factor", None)
     if not isinstance(factor, int | float) or getattr(group, "_all_reduce_hook", None) is not None:
         return None
-    reduces = type(getattr(group, "_reduce_scatter_comm", None))
-    is_torchs = reduces.__module__.partition(".")[0] in ("torch", "builtins")
+    is_torchs = _reducer_of(group) in ("torch", "builtins")
     if not is_torchs or getattr(piece, "_post_accumulate_grad_hooks", None):
         return None
     mesh = getattr(group, "mesh_info", None)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every touch of torch that its documentation does not promise: private names, special versions.
 
-When a new torch breaks lockstep, this is the file to mend. The audit has such touches of its own,
-because it looks at other people's programs from within torch; no other module has any, and
-``tests/test_house.py`` holds it. Each entry says for which torch versions it was run, and which
-public interface would replace it; where it names none, there is none. "2.6 to 2.13" means:
-``tests/unit/test_torch_compat.py`` has passed on torch 2.6.0 and on 2.13.0.
+When a new torch breaks lockstep, this is the file to mend, and `fully_shard` beside it. The audit
+has such touches of its own, because it looks at other people's programs from within torch; no
+other module has any, and ``tests/test_house.py`` holds it. Each entry says for which torch versions
+it was run, and which public interface would replace it; where it names none, there is none. "2.6 to
+2.13" means: ``tests/unit/test_torch_compat.py`` has passed on torch 2.6.0 and on 2.13.0.
 
 What runs for every gradient of a step (`version_of`, `use_count`, `is_view`) is a C function under
 a new name: a Python function around each would be felt.

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What torch does not document of ``fully_shard`` (FSDP2), and of process groups written in Python.
+
+Run on torch 2.13. Earlier versions lack one of `NEEDED_METHODS`, and are refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from lockstep._torch_compat import disable_dynamo_at_first_call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+NEEDED_METHODS: Final = ("set_custom_all_gather", "reset_iter_state")
+"""Public methods of `FSDPModule`, of which torch got the last with 2.13."""
+
+
+class ShardedUnit:
+    """One module to which ``fully_shard`` was applied: its parameters, gathered and freed together.
+
+    Torch 2.13. No public interface tells when a unit's backward begins and ends, or which
+    parameters got a gradient: ``set_reduce_scatter_unused_params`` sends zeros for the others,
+    without saying so.
+
+    Args:
+        module: an `FSDPModule`.
+        before: called before the unit's backward gathers its weights.
+        after: called before the unit reduces its gradients, with the parameters that got one;
+            returns whether those without one are to be reduced, too, as zeros.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        before: Callable[[], None],
+        after: Callable[[list[nn.Parameter]], bool],
+    ) -> None:
+        self._after = after
+        self._group = _state_of(module)._fsdp_param_group
+        if self._group is not None:
+            self._replace("pre_backward", before)
+            self._replace("post_backward", self._before_reduction)
+
+    def _replace(self, name: str, ours: Callable[[], None]) -> None:
+        theirs = getattr(self._group, name)
+
+        def both(*arguments: Any) -> None:
+            ours()
+            theirs(*arguments)
+
+        setattr(self._group, name, disable_dynamo_at_first_call(both))
+
+    def _leaves(self) -> list[tuple[Any, nn.Parameter]]:
+        """Torch's records of the parameters that may get a gradient, and their leaves."""
+        found = [
+            (held, getattr(held, "_unsharded_param", None)) for held in self._group.fsdp_params
+        ]
+        return [(held, leaf) for held, leaf in found if leaf is not None and leaf.requires_grad]
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """What stands for the parameters in graphs, since the first forward."""
+        return [] if self._group is None else [leaf for _, leaf in self._leaves()]
+
+    def _before_reduction(self) -> None:
+        used: list[nn.Parameter] = []
+        unused: list[nn.Parameter] = []
+        for held, leaf in self._leaves():
+            if leaf.grad is not None or held.unsharded_accumulated_grad is not None:
+                used.append(held.sharded_param)
+            else:
+                unused.append(leaf)
+        if self._after(used):
+            for leaf in unused:
+                # Torch leaves it out of the message: gradients of different layers would be added
+                # up where ranks have used different parameters.
+                leaf.grad = torch.zeros_like(leaf)
+
+    def drop_gradients(self) -> None:
+        """Drop what an aborted backward has left: torch would add it to the next one's."""
+        for held in [] if self._group is None else self._group.fsdp_params:
+            held.unsharded_accumulated_grad = None
+            if (leaf := getattr(held, "_unsharded_param", None)) is not None:
+                leaf.grad = None
+
+    def release(self) -> None:
+        """Call neither function any more."""
+        if self._group is not None:
+            for name in ("pre_backward", "post_backward"):
+                vars(self._group).pop(name, None)
+
+
+def _state_of(module: nn.Module) -> Any:
+    return getattr(module, "_get_fsdp_state")()  # noqa: B009
+
+
+def begin_as_root(module: nn.Module) -> None:
+    """Let a sharded module be the root of those below, as torch does at its first forward."""
+    _state_of(module)._lazy_init()
+
+
+def is_aborted(root: nn.Module) -> bool:
+    """Whether a forward or a backward of a sharded model has ended in the middle."""
+    context = _state_of(root)._state_ctx
+    states = {str(state._training_state) for state in context.all_states}
+    return context.post_backward_final_callback_queued or any("IDLE" not in s for s in states)
+
+
+def forget_aborted_step(root: nn.Module) -> None:
+    """After a forward or backward of a sharded model that raised: free what it had gathered."""
+    free: Any = root
+    free.reset_iter_state()
+
+
+COLLECTIVES: Final = (
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "reduce",
+    "allgather",
+    "_allgather_base",
+    "all_gather_single",
+    "allgather_into_tensor_coalesced",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+)
+"""The methods of a process group in which ranks meet: those that torch 2.13 calls from outside of a
+group that is written in Python."""

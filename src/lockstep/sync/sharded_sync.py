@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ShardedSync`: weights, gradients and optimizers' states in shards; one unit at a time is whole.
+
+torch's ``fully_shard`` gathers and frees; `ShardedTransport` says what the gradients are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lockstep._torch_compat import (
+    parameters_of,
+    post_accumulate_grad_hooks,
+    set_post_accumulate_grad_hooks,
+    set_tensor_hooks,
+    tensor_hooks,
+)
+from lockstep._torch_compat.fully_shard import NEEDED_METHODS, begin_as_root
+from lockstep.errors import NotAvailableError
+from lockstep.group import Group
+from lockstep.sync.fsdp import require_default_group
+from lockstep.sync.gradient_sync import GradientSync
+from lockstep.sync.local_parameters import is_local
+from lockstep.sync.ordered_process_group import OrderedProcessGroup, make_ordered_group
+from lockstep.sync.parameter_shards import shard_like
+from lockstep.sync.shard_units import find_units, refuse_models, refuse_unshardable
+from lockstep.sync.sharded_transport import ShardedTransport
+from lockstep.sync.unit_order import UnitOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch.utils.hooks import RemovableHandle
+
+    from lockstep.sync.buckets import Slot
+    from lockstep.sync.shard_units import ShardPolicy
+    from lockstep.sync.transport_protocol import RoundController
+
+
+class ShardedSync(GradientSync):
+    """See `GradientSync`; the modules' parameters become `DTensor`s, of which a rank has its rows.
+
+    Args:
+        modules: each becomes an `FSDPModule`, in place: class and parameters change.
+        group: the ranks; its process group has to be torch's default group.
+        optimizers: hold the sharded parameters afterwards, and of their states this rank's rows.
+        shard: which submodules are units, see `lockstep.sync.shard_units`.
+
+    Attributes:
+        units: their names, those of the roots last; the same on every rank.
+    """
+
+    communicates_in_forward = True
+
+    def __init__(
+        self,
+        modules: Sequence[torch.nn.Module],
+        group: Group,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        shard: ShardPolicy = "auto",
+        buffers: str = "after_backward",
+        averages: bool = True,
+        broadcast: bool = True,
+    ) -> None:
+        if not all(hasattr(FSDPModule, name) for name in NEEDED_METHODS):
+            raise NotAvailableError(
+                "this version of torch lacks what a model in units needs",
+                got=f"torch {torch.__version__}",
+                fix='torch 2.13 or newer, or register(shard="whole")',
+            )
+        self._roots = [m for m in modules if any(not is_local(p) for p in m.parameters())]
+        refuse_models(self._roots)
+        self._optimizers = list(dict.fromkeys(optimizers))
+        self._units: dict[str, torch.nn.Module] = {}
+        for place, root in enumerate(self._roots):
+            prefix = f"{place}." if len(self._roots) > 1 else ""
+            units = find_units(root, shard)
+            refuse_unshardable(root, units)
+            self._units |= {f"{prefix}{name}": unit for name, unit in units.items()}
+            self._units[prefix.rstrip(".") or "model"] = root
+        self.units = tuple(self._units)
+        self._load_hooks: list[RemovableHandle] = []
+        self._order: UnitOrder | None = None
+        self._order_group: Group | None = None
+        self._owns_order_group = False
+        self._ordered: OrderedProcessGroup | None = None
+        self._transport: ShardedTransport | None = None
+        super().__init__(
+            modules,
+            group,
+            buffers=buffers,
+            averages=averages,
+            broadcast=broadcast,
+            make_transport=self._make_transport,
+            settings=[list(self.units)],
+        )
+
+    def _prepare(self, group: Group) -> None:
+        """Cut the parameters into shards, and hand those to the optimizers."""
+        require_default_group(group)
+        # What the ranks compare travels on the CPU, where NCCL's group cannot.
+        on_cpu = group.device.type == "cpu"
+        self._owns_order_group = not on_cpu
+        self._order_group = group if on_cpu else Group(dist.new_group(backend="gloo"))
+        self._order = UnitOrder(self._order_group, self.units)
+        self._ordered = make_ordered_group(self._order)
+        try:
+            self._cut_up(self._ordered)
+        except BaseException:
+            self._ordered.close()
+            raise
+
+    def _cut_up(self, ordered: OrderedProcessGroup) -> None:
+        device = next(iter(self._found.parameters.values())).device
+        mesh = DeviceMesh.from_group(ordered, device.type)
+        places = list(_places(self._roots))
+        own = {param for _, _, param in places if is_local(param)}
+        for module in self._units.values():
+            # Roots come after their units: torch shards what is not sharded yet. They are freed
+            # after a forward as well: until a backward `model.parameters()` would be whole tensors,
+            # of which a clip or `model.zero_grad()` says nothing to those that optimizers hold.
+            fully_shard(module, mesh=mesh, ignored_params=own, reshard_after_forward=True)
+        for root in self._roots:
+            begin_as_root(root)  # also if the first call is one of a unit
+        sharded = {id(old): parameters_of(owner)[key] for owner, key, old in places}
+        found = self._found.parameters
+        found.update({name: _parameter(sharded[id(old)]) for name, old in found.items()})
+        for owner, key, old in places:
+            _keep_marks(old, parameters_of(owner)[key])
+        for optimizer in self._optimizers:
+            _hand_over(optimizer, sharded)
+            hook = optimizer.register_load_state_dict_pre_hook(_with_own_rows)
+            self._load_hooks.append(hook)
+
+    def _make_transport(
+        self, controller: RoundController, slots: Sequence[Slot], signature: int, cap_bytes: int
+    ) -> ShardedTransport:
+        assert self._order is not None
+        self._order.step = lambda: controller.step
+        self._transport = ShardedTransport(
+            controller,
+            slots,
+            signature,
+            units=self._units,
+            roots=self._roots,
+            order=self._order,
+        )
+        return self._transport
+
+    def begin_step(self, step: int) -> None:
+        """See `GradientSync.begin_step`; what a forward that raised has gathered is freed.
+
+        Gradient:
+            As `GradientSync.begin_step`.
+
+        Collective:
+            None.
+        """
+        super().begin_step(step)
+        if self._transport is not None:
+            self._transport.forget_aborted_step(only_if_aborted=True)
+
+    def detach(self) -> None:
+        """See `GradientSync.detach`; models and optimizers stay in shards, as torch has them."""
+        super().detach()
+        if self._ordered is not None and self._order is not None:
+            self._ordered.close()
+            self._order.step = lambda: 0  # it held the rounds, and so the model
+        if self._owns_order_group and self._order_group is not None:
+            self._order_group.close()
+        for hook in self._load_hooks:
+            hook.remove()
+        self._load_hooks.clear()
+
+    def agree_on_values(self) -> None:
+        """See `GradientSync.agree_on_values`: of a shard there is one copy, and nothing to compare.
+
+        Gradient:
+            None.
+
+        Collective:
+            None.
+        """
+
+
+def _places(roots: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str, Any]]:
+    """Each module below the roots with the name and the tensor of each of its own parameters."""
+    for root in roots:
+        for module in root.modules():
+            for key, param in parameters_of(module).items():
+                if param is not None:
+                    yield module, key, param
+
+
+def _keep_marks(old: torch.Tensor, new: Any) -> None:
+    """Give a sharded parameter the hooks and the attributes that the user has put on it before."""
+    if new is old:
+        return
+    vars(new).update(vars(old))
+    if (hooks := tensor_hooks(old)) is not None:
+        set_tensor_hooks(new, hooks)
+    if (waiting := post_accumulate_grad_hooks(old)) is not None:
+        set_post_accumulate_grad_hooks(new, waiting)
+
+
+def _with_own_rows(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Of a whole optimizer's state that is about to be loaded, this rank's rows."""
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    params = dict(zip(numbers, held, strict=False))
+
+    kept = {
+        number: _own_rows_of_state(values, params.get(number))
+        for number, values in state["state"].items()
+    }
+    return {**state, "state": kept}
+
+
+def _own_rows_of_state(state: dict[str, Any], param: Any) -> dict[str, Any]:
+    """The state of one parameter, with this rank's rows of tensors that are shaped like it."""
+    if not isinstance(param, DTensor):
+        return state
+    return {
+        name: shard_like(value, param)
+        if isinstance(value, torch.Tensor) and value.shape == param.shape
+        else value
+        for name, value in state.items()
+    }
+
+
+def _parameter(held: Any) -> torch.nn.Parameter:
+    assert isinstance(held, torch.nn.Parameter)
+    return held
+
+
+def _hand_over(optimizer: torch.optim.Optimizer, sharded: dict[int, Any]) -> None:
+    """Put the shards in the place of an optimizer's parameters, and of its state."""
+    for group in optimizer.param_groups:
+        whole = list(group["params"])
+        group["params"][:] = [sharded.get(id(param), param) for param in whole]
+        for param in whole:
+            new = sharded.get(id(param), param)
+            if new is not param and param in optimizer.state:
+                optimizer.state[new] = _own_rows_of_state(optimizer.state.pop(param), new)

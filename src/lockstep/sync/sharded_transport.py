@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ShardedTransport`: gradients are summed and scattered by torch's ``fully_shard``, unit by unit.
+
+torch gathers a unit before its forward and its backward, frees it, and reduces its gradients as
+soon as its backward is done. The transport replaces the collectives in there, and so adds what
+torch leaves to its user:
+
+- The ranks compare what they are about to do (`UnitOrder`), so that no layer meets another one.
+- Sums, not means: the round controller has scaled the losses, or says by what a plain backward's
+  gradients are multiplied, and divides once, by the weight of all ranks.
+- A backward of weight zero sends zeros, whatever it has computed (zero times infinity is NaN).
+- A parameter that no rank has used has no gradient afterwards; torch's would be zero, and weight
+  decay and momentum would move the weight.
+
+Every backward reduces, also under ``no_sync``: a window's gradients are summed in shards, because
+whole ones would take the memory that sharding saves. Only the end of the window divides them.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from lockstep._torch_compat import current_graph_task
+from lockstep._torch_compat.fully_shard import ShardedUnit, forget_aborted_step, is_aborted
+from lockstep.errors import GradientNotReducedError, UnknownParameterError
+from lockstep.sync import round_error_texts
+from lockstep.sync.parameter_hooks import is_accumulating
+from lockstep.sync.round_contribution import PLAIN, RoundTotals
+from lockstep.sync.transport_protocol import RoundResult, Transport
+from lockstep.sync.unit_order import GATHER, REDUCE, ROUND
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    from torch import nn
+
+    from lockstep.sync.buckets import Slot
+    from lockstep.sync.round_contribution import Contribution, Fault
+    from lockstep.sync.transport_protocol import Gradients, RoundController
+    from lockstep.sync.unit_order import UnitOrder
+
+_STALE: Final = (
+    "torch reduces the gradients of a unit that is called through its forward, and those alone",
+    "call the model, and not a function of its weights; no gradient may be assigned by hand",
+)
+
+
+class ShardedTransport(Transport):
+    """See `Transport`.
+
+    Args:
+        controller: defines the rounds in which the transport moves gradients.
+        slots: the sharded parameters.
+        signature: tells the rounds of these parameters from those of other ones.
+        units: modules to which ``fully_shard`` was applied, by name, roots included.
+        roots: those that lie within no other.
+        order: compares what the ranks are about to do.
+    """
+
+    ends_late = True  # torch reduces the root's gradients at the end of a backward
+    stale_advice = _STALE
+    needs_on_accumulated = False
+    on_accumulated = None
+
+    def __init__(
+        self,
+        controller: RoundController,
+        slots: Sequence[Slot],
+        signature: int,
+        *,
+        units: Mapping[str, nn.Module],
+        roots: Sequence[nn.Module],
+        order: UnitOrder,
+    ) -> None:
+        self._controller = controller
+        self._slots = list(slots)
+        self._slot_of = {id(slot.param): slot for slot in slots}
+        self._signature = signature
+        self._roots = list(roots)
+        self._order = order
+        self._round = 0
+        self._contribution: Contribution | None = None
+        self._scale = 1.0
+        self._sends_zeros = self._accumulates = False
+        self._task = -1  # of the last backward
+        self._is_unit = False  # a unit's backward begins
+        self._used: set[Slot] = set()
+        self._units = [
+            ShardedUnit(module, self._before_backward, self._before_reduction)
+            for module in units.values()
+        ]
+        self._exchanges: list[_Exchange] = []
+        for number, module in enumerate(units.values()):
+            replaced: Any = module
+            gather, reduce_scatter = _Gather(self, number), _ReduceScatter(self, number)
+            replaced.set_custom_all_gather(gather)
+            replaced.set_custom_reduce_scatter(reduce_scatter)
+            self._exchanges += [gather, reduce_scatter]
+            # torch's default divides by the number of ranks.
+            replaced.set_gradient_divide_factor(1.0)
+            replaced.set_force_sum_reduction_for_comms(True)
+
+    # ------------------------------------------------------------------ collectives of a unit
+
+    def gather(self, unit: int, output: torch.Tensor, rows: torch.Tensor) -> None:
+        """Fill `output` with the ranks' `rows` of a unit.
+
+        Gradient:
+            None: torch reduces gradients by a collective of its own.
+
+        Collective:
+            Every rank. A comparison, then one all-gather.
+
+        Raises:
+            UnitOrderError: on every rank, if the ranks are at different units.
+        """
+        self._order.compare(GATHER, unit, rows.numel())
+        self._controller.attached_group().all_gather_into(output, rows)
+
+    def reduce_scatter(self, unit: int, output: torch.Tensor, gradients: torch.Tensor) -> None:
+        """Sum the ranks' `gradients` of a unit, and keep this rank's rows.
+
+        Gradient:
+            Multiplied by the weight of a plain backward; zeros for a batch that does not count.
+
+        Collective:
+            Every rank. A comparison, then one reduce-scatter.
+
+        Raises:
+            UnitOrderError: on every rank, if the ranks are at different units.
+        """
+        if self._sends_zeros or self._controller.weights.is_borrowed:
+            gradients.zero_()
+        elif self._scale != 1.0:
+            gradients.mul_(self._scale)
+        self._order.compare(REDUCE, unit, gradients.numel())
+        self._controller.attached_group().reduce_scatter(output, gradients)
+
+    # ------------------------------------------------------------------ what torch calls
+
+    def _before_backward(self) -> None:
+        """Before a unit's backward: tell the controller of a backward that it does not know of."""
+        if (task := current_graph_task()) != self._task:
+            # A parameter that this backward does not reach does not tell it from autograd.grad.
+            leaves = chain.from_iterable(unit.leaves for unit in self._units)
+            self._task, self._accumulates = task, any(map(is_accumulating, leaves))
+        if not self._accumulates:
+            return
+        self._is_unit = True
+        try:
+            self._controller.backward_began(self._slots[0])
+        except BaseException:
+            self.forget_aborted_step()  # torch waits for the end of this backward
+            raise
+        finally:
+            self._is_unit = False
+
+    def _before_reduction(self, used: list[nn.Parameter]) -> bool:
+        """Note which parameters a unit's backward has used; False in ``torch.autograd.grad``."""
+        if not self._controller.weights.is_borrowed:
+            self._used.update(map(self._known_slot, used))
+        return self._accumulates
+
+    def _known_slot(self, param: nn.Parameter) -> Slot:
+        if id(param) not in self._slot_of:
+            raise UnknownParameterError(
+                "a parameter of a sharded model was replaced after register()",
+                where=self._controller.place,
+                got=f"one of shape {tuple(param.shape)}",
+                fix="load values in place: load_state_dict(state), without assign=True",
+            )
+        return self._slot_of[id(param)]
+
+    def check_backward(self, slot: Slot) -> None:
+        """See `Transport`: refuses a gradient that comes to a shard by another way than its unit.
+
+        Each rank's loss is a function of its own, and nobody adds up what comes so: a penalty on
+        ``parameter.full_tensor()`` would count as one rank's part of the mean.
+        """
+        if not self._is_unit:
+            raise GradientNotReducedError(
+                "a gradient comes to a sharded parameter outside of its unit's forward",
+                where=self._controller.place,
+                got=f"`{slot.name}`",
+                cause="a loss of the weights themselves (parameter.full_tensor(), a norm of them)",
+                fix="compute it in the forward of the unit, from its own weights; or use the"
+                " optimizer's weight_decay",
+            )
+
+    # ------------------------------------------------------------------ a backward
+
+    def open_window(self, kind: str, *, is_first: bool) -> None:
+        """See `Transport`."""
+        weights = self._controller.weights
+        delivered = weights.delivered
+        self._scale = 1.0
+        if kind == PLAIN and weights.averages:
+            self._scale = (1.0 if delivered is None else delivered) / weights.unit(PLAIN)
+
+    @contextmanager
+    def backward(self, replacement_gradients: Gradients | None) -> Iterator[None]:
+        """See `Transport`: what the peers' gradients add to is what `replacement_gradients` hold.
+
+        The round controller has taken the gradients of before out of ``parameter.grad``.
+        """
+        self._sends_zeros = replacement_gradients is not None
+        try:
+            yield
+        finally:
+            self._sends_zeros = False
+        for slot, earlier in (replacement_gradients or {}).items():
+            arrived = slot.param.grad
+            slot.param.grad = earlier if arrived is None else earlier + arrived
+
+    @property
+    def already_reduced(self) -> Collection[Slot]:
+        """See `Transport`: a backward's gradients are summed over the ranks when it ends."""
+        return self._slots
+
+    # ------------------------------------------------------------------ rounds
+
+    def begin(self, contribution: Contribution, step: int) -> None:
+        """See `Transport`."""
+        contribution.check = self._signature * 256 + (self._round + 37 * step) % 256
+        self._contribution = contribution
+
+    def finish(self, faults: Sequence[Fault]) -> RoundResult:
+        """See `Transport`.
+
+        Collective:
+            Every rank. A comparison, then one small all-reduce.
+        """
+        contribution = self._contribution
+        assert contribution is not None
+        contribution.faults += faults
+        self._order.compare(ROUND)
+        totals, used_anywhere = self._exchange(contribution)
+        used_all = len(self._used) == len(self._slots)
+        self._round += 1
+        self._used.clear()
+        with torch.no_grad():
+            self._write_gradients(totals, used_anywhere)
+        return RoundResult(
+            took_place=True,
+            has_gradients=totals.plain + totals.weighted > 0,
+            used_all=used_all,
+            sums_to_judge=[(totals, contribution)],
+        )
+
+    def _exchange(self, contribution: Contribution) -> tuple[RoundTotals, list[bool]]:
+        """The sums over the ranks, and which parameters any of them has used."""
+        flags = [float(slot in self._used) for slot in self._slots]
+        values = [*flags, *contribution.sums(1.0)]
+        # On the CPU: the host need not wait for an accelerator.
+        sent = torch.tensor(values, dtype=torch.float64, device="cpu")
+        self._order.group.all_reduce(sent).wait()
+        summed = sent.tolist()
+        return RoundTotals(*summed[len(flags) :]), [n > 0 for n in summed[: len(flags)]]
+
+    def _write_gradients(self, totals: RoundTotals, used: list[bool]) -> None:
+        is_refused = bool(totals.faults) or not totals.weight > 0.0
+        for slot, is_used in zip(self._slots, used, strict=True):
+            gradient = slot.param.grad
+            if is_refused or not is_used or gradient is None:
+                slot.set_reduced(None)
+                continue
+            if self._controller.weights.averages and totals.weight != 1.0:
+                local: Any = gradient
+                local.to_local().div_(totals.weight)
+            slot.set_reduced(gradient)
+
+    @property
+    def is_half_sent(self) -> bool:
+        """See `Transport`: the next comparison refuses ranks that are at different places."""
+        return False
+
+    def reset(self, *, has_failed: bool) -> None:
+        """See `Transport`."""
+        self._used.clear()
+        self._contribution = None
+        if has_failed:
+            self.forget_aborted_step()
+
+    def accept_changes(self) -> None:
+        """See `Transport`."""
+        for slot in self._slots:
+            slot.accept_changes()
+
+    def close(self) -> None:
+        """See `Transport`: the model stays in shards, and its forwards are refused."""
+        for unit in self._units:
+            unit.release()
+        for exchange in self._exchanges:
+            exchange.transport = None
+
+    def forget_aborted_step(self, *, only_if_aborted: bool = False) -> None:
+        """Free what a forward or a backward that raised has gathered, and drop what it computed.
+
+        Args:
+            only_if_aborted: torch may not have noticed that one raised; leave others alone.
+        """
+        if only_if_aborted and not any(map(is_aborted, self._roots)):
+            return
+        for root in self._roots:
+            forget_aborted_step(root)
+        for unit in self._units:
+            unit.drop_gradients()
+
+
+class _Exchange:
+    """A collective of one unit, in the place of torch's.
+
+    Attributes:
+        transport: None once it is closed.
+    """
+
+    def __init__(self, transport: ShardedTransport, unit: int) -> None:
+        self.transport: ShardedTransport | None = transport
+        self._unit = unit
+
+    def open_transport(self) -> ShardedTransport:
+        if self.transport is None:
+            raise round_error_texts.detached_error("a sharded model")
+        return self.transport
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+class _Gather(_Exchange):
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool
+    ) -> None:
+        self.open_transport().gather(self._unit, output_tensor, input_tensor)
+
+
+class _ReduceScatter(_Exchange):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        self.open_transport().reduce_scatter(self._unit, output_tensor, input_tensor)

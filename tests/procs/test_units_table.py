@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of `ranks/test_oracle_table.py` for models of which no rank ever holds all layers."""
+
+import pytest
+from tests.procs.pool import Pool
+
+from lockstep.errors import (
+    DataOrderError,
+    GradientNotReducedError,
+    NonFiniteError,
+    UnitOrderError,
+)
+from ranks.divergent import DIVERGENT
+from ranks.table import SPLITS, cells, check, pairwise
+from ranks.table_operators import OPERATORS
+
+# By torch: gradients by hand of what is in shards, and SyncBatchNorm without a GPU.
+REFUSED = {
+    "ByHand": "not have been used in the graph",
+    "Normalised": "SyncBatchNorm expected input tensor to be on GPU",
+    "Compiled": "compile its units",
+}
+NAMES = tuple(name for name in OPERATORS if name not in REFUSED)
+AXES = (NAMES, tuple(SPLITS), (2, 3))
+QUICK = pairwise(*AXES)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    processes = Pool(4)
+    yield processes
+    processes.close()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("name", "split", "num_workers"),
+    [
+        pytest.param(*cell, id="-".join(map(str, cell)), marks=[] if cell in QUICK else [slow])
+        for slow in (pytest.mark.slow,)
+        for cell in cells(*AXES)
+    ],
+)
+def test_exact(pool, name, split, num_workers):
+    check(pool.run("units", name, split, num_workers), name, split)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("split", SPLITS)
+# DTensor puts what this program computes from two gradients into columns, and says so.
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "TwoTasks"])
+def test_four_workers(pool, name, split):
+    check(pool.run("units", name, split, 4), name, split)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("name", DIVERGENT)
+def test_ranks_that_go_through_other_layers_are_refused_on_all(pool, name, num_workers):
+    results = pool.run("units", name, "uneven", num_workers)
+    # A rank that has run out of steps hears of it at its next pass over the data.
+    check(results, name, "uneven", (UnitOrderError, DataOrderError))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "name", ["WritesAfterALook", "ClearedBeforeBackward", "FailsInTheMiddle", "HookedBefore"]
+)
+def test_what_programs_do_between_the_collectives_is_not_lost(pool, name):
+    check(pool.run("units", name, "uneven", 2), name, "uneven")
+
+
+@pytest.mark.timeout(120)
+def test_a_loss_of_the_weights_themselves_is_refused(pool):
+    results = pool.run("units", "Penalised", "uneven", 2)
+    check(results, "Penalised", "uneven", GradientNotReducedError)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("split", SPLITS)
+def test_units_may_be_compiled(pool, split):
+    check(pool.run("units", "InCompiledUnits", split, 2), "InCompiledUnits", split)
+
+
+@pytest.mark.timeout(120)
+def test_each_rank_looks_for_the_rows_whose_loss_is_not_finite(pool):
+    results = pool.run("units", "GetsInfinity", "uneven", 3)
+    check(results, "GetsInfinity", "uneven", NonFiniteError)
+    for _, refusal in results:
+        assert "3 samples on rank 2" in str(refusal), refusal
+        assert "the loss is inf" in str(refusal), refusal
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_an_error_on_every_rank(pool, name):
+    results = pool.run("units", name, "even", 2)
+    assert all(REFUSED[name] in str(result) for result in results), results

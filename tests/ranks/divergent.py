@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators whose last rank goes through the layers of the model in another way, from one step on.
+
+All layers are of one size: a gather of one that met a gather of another would go unnoticed.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from ranks.table_operators import Plain
+
+BEGINS = 2
+"""Steps that all ranks take alike."""
+
+
+class Layers(nn.Module):
+    """Layers in the order that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x, order=(0, 1, 2, 3), cut=None):
+        for place in order:
+            x = torch.tanh(self.blocks[place](x))
+            if place == cut:
+                x = x.detach()
+        return self.head(x)
+
+
+class Divergent(Plain):
+    """All ranks alike; subclasses say what the last rank does from step `BEGINS` on."""
+
+    def make(self):
+        return Layers()
+
+    @property
+    def is_apart(self) -> bool:
+        ranks = self._lockstep.context.world_size
+        is_last = ranks > 1 and self.world_rank == ranks - 1
+        return is_last and self.global_step >= BEGINS
+
+    def output(self, batch):
+        return self.output_apart(batch) if self.is_apart else self.model(batch[0])
+
+    def output_apart(self, batch):
+        return self.model(batch[0])
+
+
+class SkipsFirst(Divergent):
+    def output_apart(self, batch):
+        return self.model(batch[0], (1, 2, 3))
+
+
+class SkipsLast(Divergent):
+    def output_apart(self, batch):
+        return self.model(batch[0], (0, 1, 2))
+
+
+class InAnotherOrder(Divergent):
+    def output_apart(self, batch):
+        return self.model(batch[0], (0, 2, 1, 3))
+
+
+class OneTwice(Divergent):
+    def output_apart(self, batch):
+        return self.model(batch[0], (0, 1, 1, 2, 3))
+
+
+class CutOff(Divergent):
+    """The first layers get no gradient on one rank."""
+
+    def output_apart(self, batch):
+        return self.model(batch[0], cut=1)
+
+
+class LooksOnce(Divergent):
+    """A forward of one rank alone, without gradients."""
+
+    def output_apart(self, batch):
+        with torch.no_grad():
+            self.model(batch[0])
+        return self.model(batch[0])
+
+
+class FreezesOne(Divergent):
+    def output_apart(self, batch):
+        self._lockstep.registered.plain_models()[0].blocks[1].requires_grad_(False)
+        return self.model(batch[0])
+
+
+class TwoBackwards(Divergent):
+    """While one rank gathers weights again, the others add up a norm."""
+
+    def train_batch(self, batch, batch_info):
+        self.optimizer.zero_grad()
+        loss = self.loss_of(batch)
+        loss.backward()
+        if self.is_apart:
+            self.loss_of(batch).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        self.optimizer.step()
+        return {"train_loss": loss.item()}
+
+
+class GetsInfinity(Divergent):
+    """No divergence: each rank's gradient is not finite, and each looks for the rows at fault."""
+
+    def loss_of(self, batch):
+        loss = super().loss_of(batch)
+        return loss * torch.inf if self.is_apart else loss
+
+
+class LeavesOneOut(Divergent):
+    """A step without a forward: a guard against NaN, on one rank."""
+
+    def train_batch(self, batch, batch_info):
+        if self.is_apart:
+            return {"train_loss": 0.0}
+        self.optimizer.zero_grad()
+        loss = self.loss_of(batch)
+        loss.backward()
+        self.optimizer.step()
+        return {"train_loss": loss.item()}
+
+
+DIVERGENT: dict[str, type[Plain]] = {
+    kind.__name__: kind
+    for kind in (
+        SkipsFirst,
+        SkipsLast,
+        InAnotherOrder,
+        OneTwice,
+        CutOff,
+        LooksOnce,
+        FreezesOne,
+        TwoBackwards,
+        LeavesOneOut,
+    )
+}
+
+
+class InCompiledUnits(Divergent):
+    """Each layer is compiled by itself."""
+
+    def make(self):
+        model = super().make()
+        if self._lockstep.context.options.wrap_ddp:  # the truth needs no compiler
+            for block in model.blocks:
+                block.compile(backend="aot_eager")
+        return model
+
+
+class WritesAfterALook(Divergent):
+    """Weights are written to after a forward that has no backward."""
+
+    def train_batch(self, batch, batch_info):
+        with torch.no_grad():
+            self.model(batch[0])
+            for parameter in self.model.parameters():
+                parameter.mul_(0.9)
+        self.optimizer.zero_grad()
+        loss = self.loss_of(batch)
+        loss.backward()
+        self.optimizer.step()
+        return {"train_loss": loss.item()}
+
+
+class ClearedBeforeBackward(Divergent):
+    """The model's gradients are cleared between forward and backward, as many tutorials do."""
+
+    def train_batch(self, batch, batch_info):
+        loss = self.loss_of(batch)
+        self.model.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return {"train_loss": loss.item()}
+
+
+class FailsInTheMiddle(Divergent):
+    """A backward raises between two layers, and a forward too; the program goes on."""
+
+    def train_batch(self, batch, batch_info):
+        blocks = self._lockstep.registered.plain_models()[0].blocks
+        for place in (1, 2) if self.global_step == 1 else ():
+            hook = blocks[place].register_forward_hook(self.raise_in[place])
+            with suppress(ZeroDivisionError):
+                self.loss_of(batch).backward()
+            hook.remove()
+        self.optimizer.zero_grad()
+        loss = self.loss_of(batch)
+        loss.backward()
+        self.optimizer.step()
+        return {"train_loss": loss.item()}
+
+    @staticmethod
+    def in_backward(module, given, output):
+        output.register_hook(lambda _: 1 / 0)
+
+    @staticmethod
+    def in_forward(module, given, output):
+        1 / 0  # noqa: B018
+
+    raise_in: ClassVar = {1: in_backward.__func__, 2: in_forward.__func__}
+
+
+class HookedBefore(Divergent):
+    """A hook is there before the model is registered."""
+
+    def make(self):
+        model = super().make()
+        model.head.weight.register_hook(lambda gradient: gradient * 0.5)
+        return model
+
+
+class Penalised(Divergent):
+    """A loss of the weights themselves, which each rank has but its rows of."""
+
+    def loss_of(self, batch):
+        whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in self.model.parameters()]
+        return super().loss_of(batch) + 0.1 * sum(each.square().sum() for each in whole)
+
+
+NOT_FINITE: dict[str, type[Plain]] = {"GetsInfinity": GetsInfinity}
+IN_UNITS_ALONE: dict[str, type[Plain]] = {
+    kind.__name__: kind
+    for kind in (
+        InCompiledUnits,
+        WritesAfterALook,
+        ClearedBeforeBackward,
+        FailsInTheMiddle,
+        HookedBefore,
+        Penalised,
+    )
+}

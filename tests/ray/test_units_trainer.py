@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``TorchTrainer(sync="fsdp")`` with ``register(shard=...)``: no worker ever holds all layers."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from tests.ray.operators import (
+    GLOBAL_BATCH,
+    STEPS,
+    DefaultLoop,
+    Net,
+    farthest,
+    net,
+    one_process,
+    problem,
+    sgd,
+)
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import TorchTrainer
+from lockstep.errors import ConfigurationError, NotAvailableError, WorkerDiedError
+from lockstep.keys import BATCH_SIZE
+
+
+class InUnits(DefaultLoop):
+    """Every layer is a unit."""
+
+    def setup(self, config):
+        model = net()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=sgd(model),
+            criterion=nn.MSELoss(),
+            shard=config.get("shard", [nn.Linear]),
+            ema=config.get("ema"),
+        )
+        loader = DataLoader(TensorDataset(*problem()), config[BATCH_SIZE])
+        self.register_data(train_loader=loader, validation_loader=loader)
+
+
+class OwnValidation(InUnits):
+    def validate(self, val_iterator, info):
+        return {"seen": float(sum(1 for _ in val_iterator))}
+
+
+class Dies(InUnits):
+    def compute_loss(self, batch, batch_info):
+        if self.world_rank == 1 and self.global_step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().compute_loss(batch, batch_info)
+
+
+def trainer(operator=InUnits, config=None, **arguments):
+    return TorchTrainer(
+        training_operator_cls=operator,
+        config={BATCH_SIZE: GLOBAL_BATCH, **(config or {})},
+        sync="fsdp",
+        **arguments,
+    )
+
+
+def rows_held(operator):
+    weight = operator.model.first.weight
+    return tuple(weight.to_local().shape), tuple(
+        operator.optimizer.state[weight]["momentum_buffer"].to_local().shape
+    )
+
+
+def test_the_weights_of_one_process_and_a_state_that_goes_on_anywhere(tmp_path):
+    # 37 samples in batches of 12: the last batch of an epoch has one sample, for rank 0.
+    with trainer(num_workers=3) as run:
+        assert run.status()["units"] == ["first", "second", "model"]
+        run.train(num_steps=STEPS - 4)
+        assert run.validate()["num_samples"] == 37
+        path = run.save(tmp_path / "state")
+        run.train(num_steps=4)
+        trained = run.get_model()
+        held = run.apply_all_operators(rows_held)
+        features = problem()[0]
+        predicted = torch.stack(run.predict(DataLoader(TensorDataset(features), 4)))
+    assert type(trained) is Net
+    assert farthest(trained, one_process()) < 1e-12
+    assert (predicted - trained(features)).abs().max() < 1e-12
+    # Neither of the weights nor of the momentum does a rank hold more than its rows.
+    assert held == [((3, 5), (3, 5)), ((3, 5), (3, 5)), ((1, 5), (1, 5))]
+    with trainer(num_workers=2, num_shards=3) as other:
+        other.load(path)
+        other.train(num_steps=4)
+        assert farthest(other.get_model(), trained) < 1e-12
+    with TorchTrainer(
+        training_operator_cls=InUnits, config={BATCH_SIZE: GLOBAL_BATCH}, num_shards=3
+    ) as alone:
+        alone.load(path)
+        alone.train(num_steps=4)
+        assert farthest(alone.get_model(), trained) < 1e-12
+
+
+@pytest.mark.slow
+def test_accumulated_and_clipped_and_held_against_one_process():
+    with trainer(num_workers=2, accumulate=2, clip_grad_norm=0.05, audit="full") as run:
+        run.train()
+        assert run.verify().ok
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_its_checkpoints(tmp_path):
+    arguments = {"num_workers": 2, "checkpoint_dir": tmp_path, "checkpoint_every": 2}
+    with trainer(**arguments) as run:
+        run.train(num_steps=6)
+        trained = run.get_model()
+    with trainer(**arguments, resume="auto") as again:
+        assert again.status()["step"] == 6
+        assert farthest(again.get_model(), trained) == 0.0
+
+
+@pytest.mark.slow
+def test_a_death_ends_the_run_at_once():
+    with trainer(Dies, num_workers=2) as run:
+        began = time.monotonic()
+        with pytest.raises(WorkerDiedError):
+            run.train()
+        assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize(
+    ("operator", "config", "options", "error", "words"),
+    [
+        (InUnits, {"ema": 0.9}, {}, NotAvailableError, "ema"),
+        (InUnits, {}, {"precision": "fp16"}, NotAvailableError, "fp16"),
+        (OwnValidation, {}, {}, NotAvailableError, "validate"),
+        (InUnits, {"shard": "halves"}, {}, ConfigurationError, "halves"),
+        (InUnits, {"shard": [nn.Conv2d]}, {}, ConfigurationError, "no submodule"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_at_the_start(operator, config, options, error, words):
+    with pytest.raises(error, match=words):
+        trainer(operator, config, num_workers=2, **options)
