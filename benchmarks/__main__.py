@@ -40,6 +40,7 @@ from benchmarks import (
     startup,
     steps,
     training,
+    units,
 )
 from benchmarks.harness import ContenderFailedError, Family
 from benchmarks.peers import interpreter_with
@@ -66,6 +67,7 @@ FAMILIES: dict[str, Family] = {
     "calls": calls.FAMILY,
     "calls_full": calls.FULL_FAMILY,
     "audit": audit.FAMILY,
+    "units": units.FAMILY,
 }
 """In the order of the table. Those that need a Ray of the same size share one."""
 
