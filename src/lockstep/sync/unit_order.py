@@ -91,7 +91,8 @@ class UnitOrder:
             expected="the same forwards and backwards, in one order, on every rank",
             got="; ".join(told[:8]) + (f"; and {len(told) - 8} more" if len(told) > 8 else ""),
             cause="a branch or a loop that depends on the rank or on its batch, a forward that one"
-            " rank alone runs, or parameters that one rank alone has frozen",
+            " rank alone runs (an evaluation under `if rank == 0`), or parameters that one rank"
+            " alone has frozen",
             fix="run every unit on every rank (multiply its output by zero where it does not"
             ' count); or register(shard="whole")',
         )
@@ -101,9 +102,10 @@ class UnitOrder:
         if not is_known:
             return "is elsewhere" if not isinstance(row, list) else f"is at {row}"
         what, unit, size, step = row
-        told = f"calls {COLLECTIVES[what - _OTHERS]} ({size} elements)"
         if what in _WORDS:
             told = _WORDS[what].format(unit=f"`{self._names[unit]}`")
+        else:
+            told = f"calls {COLLECTIVES[what - _OTHERS]} ({size} elements)"
         if any(other[:2] != row[:2] for other in rows):
             return told
         if any(other[3] != step for other in rows):
