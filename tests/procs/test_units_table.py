@@ -8,6 +8,7 @@ from lockstep.errors import (
     DataOrderError,
     GradientNotReducedError,
     NonFiniteError,
+    NotAvailableError,
     UnitOrderError,
 )
 from ranks.divergent import DIVERGENT
@@ -65,16 +66,30 @@ def test_ranks_that_go_through_other_layers_are_refused_on_all(pool, name, num_w
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    "name", ["WritesAfterALook", "ClearedBeforeBackward", "FailsInTheMiddle", "HookedBefore"]
+    "name",
+    [
+        "WritesAfterALook",
+        "ClearedBeforeBackward",
+        "FailsInTheMiddle",
+        "HookedBefore",
+        "KeepsACast",
+    ],
 )
 def test_what_programs_do_between_the_collectives_is_not_lost(pool, name):
     check(pool.run("units", name, "uneven", 2), name, "uneven")
 
 
 @pytest.mark.timeout(120)
-def test_a_loss_of_the_weights_themselves_is_refused(pool):
-    results = pool.run("units", "Penalised", "uneven", 2)
-    check(results, "Penalised", "uneven", GradientNotReducedError)
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("Penalised", GradientNotReducedError),
+        ("OfKeptTensors", GradientNotReducedError),
+        ("GradientPenalty", NotAvailableError),
+    ],
+)
+def test_a_gradient_that_no_unit_would_reduce_is_refused(pool, name, error):
+    check(pool.run("units", name, "uneven", 2), name, "uneven", error)
 
 
 @pytest.mark.slow

@@ -227,6 +227,59 @@ class Penalised(Divergent):
         return super().loss_of(batch) + 0.1 * sum(each.square().sum() for each in whole)
 
 
+class Keeping(nn.Linear):
+    """Keeps what it has made of its weight, as autocast keeps casts."""
+
+    kept: torch.Tensor | None = None
+
+    def forward(self, x):
+        if self.kept is None:
+            self.kept = self.weight * 1.0
+        return nn.functional.linear(x, self.kept, self.bias)
+
+
+class KeepsACast(Divergent):
+    """The gradient of a kept cast comes after the layer's backward, which a later forward made."""
+
+    def make(self):
+        model = super().make()
+        model.blocks = nn.ModuleList(Keeping(4, 4) for _ in range(4))
+        return model
+
+    def train_batch(self, batch, batch_info):
+        for block in self._lockstep.registered.plain_models()[0].blocks:
+            block.kept = None
+        self.loss_of(batch)
+        self.optimizer.zero_grad()
+        loss = self.loss_of(batch)
+        loss.backward()
+        self.optimizer.step()
+        return {"train_loss": loss.item()}
+
+
+class OfKeptTensors(Divergent):
+    """A second loss of what a layer has kept: no output of the model is in its graph."""
+
+    def train_batch(self, batch, batch_info):
+        kept = []
+        blocks = self._lockstep.registered.plain_models()[0].blocks
+        hook = blocks[1].register_forward_hook(lambda block, *_: kept.append(block.bias * 2.0))
+        self.optimizer.zero_grad()
+        loss = self.loss_of(batch)
+        hook.remove()
+        loss.backward()
+        kept[0].sum().backward()
+        self.optimizer.step()
+        return {"train_loss": loss.item()}
+
+
+class GradientPenalty(Divergent):
+    def loss_of(self, batch):
+        inputs = batch[0].clone().requires_grad_()
+        given = torch.autograd.grad(self.model(inputs).sum(), inputs, create_graph=True)
+        return super().loss_of(batch) + given[0].square().sum()
+
+
 NOT_FINITE: dict[str, type[Plain]] = {"GetsInfinity": GetsInfinity}
 IN_UNITS_ALONE: dict[str, type[Plain]] = {
     kind.__name__: kind
@@ -237,5 +290,8 @@ IN_UNITS_ALONE: dict[str, type[Plain]] = {
         FailsInTheMiddle,
         HookedBefore,
         Penalised,
+        KeepsACast,
+        OfKeptTensors,
+        GradientPenalty,
     )
 }

@@ -82,6 +82,21 @@ class ShardedUnit:
                 # up where ranks have used different parameters.
                 leaf.grad = torch.zeros_like(leaf)
 
+    @property
+    def has_late_gradients(self) -> bool:
+        """Whether gradients have come to the unit after it had reduced, or without its notice."""
+        return any(
+            leaf.grad is not None or held.unsharded_accumulated_grad is not None
+            for held, leaf in ([] if self._group is None else self._leaves())
+        )
+
+    def reduce_late_gradients(self) -> None:
+        """Reduce them as torch does at the end of a unit's backward."""
+        state = self._group._training_state
+        self._group.post_backward()
+        self._group.finalize_backward()
+        self._group._training_state = state
+
     def drop_gradients(self) -> None:
         """Drop what an aborted backward has left: torch would add it to the next one's."""
         for held in [] if self._group is None else self._group.fsdp_params:

@@ -26,8 +26,9 @@ import torch
 
 from lockstep._torch_compat import current_graph_task
 from lockstep._torch_compat.fully_shard import ShardedUnit, forget_aborted_step, is_aborted
-from lockstep.errors import GradientNotReducedError, UnknownParameterError
+from lockstep.errors import GradientNotReducedError, NotAvailableError, UnknownParameterError
 from lockstep.sync import round_error_texts
+from lockstep.sync.end_of_backward import call_at_end
 from lockstep.sync.parameter_hooks import is_accumulating
 from lockstep.sync.round_contribution import PLAIN, RoundTotals
 from lockstep.sync.transport_protocol import RoundResult, Transport
@@ -144,12 +145,15 @@ class ShardedTransport(Transport):
 
     def _before_backward(self) -> None:
         """Before a unit's backward: tell the controller of a backward that it does not know of."""
-        if (task := current_graph_task()) != self._task:
+        if is_first := (task := current_graph_task()) != self._task:
             # A parameter that this backward does not reach does not tell it from autograd.grad.
             leaves = chain.from_iterable(unit.leaves for unit in self._units)
             self._task, self._accumulates = task, any(map(is_accumulating, leaves))
         if not self._accumulates:
+            self._refuse_gradients_of_gradients()
             return
+        if is_first:
+            call_at_end(self._reduce_late_gradients)  # after torch's own callback, before a round
         self._is_unit = True
         try:
             self._controller.backward_began(self._slots[0])
@@ -164,6 +168,32 @@ class ShardedTransport(Transport):
         if not self._controller.weights.is_borrowed:
             self._used.update(map(self._known_slot, used))
         return self._accumulates
+
+    def _refuse_gradients_of_gradients(self) -> None:
+        """Refuse ``autograd.grad(create_graph=True)``: its graph reads weights that are freed."""
+        if torch.is_grad_enabled():
+            self.forget_aborted_step()
+            raise NotAvailableError(
+                "gradients of gradients are not available for a model in shards",
+                where=self._controller.place,
+                got="torch.autograd.grad(create_graph=True)",
+                fix='register(shard="whole")',
+            )
+
+    def _reduce_late_gradients(self) -> None:
+        """At the end of a backward: reduce what came to a unit after it had reduced.
+
+        A cast that autocast keeps from an earlier forward brings its gradient at the end of a
+        backward, and so does what a module keeps for the loss. The ranks compare their order here,
+        too.
+
+        Collective:
+            Every rank: those of the units that have such gradients.
+        """
+        for unit in self._units:
+            if unit.has_late_gradients:
+                self._accumulates = True
+                unit.reduce_late_gradients()
 
     def _known_slot(self, param: nn.Parameter) -> Slot:
         if id(param) not in self._slot_of:
@@ -210,6 +240,7 @@ class ShardedTransport(Transport):
         self._sends_zeros = replacement_gradients is not None
         try:
             yield
+            self._reduce_late_gradients()  # of a backward that torch has not noticed
         finally:
             self._sends_zeros = False
         for slot, earlier in (replacement_gradients or {}).items():
@@ -286,7 +317,14 @@ class ShardedTransport(Transport):
             self.forget_aborted_step()
 
     def accept_changes(self) -> None:
-        """See `Transport`."""
+        """See `Transport`: refuses gradients of a backward that no unit has noticed."""
+        if any(unit.has_late_gradients for unit in self._units):
+            raise GradientNotReducedError(
+                "a backward has brought gradients to a sharded model without its units' notice",
+                where=self._controller.place,
+                cause="its loss was made of what a module has kept (self.aux), and of no output",
+                fix="return it from forward, and add it to the loss of the model's output",
+            )
         for slot in self._slots:
             slot.accept_changes()
 
