@@ -217,7 +217,7 @@ class ShardedTransport(Transport):
                 where=self._controller.place,
                 got=f"`{slot.name}`",
                 cause="a loss of the weights themselves (parameter.full_tensor(), a norm of them)",
-                fix="compute it in the forward of the unit, from its own weights; or use the"
+                fix="compute it in the unit's forward before its output, and return it; or use the"
                 " optimizer's weight_decay",
             )
 
