@@ -239,11 +239,11 @@ class TrainingOperator:
             criterion=criterion,
             schedulers=schedulers,
             ema=ema,
-            sync_options=self._sync_options(ddp_args, shard),
+            sync_options=self._lockstep_sync_options(ddp_args, shard),
         )
         return in_given_containers(self._lockstep.registered, models, optimizers, schedulers)
 
-    def _sync_options(self, ddp_args: dict[str, Any] | None, shard: Any) -> SyncOptions:
+    def _lockstep_sync_options(self, ddp_args: dict[str, Any] | None, shard: Any) -> SyncOptions:
         return SyncOptions(
             # The default step knows when a step's last forward is over, and that a shard starts
             # from the committed buffers; elsewhere backward's end is the moment.
