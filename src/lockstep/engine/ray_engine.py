@@ -121,7 +121,7 @@ class RayEngine:
     def _finishes_alone(self, communication: Communication) -> bool:
         """Whether a rank still running this call returns without its peers, so that one failed rank
         need not end the others."""
-        if communication is Communication.SHARDED_OPTIMIZERS:
+        if communication is Communication.SHARDED_STATE:
             return self.spec.options.sync != "fsdp"
         return communication is Communication.NONE
 

@@ -50,7 +50,11 @@ class OrderedProcessGroup(dist.ProcessGroup):
             PeerLostError: the group was left.
         """
         if self._carrier is None:
-            raise PeerLostError("the ranks of this sharded model have left their group")
+            raise PeerLostError(
+                "the ranks of this sharded model have left their group",
+                got=name,
+                fix="take whole tensors (get_model, full_tensor) while the trainer is open",
+            )
         self._order.compare_collective(name, _size_of(arguments))
         return getattr(self._carrier, name)(*arguments)
 

@@ -164,8 +164,8 @@ class ShardedSync(GradientSync):
             None.
         """
         super().begin_step(step)
-        if self._transport is not None:
-            self._transport.forget_aborted_step(only_if_aborted=True)
+        if self._transport is not None and self._transport.was_aborted:
+            self._transport.forget_aborted_step()
 
     def detach(self) -> None:
         """See `GradientSync.detach`; models and optimizers stay in shards, as torch has them."""

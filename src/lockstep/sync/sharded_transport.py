@@ -319,6 +319,7 @@ class ShardedTransport(Transport):
     def accept_changes(self) -> None:
         """See `Transport`: refuses gradients of a backward that no unit has noticed."""
         if any(unit.has_late_gradients for unit in self._units):
+            self.forget_aborted_step()  # a later backward would add them to its own
             raise GradientNotReducedError(
                 "a backward has brought gradients to a sharded model without its units' notice",
                 where=self._controller.place,
@@ -335,14 +336,13 @@ class ShardedTransport(Transport):
         for exchange in self._exchanges:
             exchange.transport = None
 
-    def forget_aborted_step(self, *, only_if_aborted: bool = False) -> None:
-        """Free what a forward or a backward that raised has gathered, and drop what it computed.
+    @property
+    def was_aborted(self) -> bool:
+        """Whether a forward or a backward has ended in the middle, and nothing was freed since."""
+        return any(map(is_aborted, self._roots))
 
-        Args:
-            only_if_aborted: torch may not have noticed that one raised; leave others alone.
-        """
-        if only_if_aborted and not any(map(is_aborted, self._roots)):
-            return
+    def forget_aborted_step(self) -> None:
+        """Free what a forward or a backward that raised has gathered, and drop its gradients."""
         for root in self._roots:
             forget_aborted_step(root)
         for unit in self._units:

@@ -7,9 +7,9 @@ gradients. A transport moves numbers: it sums the ranks' gradients, divides them
 weights, and puts them into ``parameter.grad``. A transport knows no windows and no hooks of the
 user's.
 
-A new transport (one that scatters the sums over the ranks, say) implements `Transport`; the round
-controller, the guard before the optimizers and the tests that compare with one process in float64
-apply to it unchanged.
+A new transport (`ShardedTransport`, which scatters the sums, is one) implements `Transport`; the
+round controller, the guard before the optimizers and the tests that compare with one process in
+float64 apply to it unchanged.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Prediction:
     output: Any
 
 
-@remote_method(Communication.SHARDED_OPTIMIZERS, OnFailure.REPEAT)
+@remote_method(Communication.SHARDED_STATE, OnFailure.REPEAT)
 def predict(worker: Worker, loader: Any) -> list[Prediction]:
     """Run the operator's `predict_batch` on this worker's shards of `loader`.
 

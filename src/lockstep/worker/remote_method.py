@@ -48,8 +48,8 @@ class Communication(Enum):
     NONE = auto()
     """No rank waits for another: when one fails, the others finish on their own."""
 
-    SHARDED_OPTIMIZERS = auto()
-    """As NONE, but in RUN_GROUP where the optimizers' states are in shards (``sync="fsdp"``)."""
+    SHARDED_STATE = auto()
+    """As NONE, but as RUN_GROUP under ``sync="fsdp"``, where states or weights are in shards."""
 
     RUN_GROUP = auto()
     """Ranks wait for each other in the run's process group: a failure of one breaks the group."""

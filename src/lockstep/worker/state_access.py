@@ -120,7 +120,7 @@ class StateAccess:
         state_dicts.check(self.run, state)
         self.spec.num_shards_of(state)
 
-    @remote_method(Communication.SHARDED_OPTIMIZERS, OnFailure.REPEAT_WRITE)
+    @remote_method(Communication.SHARDED_STATE, OnFailure.REPEAT_WRITE)
     def apply_state(self, state: Mapping[str, Any]) -> None:
         """Load `state`; until `settle_state` the state from before can be restored."""
         before = self.state_dict()

@@ -261,7 +261,7 @@ def _seen_later(track: SharedTrack, number: int, coefficient: float) -> Iterator
 
 
 def _is_averaged(track: SharedTrack) -> bool:
-    """By torch, of whose flat parameters nothing is known but this."""
+    """By torch, of whose flat parameters nothing is known but this; lockstep weighs batches."""
     held = [p for of_rank in track.tracks.values() for p in of_rank.parameters]
     return bool(held) and all((p.sharded or p.wrapper) and not p.weighed for p in held)
 
