@@ -80,6 +80,12 @@ def test_what_programs_do_between_the_collectives_is_not_lost(pool, name):
 
 
 @pytest.mark.timeout(120)
+def test_nothing_of_a_borrowed_batch_comes_to_a_gradient(pool):
+    name = "InfiniteWhereBorrowed"
+    check(pool.run("units", name, "empty_last", 3), name, "empty_last")
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("name", "error"),
     [

@@ -289,6 +289,14 @@ class GradientPenalty(Divergent):
         return super().loss_of(batch) + given[0].square().sum()
 
 
+class InfiniteWhereBorrowed(Divergent):
+    """The loss of a batch that is another rank's is not finite: zero times infinity is NaN."""
+
+    def loss_of(self, batch):
+        loss = super().loss_of(batch)
+        return loss * torch.inf if self._lockstep.global_batch.is_borrowed else loss
+
+
 NOT_FINITE: dict[str, type[Plain]] = {"GetsInfinity": GetsInfinity}
 IN_UNITS_ALONE: dict[str, type[Plain]] = {
     kind.__name__: kind
@@ -300,6 +308,7 @@ IN_UNITS_ALONE: dict[str, type[Plain]] = {
         HookedBefore,
         Penalised,
         KeepsACast,
+        InfiniteWhereBorrowed,
         OfKeptTensors,
         GradientPenalty,
     )
