@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 from lockstep._torch_compat import disable_dynamo_at_first_call
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
 NEEDED_METHODS: Final = ("set_custom_all_gather", "reset_iter_state")
 """Public methods of `FSDPModule`, of which torch got the last with 2.13."""
@@ -104,11 +106,46 @@ class ShardedUnit:
             if (leaf := getattr(held, "_unsharded_param", None)) is not None:
                 leaf.grad = None
 
+    def move_to(self, mesh: DeviceMesh) -> None:
+        """Share the parameters out over another mesh: other rows, without values (zeros).
+
+        The parameters stay the objects that they are, for optimizers and programs hold them.
+        Torch 2.13 has no way to take ``fully_shard`` off a module, or to call it twice.
+        """
+        if self._group is None:
+            return
+        info = FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0)
+        self._group.mesh_info = info
+        if self._group.post_forward_mesh_info is not None:
+            self._group.post_forward_mesh_info = info
+        for held in self._group.fsdp_params:
+            _share_out(held, info)
+
     def release(self) -> None:
         """Call neither function any more."""
         if self._group is not None:
             for name in ("pre_backward", "post_backward"):
                 vars(self._group).pop(name, None)
+
+
+def _share_out(held: Any, info: FSDPMeshInfo) -> None:
+    """Give torch's record of a parameter the rows that this rank has in another mesh."""
+    param: Any = held.sharded_param
+    if held.post_forward_mesh_info is not None:
+        held.post_forward_mesh_info = info
+    # Without memory: torch cuts it up, and knows sizes and padding from then on.
+    whole = torch.empty(held._orig_size, dtype=param.dtype, device="meta")
+    held._init_sharded_param(whole, held.device, None, info)
+    spec, num_rows = held.sharded_param._spec, held.sharded_param._local_tensor.shape[0]
+    padded = torch.zeros(held.padded_sharded_param_size, dtype=param.dtype, device=held.device)
+    held._sharded_param_data = padded.view(-1)
+    param._local_tensor, param._spec, param.grad = padded.narrow(0, 0, num_rows), spec, None
+    held.sharded_param = param
+    held._setattr_on_modules(param)
+    held.all_gather_outputs = []  # of another size
+    held.unsharded_accumulated_grad = None
+    if hasattr(held, "_unsharded_param"):
+        del held._unsharded_param
 
 
 def _state_of(module: nn.Module) -> Any:

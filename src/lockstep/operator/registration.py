@@ -160,10 +160,10 @@ def build_training_parts(
     registered.averages = make_weight_averages(ema, registered.plain_models(), context.device)
     if context.options.wrap_ddp:
         _refuse_foreign_parameters(registered)
-        # A spare has no peers yet; but the user's code holds DDP's wrapper from now on.
-        if not context.is_spare or context.options.sync == "ddp":
+        # A spare has no peers yet; but the user's code holds DDP's wrapper from now on, or shards.
+        if not context.is_spare or context.options.sync in ("ddp", "fsdp"):
             attach(registered, context)
-        if context.is_spare:
+        if context.is_spare and context.group.is_alone:
             registered.leave_group()
     return registered
 

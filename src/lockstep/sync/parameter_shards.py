@@ -25,6 +25,39 @@ if TYPE_CHECKING:
     from lockstep.sync.buckets import Slot
 
 
+class LocalRows:
+    """The rows that a rank has of a tensor which the ranks share out, without a mesh.
+
+    Attributes:
+        rows: on the CPU.
+        shape: of the whole tensor.
+    """
+
+    def __init__(self, rows: torch.Tensor, shape: torch.Size) -> None:
+        self.rows = rows
+        self.shape = shape
+
+    def empty_for(self, rank: int, num_ranks: int) -> LocalRows:
+        """As many rows as `rank` has among `num_ranks` ranks, without values."""
+        whole = torch.empty(self.shape, dtype=self.rows.dtype, device="meta")
+        like = rows_of(whole, rank, num_ranks)
+        return LocalRows(torch.empty_like(like, device="cpu"), self.shape)
+
+    def take_from(self, other: LocalRows, mine: tuple[int, int], its: tuple[int, int]) -> None:
+        """Copy the rows that both have.
+
+        Args:
+            other: the rows of another rank, maybe among another number of ranks.
+            mine: this object's rank, and the number of ranks.
+            its: those of `other`.
+        """
+        here, there = first_row(self.shape[0], *mine), first_row(self.shape[0], *its)
+        first = max(here, there)
+        last = min(here + len(self.rows), there + len(other.rows))
+        if first < last:
+            self.rows[first - here : last - here] = other.rows[first - there : last - there]
+
+
 def can_be_sharded(param: torch.Tensor) -> bool:
     """Whether `param` has rows to share out, of a dtype that gloo and DTensor can carry."""
     return not is_local(param) and param.dim() > 0 and param.numel() > 0 and not param.is_complex()
@@ -32,9 +65,13 @@ def can_be_sharded(param: torch.Tensor) -> bool:
 
 def rows_of(whole: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
     """The rows of a tensor that `rank` keeps; may be none."""
-    height = -(-whole.shape[0] // num_ranks)
-    first = min(rank * height, whole.shape[0])
-    return whole[first : first + height]
+    length = whole.shape[0]
+    return whole[first_row(length, rank, num_ranks) : first_row(length, rank + 1, num_ranks)]
+
+
+def first_row(length: int, rank: int, num_ranks: int) -> int:
+    """The first of the rows that `rank` keeps of `length` rows; `length` where it keeps none."""
+    return min(rank * -(-length // num_ranks), length)
 
 
 def as_shard(local_rows: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
@@ -49,11 +86,13 @@ def as_shard(local_rows: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh) ->
     )
 
 
-def shard_like(whole: torch.Tensor, shard: DTensor) -> DTensor:
+def shard_like(whole: torch.Tensor | LocalRows, shard: DTensor) -> DTensor:
     """This rank's rows of a whole tensor, on the mesh of `shard`; a shard itself stays as it is."""
     if isinstance(whole, DTensor):
         return whole
     mesh = shard.device_mesh
+    if isinstance(whole, LocalRows):
+        return as_shard(whole.rows.to(shard.device, shard.dtype), _like(whole), mesh)
     rows = rows_of(whole.detach(), mesh.get_local_rank(), mesh.size())
     return as_shard(rows.to(shard.device, shard.dtype, copy=True), whole.contiguous(), mesh)
 
@@ -68,6 +107,11 @@ def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
         Every rank of a shard's mesh. One all-gather; none for a tensor that is no shard.
     """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(rows: LocalRows) -> torch.Tensor:
+    """A tensor of the whole's shape and dtype, without memory."""
+    return torch.empty(rows.shape, dtype=rows.rows.dtype, device="meta")
 
 
 class ParameterShards:
@@ -93,14 +137,16 @@ class ParameterShards:
             return state
         return {
             name: self._shard_of_copy(value, param)
-            if isinstance(value, torch.Tensor)
+            if isinstance(value, torch.Tensor | LocalRows)
             and not isinstance(value, DTensor)
             and value.shape == param.shape
             else value
             for name, value in state.items()
         }
 
-    def _shard_of_copy(self, value: torch.Tensor, param: torch.Tensor) -> DTensor:
+    def _shard_of_copy(self, value: torch.Tensor | LocalRows, param: torch.Tensor) -> DTensor:
+        if isinstance(value, LocalRows):
+            return as_shard(value.rows.to(param.device), _like(value), self._mesh)
         rows = rows_of(value.detach(), self._mesh.get_local_rank(), self._mesh.size())
         return as_shard(rows.to(param.device, copy=True), value, self._mesh)
 

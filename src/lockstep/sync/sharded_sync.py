@@ -28,7 +28,7 @@ from lockstep.sync.fsdp import require_default_group
 from lockstep.sync.gradient_sync import GradientSync
 from lockstep.sync.local_parameters import is_local
 from lockstep.sync.ordered_process_group import OrderedProcessGroup, make_ordered_group
-from lockstep.sync.parameter_shards import shard_like
+from lockstep.sync.parameter_shards import LocalRows, shard_like
 from lockstep.sync.shard_units import find_units, refuse_models, refuse_unshardable
 from lockstep.sync.sharded_transport import ShardedTransport
 from lockstep.sync.unit_order import UnitOrder
@@ -87,8 +87,7 @@ class ShardedSync(GradientSync):
             self._units[prefix.rstrip(".") or "model"] = root
         self.units = tuple(self._units)
         self._load_hooks: list[RemovableHandle] = []
-        self._order: UnitOrder | None = None
-        self._order_group: Group | None = None
+        self._order = UnitOrder(group, self.units)
         self._owns_order_group = False
         self._ordered: OrderedProcessGroup | None = None
         self._transport: ShardedTransport | None = None
@@ -104,22 +103,35 @@ class ShardedSync(GradientSync):
 
     def _prepare(self, group: Group) -> None:
         """Cut the parameters into shards, and hand those to the optimizers."""
+        mesh = self._connect(group)
+        try:
+            self._cut_up(mesh)
+        except BaseException:
+            self._disconnect()
+            raise
+
+    def _connect(self, group: Group) -> DeviceMesh:
+        """The mesh of `group`, over which the ranks compare what they are about to do.
+
+        Collective:
+            Every rank: torch registers the mesh's group, and on CUDA a group for comparisons.
+        """
         require_default_group(group)
         # What the ranks compare travels on the CPU, where NCCL's group cannot.
         on_cpu = group.device.type == "cpu"
         self._owns_order_group = not on_cpu
-        self._order_group = group if on_cpu else Group(dist.new_group(backend="gloo"))
-        self._order = UnitOrder(self._order_group, self.units)
+        self._order.group = group if on_cpu else Group(dist.new_group(backend="gloo"))
         self._ordered = make_ordered_group(self._order)
-        try:
-            self._cut_up(self._ordered)
-        except BaseException:
-            self._ordered.close()
-            raise
-
-    def _cut_up(self, ordered: OrderedProcessGroup) -> None:
         device = next(iter(self._found.parameters.values())).device
-        mesh = DeviceMesh.from_group(ordered, device.type)
+        return DeviceMesh.from_group(self._ordered, device.type)
+
+    def _disconnect(self) -> None:
+        if self._ordered is not None:
+            self._ordered.close()
+        if self._owns_order_group:
+            self._order.group.close()
+
+    def _cut_up(self, mesh: DeviceMesh) -> None:
         places = list(_places(self._roots))
         own = {param for _, _, param in places if is_local(param)}
         for module in self._units.values():
@@ -142,7 +154,6 @@ class ShardedSync(GradientSync):
     def _make_transport(
         self, controller: RoundController, slots: Sequence[Slot], signature: int, cap_bytes: int
     ) -> ShardedTransport:
-        assert self._order is not None
         self._order.step = lambda: controller.step
         self._transport = ShardedTransport(
             controller,
@@ -170,14 +181,42 @@ class ShardedSync(GradientSync):
     def detach(self) -> None:
         """See `GradientSync.detach`; models and optimizers stay in shards, as torch has them."""
         super().detach()
-        if self._ordered is not None and self._order is not None:
-            self._ordered.close()
-            self._order.step = lambda: 0  # it held the rounds, and so the model
-        if self._owns_order_group and self._order_group is not None:
-            self._order_group.close()
+        self._disconnect()
+        self._order.step = lambda: 0  # it held the rounds, and so the model
         for hook in self._load_hooks:
             hook.remove()
         self._load_hooks.clear()
+
+    def leave_group(self) -> bool:
+        """See `GradientSync.leave_group`; nothing holds the group's sockets open any more.
+
+        Gradient:
+            None.
+
+        Collective:
+            None.
+        """
+        can_join = super().leave_group()
+        self._disconnect()
+        return can_join
+
+    def join_group(self, group: Group) -> None:
+        """See `GradientSync.join_group`; each rank gets its rows in `group`, without values.
+
+        Parameters stay the same objects. The caller loads their values, and the optimizers'.
+
+        Gradient:
+            None: gradients are dropped.
+
+        Collective:
+            Every rank of `group`. Two small all-gathers, and those of a new mesh.
+
+        Raises:
+            ReplicasDifferError: the ranks' models differ.
+        """
+        super().join_group(group)
+        assert self._transport is not None, "made with the sync"
+        self._transport.move_to(self._connect(group))
 
     def agree_on_values(self) -> None:
         """See `GradientSync.agree_on_values`: of a shard there is one copy, and nothing to compare.
@@ -229,7 +268,8 @@ def _own_rows_of_state(state: dict[str, Any], param: Any) -> dict[str, Any]:
         return state
     return {
         name: shard_like(value, param)
-        if isinstance(value, torch.Tensor) and value.shape == param.shape
+        if isinstance(value, LocalRows)
+        or (isinstance(value, torch.Tensor) and value.shape == param.shape)
         else value
         for name, value in state.items()
     }

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from lockstep.sync.buckets import Slot
     from lockstep.sync.round_contribution import Contribution, Fault
@@ -62,6 +63,7 @@ class ShardedTransport(Transport):
         order: compares what the ranks are about to do.
     """
 
+    can_rejoin = True
     ends_late = True  # torch reduces the root's gradients at the end of a backward
     stale_advice = _STALE
     needs_on_accumulated = False
@@ -328,6 +330,12 @@ class ShardedTransport(Transport):
             )
         for slot in self._slots:
             slot.accept_changes()
+
+    def move_to(self, mesh: DeviceMesh) -> None:
+        """Share the parameters out over the mesh of another group; their values are lost."""
+        for unit in self._units:
+            unit.move_to(mesh)
+        self._round = 0  # a rank that is new has finished none
 
     def close(self) -> None:
         """See `Transport`: the model stays in shards, and its forwards are refused."""

@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 from lockstep.errors import ConfigurationError
+from lockstep.tensor_copies import is_shard
+from lockstep.tensor_tree import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -177,10 +179,16 @@ def _register_triggers(operator: Any, armed: Sequence[_OneTimeStrike]) -> None:
     model.register_forward_pre_hook(trigger("forward"))
     model.register_state_dict_pre_hook(trigger("save"))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    operator._reached = [
-        _call_in_backward(trained[-1], trigger("backward")),
-        _call_in_backward(trained[0], trigger("buckets")),
-    ]
+    if is_shard(trained[0]):
+        # In graphs other tensors stand for shards, new ones in each step: the layers are watched.
+        layers = [each for each in model.modules() if [*each.parameters(recurse=False)]]
+        _call_after(layers[-1], trigger("backward"))
+        _call_after(layers[0], trigger("buckets"))
+    else:
+        operator._reached = [
+            _call_in_backward(trained[-1], trigger("backward")),
+            _call_in_backward(trained[0], trigger("buckets")),
+        ]
     run.optimizers[0].register_step_pre_hook(trigger("optimizer"))
     run.optimizers[0].register_step_post_hook(trigger("applied"))
     operator._read = trigger("data")
@@ -197,6 +205,17 @@ def _call_in_backward(parameter: nn.Parameter, call: Callable[..., Any]) -> Any:
     assert node is not None
     node.register_prehook(call)
     return node
+
+
+def _call_after(layer: nn.Module, call: Callable[..., Any]) -> None:
+    """Run `call` when backward reaches the output of `layer`."""
+
+    def watch(module: nn.Module, arguments: Any, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(call)
+
+    layer.register_forward_hook(watch)
 
 
 class _TriggeringDataset:
