@@ -2,6 +2,7 @@
 """Operators whose workers die, and what their runs come to when nobody does."""
 
 import hashlib
+import time
 from functools import cache
 
 import torch
@@ -110,7 +111,10 @@ def digits_of(strikes=(), **arguments):
 
 def digest(trainer):
     """Of parameters and buffers, bit by bit."""
-    models = trainer.get_model()
+    return digest_of(trainer.get_model())
+
+
+def digest_of(models):
     models = models if isinstance(models, list) else [models]
     tensors = [tensor for model in models for tensor in model.state_dict().values()]
     return hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()
@@ -122,6 +126,14 @@ def trainer_of(operator_cls, strikes=(), **arguments):
         arguments.setdefault("scheduler_step_freq", "batch")
     operator_cls = struck(operator_cls, *strikes) if strikes else operator_cls
     return TorchTrainer(training_operator_cls=operator_cls, **arguments)
+
+
+def until_complete(trainer, workers):
+    """Wait until everybody who was lost has been replaced by somebody who is ready."""
+    deadline = time.monotonic() + 100
+    while sum(trainer.status()[key] for key in ("workers", "spares")) < workers:
+        assert time.monotonic() < deadline, trainer.status()
+        trainer._workers._engine.workers.pause(0.1)
 
 
 def run(trainer, epochs=3):

@@ -178,16 +178,15 @@ def test_behind_a_step_that_is_not_finite_training_goes_on():
         assert rest_of(trainer) == (3, expected)
 
 
-def test_fsdp_says_that_it_cannot_go_back():
-    with trainer_of(Classifier, [Strike("raise", 1, 2, "forward")], sync="fsdp") as trainer:
+def test_fsdp_without_copies_in_memory_says_that_it_cannot_go_back():
+    arguments = {"sync": "fsdp", "memory_checkpoint_every": None}
+    with trainer_of(Classifier, [Strike("raise", 1, 2, "forward")], **arguments) as trainer:
         with pytest.raises(RuntimeError, match="struck"):
             trainer.train()
         for call in (trainer.train, trainer.get_model):
             with pytest.raises(TrainerClosedError, match="struck in step 2") as caught:
                 call()
-            assert "sync='fsdp': they cannot go back to the last committed step" in str(
-                caught.value
-            )
+            assert "memory_checkpoint_every=None: they cannot go back to the" in str(caught.value)
             assert "create a new TorchTrainer; load(path)" in str(caught.value)
 
 

@@ -19,6 +19,7 @@ from tests.ray.surviving import (
     run,
     trainer_of,
     undisturbed,
+    until_complete,
 )
 
 import ray
@@ -33,14 +34,6 @@ KILLED = ("data", "forward", "backward", "buckets", "optimizer", "applied")
 
 def counts(results):
     return [(each["num_samples"], each["batch_count"], each["epoch"]) for each in results]
-
-
-def until_complete(trainer, workers):
-    """Wait until everybody who was lost has been replaced by somebody who is ready."""
-    deadline = time.monotonic() + 100
-    while sum(trainer.status()[key] for key in ("workers", "spares")) < workers:
-        assert time.monotonic() < deadline, trainer.status()
-        trainer._workers._engine.workers.pause(0.1)
 
 
 def train_by_parts(trainer, workers, parts=(7, 7, 11)):

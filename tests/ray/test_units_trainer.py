@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``TorchTrainer(sync="fsdp")`` with ``register(shard=...)``: no worker ever holds all layers."""
 
-import os
-import signal
-import time
-
 import pytest
 import torch
 from tests.ray.operators import (
@@ -22,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import TorchTrainer
-from lockstep.errors import ConfigurationError, NotAvailableError, WorkerDiedError
+from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.keys import BATCH_SIZE
 
 
@@ -45,13 +41,6 @@ class InUnits(DefaultLoop):
 class OwnValidation(InUnits):
     def validate(self, val_iterator, info):
         return {"seen": float(sum(1 for _ in val_iterator))}
-
-
-class Dies(InUnits):
-    def compute_loss(self, batch, batch_info):
-        if self.world_rank == 1 and self.global_step == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().compute_loss(batch, batch_info)
 
 
 def trainer(operator=InUnits, config=None, **arguments):
@@ -115,15 +104,6 @@ def test_a_run_goes_on_from_its_checkpoints(tmp_path):
     with trainer(**arguments, resume="auto") as again:
         assert again.status()["step"] == 6
         assert farthest(again.get_model(), trained) == 0.0
-
-
-@pytest.mark.slow
-def test_a_death_ends_the_run_at_once():
-    with trainer(Dies, num_workers=2) as run:
-        began = time.monotonic()
-        with pytest.raises(WorkerDiedError):
-            run.train()
-        assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,8 @@ class OperatorState:
             a call; None: not yet.
         steps_taken_back: optimizers' steps of the open step that `check_finite` undid. Reset by
             `Rollback` where a step opens.
+        is_replaying: steps are computed again after a recovery, and count for nothing. Set by
+            `memory_recovery.replay`.
         put_buffers_back: gives buffers the values that they had before the open step. Set by
             `Rollback`.
     """
@@ -93,6 +95,7 @@ class OperatorState:
         self.ran_default_epoch = False
         self.step_log: StepLog | None = None
         self.steps_taken_back = 0
+        self.is_replaying = False
         self.put_buffers_back: Callable[[], None] = _no_copies
         self.begin_call("train")
 
@@ -115,6 +118,11 @@ class OperatorState:
         """Drop the counts of the call so far: its batches were counted by an earlier call."""
         self.registered_metrics.reset()
         self.meters.reset()
+
+    @property
+    def counts_nothing(self) -> bool:
+        """Whether the current batch is another worker's, or was counted before."""
+        return self.global_batch.is_borrowed or self.is_replaying
 
     @property
     def sync(self) -> Synchroniser | None:

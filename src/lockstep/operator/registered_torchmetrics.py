@@ -30,15 +30,15 @@ class RegisteredMetrics:
         self._by_purpose: dict[str, dict[str, Any]] = {}
 
     def register(
-        self, purpose: str, given: Any, device: torch.device, is_borrowed: Callable[[], bool]
+        self, purpose: str, given: Any, device: torch.device, counts_nothing: Callable[[], bool]
     ) -> None:
         """Take `given` for `purpose`.
 
         Args:
             given: a metric, a ``MetricCollection``, or a mapping from names to such.
             device: of the metrics' states.
-            is_borrowed: whether the current batch is another worker's, which counts it (see
-                `ShardedLoader`'s module).
+            counts_nothing: whether the current batch is another worker's, which counts it (see
+                `ShardedLoader`'s module), or was counted before a recovery.
 
         Raises:
             WrongTypeError: something in it is no torchmetrics object.
@@ -61,7 +61,7 @@ class RegisteredMetrics:
             for each in metrics_in(metric):
                 # The driver merges the states: no rank waits for another in the middle of a loop.
                 each.distributed_available_fn = _never
-                each.update = _skip_borrowed(is_borrowed, each.update)
+                each.update = _skip_uncounted(counts_nothing, each.update)
         self._by_purpose[purpose] = named
 
     def reset(self) -> None:
@@ -122,12 +122,12 @@ def _flatten_collections(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name or type(metric).__name__, metric
 
 
-def _skip_borrowed(
-    is_borrowed: Callable[[], bool], update: Callable[..., Any]
+def _skip_uncounted(
+    counts_nothing: Callable[[], bool], update: Callable[..., Any]
 ) -> Callable[..., Any]:
     @wraps(update)
     def counted(*args: Any, **kwargs: Any) -> None:
-        if not is_borrowed():
+        if not counts_nothing():
             update(*args, **kwargs)
 
     return counted

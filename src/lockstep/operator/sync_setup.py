@@ -43,8 +43,12 @@ def attach(registered: TrainingParts, context: RankContext) -> None:
     if not any(True for _ in registered.parameters()):
         return
     registered.sync = _synchroniser(registered, context)
-    if context.group.size == 1:
-        return
+    if context.group.size > 1:
+        _compare(registered, context)
+
+
+def _compare(registered: TrainingParts, context: RankContext) -> None:
+    assert registered.sync is not None, "attached"
     registered.attached = tuple(registered.parameters())
     try:
         compare_optimizers(context.group, registered)
@@ -54,11 +58,17 @@ def attach(registered: TrainingParts, context: RankContext) -> None:
         raise
 
 
-def rejoin(registered: TrainingParts, context: RankContext, committed: int) -> None:
+def rejoin(
+    registered: TrainingParts,
+    context: RankContext,
+    committed: int,
+    load: Callable[[], None] | None = None,
+) -> None:
     """Attach to the ranks of a new group, which hold the same values already.
 
     Args:
         committed: steps of the run that have happened.
+        load: loads values into models and optimizers that have just been cut into other shards.
 
     Collective:
         Every rank; see `attach`.
@@ -67,11 +77,13 @@ def rejoin(registered: TrainingParts, context: RankContext, committed: int) -> N
         return
     if registered.sync is not None and registered.can_join:
         registered.sync.join_group(context.group)
-        registered.attached = tuple(registered.parameters())
-        compare_optimizers(context.group, registered)
-        return
-    registered.sync_options = replace(registered.sync_options, resume_step=committed)
-    attach(registered, context)
+    elif any(True for _ in registered.parameters()):
+        registered.sync_options = replace(registered.sync_options, resume_step=committed)
+        registered.sync = _synchroniser(registered, context)
+    if load is not None:
+        load()
+    if registered.sync is not None:
+        _compare(registered, context)
 
 
 def _synchroniser(registered: TrainingParts, context: RankContext) -> Synchroniser:

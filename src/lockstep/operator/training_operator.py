@@ -286,7 +286,7 @@ class TrainingOperator:
         for purpose, given in (("train", train), ("validation", validation)):
             if given is not None:
                 self._lockstep.registered_metrics.register(
-                    purpose, given, self.device, lambda: self._lockstep.global_batch.is_borrowed
+                    purpose, given, self.device, lambda: self._lockstep.counts_nothing
                 )
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:

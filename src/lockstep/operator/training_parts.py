@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from lockstep._torch_compat import compiled_from
+from lockstep._torch_compat import buffers_of, compiled_from, is_persistent
 from lockstep.errors import UnknownParameterError
 from lockstep.sync import DataParallelModel, is_local
 
@@ -125,6 +125,20 @@ class TrainingParts:
     def parameters(self) -> Iterator[nn.Parameter]:
         # Each parameter once: clipping would count a parameter that modules share twice.
         yield from dict.fromkeys(p for module in self.modules() for p in module.parameters())
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """All buffers, those included that are not persistent, which a checkpoint omits."""
+        return (buffer for each in (*self.modules(), *self.averages) for buffer in each.buffers())
+
+    def unsaved_buffers(self) -> list[torch.Tensor]:
+        """The modules' buffers that ``state_dict()`` leaves out."""
+        return [
+            buffer
+            for module in self.modules()
+            for owner in module.modules()
+            for key, buffer in buffers_of(owner).items()
+            if buffer is not None and not is_persistent(owner, key)
+        ]
 
     def shared_parameters(self) -> Iterator[nn.Parameter]:
         """`parameters()`, without those that `lockstep.local` leaves to each rank."""

@@ -17,7 +17,8 @@ class Incident:
         why: the causes of the losses.
         during: the remote method, and the last known phase of the lost workers.
         step: the committed steps of the run; none of them is lost.
-        replayed: 1 if an optimizer step was interrupted, and computed again; 0 between steps.
+        replayed: steps that were computed again: the one that was interrupted, if any was, and
+            under ``sync="fsdp"`` those since the memory checkpoint.
         seconds: from the first sign of the failure until the next generation had formed.
         generation: the number of that generation.
         workers: the size of that generation.

@@ -32,13 +32,20 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from lockstep.data import shards_of
 from lockstep.engine.idle_worker_eviction import evicted_error, register_for_eviction
 from lockstep.engine.rollback_errors import warn_of_cut_short_step
-from lockstep.errors import LockstepError, PoisonedStepError, WorkerDiedError
+from lockstep.errors import PoisonedStepError, WorkerDiedError
+from lockstep.operator import TrainingOperator
 from lockstep.recovery.incident import Incident
 from lockstep.recovery.lost_sample_counts import LostSampleCounts
 from lockstep.recovery.lost_worker import LostWorker
 from lockstep.recovery.regrouping import Regrouping
 from lockstep.recovery.watchdog import Watchdog
-from lockstep.worker import Communication, OnFailure, Worker, items_ahead
+from lockstep.worker import (
+    Communication,
+    OnFailure,
+    Worker,
+    items_ahead,
+    renew_memory_checkpoint,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,13 +54,14 @@ if TYPE_CHECKING:
     from lockstep.engine.engine_protocol import CallListener, SnapshotFetcher, SnapshotKeeper
     from lockstep.engine.pending_call import PendingCall
     from lockstep.engine.ray_engine import RayEngine
-    from lockstep.operator import TrainingOperator
     from lockstep.recovery.regrouping import NewGeneration
     from lockstep.worker import CallContract, RemoteCall, RunPosition, StartReport
 
 R = TypeVar("R")
 
 _log = logging.getLogger("lockstep.recovery")
+
+_VALIDATION: Final = (TrainingOperator.validate, TrainingOperator.validate_batch)
 
 _MAX_DEATHS: Final = 3
 """Deaths that one shard of one step may cause: the first worker and two replacements."""
@@ -79,6 +87,7 @@ class RecoveringEngine:
         self._regrouping = Regrouping(engine, min_workers, self._watchdog)
         self._incidents: list[Incident] = []
         self._has_asked_to_leave = False
+        self._reads_dataset = False
         self._to_replace: list[LostWorker] = []
         self._interrupted: RemoteCall[Worker, object] | None = None
         # Never True again: steps computed by fewer workers stay in the weights.
@@ -138,6 +147,8 @@ class RecoveringEngine:
     ) -> list[R]:
         # Anew in each call: several validations after one step of training begin at the same step.
         deaths: Counter[tuple[RunPosition, int]] = Counter()
+        if call.method is Worker.feed:
+            self._reads_dataset = call.args[0] is not None
         self._regroup_before_call(call.contract)
         lost_counts = LostSampleCounts(self._engine, call.purpose)
         attempt, left = call, retries
@@ -145,6 +156,7 @@ class RecoveringEngine:
             pending_call = self._perform(attempt, rank, listener)
             self._replace_lost()
             if not pending_call.has_failed:
+                self._renew_memory_checkpoint(call)
                 # Only loops have lost reports, and R is Report then.
                 return [*self._engine.results(pending_call), *cast("list[R]", lost_counts.reports)]
             # Members that were asked to leave for a newcomer have not failed.
@@ -153,6 +165,8 @@ class RecoveringEngine:
                 if pending_call.is_recoverable:
                     _add_retries_note(pending_call.cause(), call.contract.name, retries)
                 self._interrupt_if_all_live(call, pending_call)
+                if not pending_call.deaths and not pending_call.is_recoverable:
+                    self._renew_memory_checkpoint(call)
                 return self._engine.results(pending_call)
             new_generation = self._recover(call, pending_call)
             if call.purpose is not None:
@@ -160,10 +174,36 @@ class RecoveringEngine:
             lost_counts.record_losses(new_generation)
             if call.contract.on_failure is OnFailure.RAISE:
                 self._replace_lost()
-                raise _partial_call_error(pending_call)
+                raise _partial_call_error(pending_call, new_generation)
             progress = new_generation.source.progress
             if call.contract.on_failure is OnFailure.RESUME and progress is not None:
                 attempt = call.resume_at(progress)
+
+    def _renew_memory_checkpoint(self, call: RemoteCall[Worker, object]) -> None:
+        """After a call that may have changed the state by other means than training.
+
+        Raises:
+            WorkerDiedError: a worker died meanwhile, and the others have gone back to the state
+                from before the call.
+        """
+        if not self._engine.spec.keeps_memory_checkpoints or not self._may_change_state(call):
+            return
+        # Not by `_call`, which may form the group anew before, and so lose what has changed.
+        renewal = renew_memory_checkpoint.with_args()
+        pending_call = self._perform(renewal, None, None)
+        if not pending_call.has_failed:
+            return
+        if not pending_call.is_recoverable:
+            self._engine.results(pending_call)
+        self._recover(renewal, pending_call)
+        self._replace_lost()
+        raise _lost_changes_error(call.contract.name, pending_call)
+
+    def _may_change_state(self, call: RemoteCall[Worker, object]) -> bool:
+        own = map(self._engine.spec.operator_cls._lockstep_overrides, _VALIDATION)
+        if call.contract.on_failure is OnFailure.RESUME:
+            return call.purpose == "validation" and any(own)
+        return call.contract.on_failure is not OnFailure.REPEAT
 
     def _perform(
         self, call: RemoteCall[Worker, R], rank: int | None, listener: CallListener | None
@@ -186,7 +226,7 @@ class RecoveringEngine:
         if call.contract.communication is Communication.OWN_GROUP and pending_call.deaths:
             # A worker died after the ping: the others wait for it at the rendezvous.
             self.workers.close_rendezvous()
-        if call.is_training and not self._has_asked_to_leave and self._regrouping.can_grow:
+        if call.is_training and not self._has_asked_to_leave and self._can_grow:
             # Members leave before their next batch; a rank still in a step then fails in it.
             self._has_asked_to_leave = True
             self._regrouping.request_leave()
@@ -196,12 +236,18 @@ class RecoveringEngine:
         # In a rendezvous no rank notices that another one is dead: all of them must live.
         forms_group = contract.communication is Communication.OWN_GROUP
         may_fail = contract.may_be_repeated and not forms_group
-        if may_fail and not self._regrouping.can_grow:
+        if may_fail and not self._can_grow:
             return
         ping = Worker.ping.with_args()
         pending_call = self._perform(ping, None, None)
-        if pending_call.deaths or self._regrouping.can_grow:
+        if pending_call.deaths or self._can_grow:
             self._recover(ping, pending_call)
+
+    @property
+    def _can_grow(self) -> bool:
+        # Ray gives each row of a dataset once: no step on one can be computed again.
+        is_fed = self._reads_dataset and self._engine.spec.keeps_memory_checkpoints
+        return self._regrouping.can_grow and not is_fed
 
     # ------------------------------------------------------------------------ interrupting
 
@@ -250,7 +296,7 @@ class RecoveringEngine:
             return
         try:
             new_generation = self._regrouping.run(call.purpose, [], abandoned_because=cause)
-        except LockstepError as error:
+        except Exception as error:  # a step that is computed again runs the user's code
             error.__cause__ = error.__cause__ or cause
             self._engine.end(error)
         else:
@@ -323,7 +369,8 @@ class RecoveringEngine:
             or "the connections broke",
             during=_describe_call(name, lost_workers),
             step=new_generation.position.steps,
-            replayed=int(progress is not None and not progress.is_over),
+            replayed=new_generation.num_replayed
+            + int(progress is not None and not progress.is_over),
             seconds=seconds,
             generation=generation,
             workers=size,
@@ -378,13 +425,30 @@ def _add_retries_note(cause: BaseException | None, name: str, retries: int) -> N
         )
 
 
-def _partial_call_error(pending_call: PendingCall[Any]) -> BaseException:
+def _partial_call_error(
+    pending_call: PendingCall[Any], new_generation: NewGeneration
+) -> BaseException:
+    name = pending_call.contract.name
+    fix = (
+        "the workers are complete again, with the state from before it: call it again"
+        if new_generation.is_from_memory
+        else "the workers are complete again, with the survivors' state: look at it, and call again"
+        " if that is right"
+    )
+    what = f"a worker died during {name}, which may have happened on the others"
+    return _died_error(what, pending_call, fix)
+
+
+def _lost_changes_error(name: str, pending_call: PendingCall[Any]) -> BaseException:
+    what = f"a worker died just after {name}, and what that has changed is lost"
+    fix = "the workers are complete again, with the state from before it: call it again"
+    return _died_error(what, pending_call, fix)
+
+
+def _died_error(what: str, pending_call: PendingCall[Any], fix: str) -> BaseException:
     cause = pending_call.cause()
     died = WorkerDiedError(
-        f"a worker died during {pending_call.contract.name}, which may have happened on the others",
-        cause=None if cause is None else str(cause).splitlines()[0],
-        fix="the workers are complete again, with the survivors' state: look at it, and call again"
-        " if that is right",
+        what, cause=None if cause is None else str(cause).splitlines()[0], fix=fix
     )
     died.__cause__ = cause
     return died

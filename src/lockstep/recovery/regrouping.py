@@ -14,6 +14,10 @@ the next generation is three rounds of calls:
 3. `join`, on every member of the next generation: they meet at a new rendezvous, the source sends
    its state to members that are behind or new (`Formation.stale`), and all compare their bits.
 
+Under ``sync="fsdp"`` no survivor has the whole state. Then `join` goes back to the newest memory
+checkpoint of which all parts are left (`find_restore`), and a fourth round, `replay`, computes the
+steps since then again, up to where the furthest survivor had come.
+
 A member that dies in the third round is lost like any other, and another attempt begins with the
 first round; after `_ATTEMPTS` of them the run ends. Invariants: an attempt changes no committed
 state, so that it can be repeated; and a worker has a rank in `RankTable` or is one of its
@@ -34,16 +38,16 @@ from lockstep.errors import WorkerDiedError
 from lockstep.recovery.lost_worker import LostWorker
 from lockstep.recovery.rank_table import RankTable
 from lockstep.recovery.spare_workers import SpareWorkers
-from lockstep.worker import Formation, join, leave_broken_group
+from lockstep.worker import Formation, find_restore, join, leave_broken_group, replay
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from lockstep.engine.pending_call import PendingCall
     from lockstep.engine.ray_engine import RayEngine
     from lockstep.engine.worker_handle import WorkerHandle
     from lockstep.recovery.watchdog import Watchdog
-    from lockstep.worker import RunPosition, SurvivorState
+    from lockstep.worker import RemoteCall, RunPosition, SurvivorState, Worker
 
 _ATTEMPTS: Final = 10
 """Attempts to form a generation before the run ends."""
@@ -56,10 +60,14 @@ class NewGeneration:
     Attributes:
         source: the survivor whose state all members have now.
         lost_workers: the lost workers, in the order of their loss.
+        num_replayed: committed steps that were computed again.
+        is_from_memory: the state is that of a memory checkpoint.
     """
 
     source: SurvivorState
     lost_workers: Sequence[LostWorker]
+    num_replayed: int = 0
+    is_from_memory: bool = False
 
     @property
     def position(self) -> RunPosition:
@@ -123,8 +131,16 @@ class Regrouping:
             if furthest is None:
                 raise _no_worker_left_error(table.lost_workers, list(survivors))
             self._workers.set_members(self._members(table))
-            if self._join(self._formation(survivors, furthest), table):
+            formation = self._formation(survivors, furthest, table)
+            if not self._join(formation, table):
+                continue
+            if (restore := formation.restore) is None:
                 return NewGeneration(furthest, table.lost_workers)
+            again = replay.with_args(restore)
+            if self._perform(dict.fromkeys(range(formation.size), again), table):
+                return NewGeneration(
+                    furthest, table.lost_workers, restore.steps, is_from_memory=True
+                )
         raise WorkerDiedError(
             f"the group could not be formed in {_ATTEMPTS} attempts",
             cause="workers died, or could not reach each other, while it was being formed",
@@ -174,12 +190,21 @@ class Regrouping:
         return table.assign_ranks(spares, self._engine.spec.num_workers)
 
     def _formation(
-        self, survivors: dict[WorkerHandle, SurvivorState], furthest: SurvivorState
+        self,
+        survivors: dict[WorkerHandle, SurvivorState],
+        furthest: SurvivorState,
+        table: RankTable,
     ) -> Formation:
         members = self._workers.members
-        self._workers.generation += 1
         states = [survivors.get(member) for member in members]
         source = states.index(furthest)
+        restore = None
+        if self._engine.spec.keeps_memory_checkpoints:
+            held = [() if state is None else state.held for state in states]
+            restore = find_restore(held, furthest)
+            if restore is None:
+                raise _parts_lost_error(table.lost_workers)
+        self._workers.generation += 1
         return Formation(
             rendezvous=self._workers.open_rendezvous(),
             size=len(members),
@@ -189,13 +214,20 @@ class Regrouping:
                 rank
                 for rank, state in enumerate(states)
                 if rank != source
+                and restore is None
                 and (furthest.is_cut_short or not _has_same_progress(state, furthest))
             ),
             local_ranks=tuple(local_ranks([member.node for member in members])),
+            restore=restore,
         )
 
     def _join(self, formation: Formation, table: RankTable) -> bool:
         """Let the members form the group; False if a member was lost meanwhile."""
+        ranks = range(formation.size)
+        return self._perform({rank: join.with_args(rank, formation) for rank in ranks}, table)
+
+    def _perform(self, calls: Mapping[int, RemoteCall[Worker, None]], table: RankTable) -> bool:
+        """Make a call on all members; False if a member was lost meanwhile."""
         members = list(self._workers.members)
         self._watchdog.begin_call()
 
@@ -205,7 +237,7 @@ class Regrouping:
                 self._workers.close_rendezvous()
 
         pending_call = self._engine.perform(
-            {rank: join.with_args(rank, formation) for rank in range(len(members))},
+            calls,
             on_poll=on_poll,
             on_interrupt=_ignore_interrupt,
         )
@@ -247,8 +279,23 @@ def _no_worker_left_error(
             f"{', '.join(map(str, alive))} live, and cannot go back to where the step began: a loop"
             " held gradients that had not been reduced (no_sync) when an epoch or a call "
             "ended, an optimizer had stepped in a batch that cannot be computed again, or a forward"
-            " wrote to weights that had not been written in the first steps"
+            " wrote to weights that had not been written in the first steps; or, under"
+            ' sync="fsdp", training read a Ray dataset'
         )
+    if lost_workers:
+        died.__cause__ = lost_workers[0].died
+    return died
+
+
+def _parts_lost_error(lost_workers: Sequence[LostWorker]) -> WorkerDiedError:
+    lost = ", ".join(f"{each.worker}, rank {each.rank}" for each in lost_workers)
+    died = WorkerDiedError(
+        "a part of the state is lost with the workers that had it",
+        got=f"lost {lost}" if lost else None,
+        cause="a worker and the one that kept a copy of its part have died together, or the state"
+        " was changed between two calls while gradients were not reduced (no_sync)",
+        fix="build a new trainer and load the last checkpoint",
+    )
     if lost_workers:
         died.__cause__ = lost_workers[0].died
     return died

@@ -268,8 +268,8 @@ def processes_and_replicas(sync: str, num_workers: int) -> tuple[int, int]:
 
 def check_options(
     options: Options, operator_cls: type[TrainingOperator], *, use_local: bool
-) -> None:
-    """Refuse options that cannot be right, alone or with the loop that the operator brings."""
+) -> Options:
+    """`options`, if they can be right, alone and with the loop that the operator brings."""
     step_freqs = (*sorted(VALID_SCHEDULER_STEP), None)
     require_choice("scheduler_step_freq", options.scheduler_step_freq, step_freqs)
     require_count("accumulate", options.accumulate)
@@ -287,6 +287,7 @@ def check_options(
             cause="its shards go through as one batch, whose size depends on num_workers",
             fix="leave reproducible out; the result is still that of one process, to rounding",
         )
+    return options
 
 
 def _check_sync(options: Options, use_local: bool) -> None:
@@ -339,3 +340,15 @@ def _may_call_default(method: Any) -> bool:
             return True
         codes += [each for each in code.co_consts if inspect.iscode(each)]
     return False
+
+
+def check_memory_checkpoints(every: Any) -> int | str | None:
+    """See `TorchTrainer`.
+
+    Raises:
+        ConfigurationError: neither a number above zero, nor "auto", nor None.
+    """
+    if every is None or every == "auto":
+        return None if every is None else "auto"
+    require_count("memory_checkpoint_every", every, least=1)
+    return int(every)

@@ -92,5 +92,7 @@ def _refuse_spares(spec: WorkerSpec, num_spares: int) -> None:
         "a spare worker cannot take over here",
         got=f"spare_workers={num_spares}, {got}",
         cause=cause,
-        fix='sync="replicate", or leave spare_workers out and save checkpoints',
+        fix='memory_checkpoint_every="auto"'
+        if spec.options.sync == "fsdp"
+        else 'sync="replicate", or leave spare_workers out and save checkpoints',
     )

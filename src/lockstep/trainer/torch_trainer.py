@@ -91,6 +91,10 @@ class TorchTrainer:
         keep_checkpoints: how many of them stay.
         resume: "auto" goes on from the newest good checkpoint in `checkpoint_dir`, if there is
             one; a path from that one. `num_shards` and `seed` come from it.
+        memory_checkpoint_every: under ``sync="fsdp"``, global batches between two copies of each
+            worker's part of the state in another worker's memory; after a death at most so many
+            are computed again. "auto": so that the copies take 1 % of the time. None: no copies,
+            and a death ends the run.
         audit: how often ranks are compared: "watch" (the first steps more often, then every 64th),
             "full" (every step, slower), "off".
         callbacks: `Callback` objects.
@@ -135,6 +139,7 @@ class TorchTrainer:
         checkpoint_every: int | None = None,
         keep_checkpoints: int = 3,
         resume: str | os.PathLike[str] | None = None,
+        memory_checkpoint_every: int | str | None = "auto",
         audit: str = "watch",
         callbacks: Sequence[Callback] = (),
         **further: Any,
@@ -164,7 +169,6 @@ class TorchTrainer:
             clip_grad_norm=clip_grad_norm,
             check_finite=check_finite,
         )
-        checks.check_options(options, operator_cls, use_local=use_local)
         spec = WorkerSpec(
             operator_cls=operator_cls,
             config=self.config,
@@ -174,9 +178,10 @@ class TorchTrainer:
             initialization_hook=initialization_hook,
             threads=num_cpus_per_worker if processes > 1 or reproducible else None,
             use_gpu=checks.pick_gpu(use_gpu, backend),
-            options=options,
+            options=checks.check_options(options, operator_cls, use_local=use_local),
             audit=checks.require_choice("audit", audit, ("off", "watch", "full")),
             log_every=self._steps.every,
+            memory_checkpoint_every=checks.check_memory_checkpoints(memory_checkpoint_every),
         )
         checkpoints = (checkpoint_dir, checkpoint_every, keep_checkpoints, resume, sync)
         self._start(spec, placement, CheckpointDirectory(*checkpoints), explicit)

@@ -5,13 +5,17 @@ from lockstep.worker.call_outcome import Outcome, add_rank, error_text, failed_o
 from lockstep.worker.checkpoint_snapshot import Snapshot
 from lockstep.worker.group_rejoin import (
     Formation,
-    RunPosition,
-    SurvivorState,
     join,
     leave_broken_group,
     undo_without_peers,
 )
 from lockstep.worker.loop_run import LoopProgress, LoopRequest
+from lockstep.worker.memory_recovery import (
+    MemoryRestore,
+    find_restore,
+    renew_memory_checkpoint,
+    replay,
+)
 from lockstep.worker.parity_trial import Trial, verify
 from lockstep.worker.position_queries import items_ahead, position, samples_of
 from lockstep.worker.prediction import Prediction, predict
@@ -26,6 +30,7 @@ from lockstep.worker.remote_method import (
 )
 from lockstep.worker.report import LoopCounts, Report, StartReport, report_of_lost_worker
 from lockstep.worker.spec import WorkerSpec
+from lockstep.worker.survivor_state import RunPosition, SurvivorState
 from lockstep.worker.torch_profiler import start_tracing, stop_tracing
 from lockstep.worker.worker import Worker
 from lockstep.worker.worker_status import WorkerStatus, status_of
@@ -37,6 +42,7 @@ __all__ = [
     "LoopCounts",
     "LoopProgress",
     "LoopRequest",
+    "MemoryRestore",
     "OnFailure",
     "Outcome",
     "Prediction",
@@ -57,6 +63,7 @@ __all__ = [
     "arrival_key",
     "error_text",
     "failed_outcome",
+    "find_restore",
     "is_peer_lost",
     "items_ahead",
     "join",
@@ -64,6 +71,8 @@ __all__ = [
     "position",
     "predict",
     "progress_of",
+    "renew_memory_checkpoint",
+    "replay",
     "report_of_lost_worker",
     "rows_after",
     "samples_of",

@@ -101,8 +101,7 @@ class SnapshotTaker:
         Collective:
             Where `_needs_all_ranks`, when a copy is due: every rank.
         """
-        # A step ends the window of a loop of the user's own.
-        is_settled = committed.has_stepped if self._has_own_loop else self._is_between_windows
+        is_settled = self.is_settled(committed)
         if self._is_requested and not self._needs_all_ranks:
             self._take_requested_snapshot(is_settled)
         if not self._is_due or not is_settled or (self._has_own_loop and self._needs_all_ranks):
@@ -111,6 +110,11 @@ class SnapshotTaker:
         # `after_call` takes the snapshot.
         if not self._worker.operator._lockstep_overrides(TrainingOperator.train_epoch):
             self._copy()
+
+    def is_settled(self, committed: CommittedCounts) -> bool:
+        """Whether no gradients wait for the next batch; the same on every rank."""
+        # A step ends the window of a loop of the user's own.
+        return committed.has_stepped if self._has_own_loop else self._is_between_windows
 
     def after_call(self) -> None:
         """After a call of `train`, take the snapshot that was not possible within the call."""

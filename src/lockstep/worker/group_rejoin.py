@@ -17,53 +17,26 @@ The state that travels is that of a checkpoint (see `state_dict`), and what a ch
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lockstep.group import Group
 from lockstep.operator.sync_setup import rejoin
 from lockstep.worker import state_broadcast
 from lockstep.worker.loader_sharding import make_sharded_loader
 from lockstep.worker.loop_run import LoopProgress
+from lockstep.worker.memory_recovery import go_back, take_again
+from lockstep.worker.position_queries import run_position
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 from lockstep.worker.saved_gradients import SavedGradients
+from lockstep.worker.survivor_state import RunPosition, SurvivorState
 from lockstep.worker.worker import Undone
 
 if TYPE_CHECKING:
-    import torch
-
     from lockstep.operator import TrainingOperator
     from lockstep.operator.training_parts import TrainingParts
+    from lockstep.worker.memory_recovery import MemoryRestore
     from lockstep.worker.process_group import Rendezvous
     from lockstep.worker.worker import Worker
-
-
-class RunPosition(NamedTuple):
-    """How far a worker has come; a worker that is further has a larger position.
-
-    Attributes:
-        steps: the committed steps of the run.
-        epoch: the epoch of the training data.
-    """
-
-    steps: int
-    epoch: int
-
-
-@dataclass(frozen=True)
-class SurvivorState:
-    """How far a worker has come, after it has left its group.
-
-    Attributes:
-        position: how far its state has come; None if it has no state of the run (it is a spare, or
-            an optimizer stepped in the middle of a batch that cannot be computed again).
-        progress: the progress of the interrupted call; None without one.
-        is_cut_short: a loop of the user's own failed after the last step's optimizers, so that its
-            code after them did not run.
-    """
-
-    position: RunPosition | None
-    progress: LoopProgress | None = None
-    is_cut_short: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +47,7 @@ class Formation:
         source: the rank whose state the others load.
         stale: ranks that load the state of `source`.
         local_ranks: each rank's index among the ranks of its host.
+        restore: how ranks whose state is in shards get it back; None for replicas.
     """
 
     rendezvous: Rendezvous
@@ -81,6 +55,7 @@ class Formation:
     source: int
     stale: tuple[int, ...]
     local_ranks: tuple[int, ...]
+    restore: MemoryRestore | None = None
 
 
 @remote_method(Communication.NONE, OnFailure.RAISE, is_timed=True)
@@ -94,16 +69,43 @@ def leave_broken_group(
             call was interrupted.
         is_abandoned: the call does not go on: it has ended with the last committed step.
     """
+    memory = worker.memory
+    if memory is not None and worker.survivor is not None:
+        # Another loss, before the steps since the checkpoint were computed again.
+        worker.leave()
+        survivor = replace(worker.survivor, held=memory.held)
+        return _abandoned(worker, survivor, interrupted) if is_abandoned else survivor
     survivor = _leave_broken_group(worker, interrupted)
     if is_abandoned and survivor.position is not None:
-        call, worker.loop_run, worker.before_call = worker.loop_run, None, None
-        if call is not None and interrupted == "train":
-            # The first batches of the open window belong to an earlier call, which counted them.
-            worker.num_batches_to_recompute = max(
-                worker.num_batches_to_recompute, -call.committed.steps
-            )
-        return SurvivorState(survivor.position, is_cut_short=survivor.is_cut_short)
-    return survivor
+        survivor = _abandoned(worker, survivor, interrupted)
+    if memory is None or survivor.position is None:
+        return survivor
+    if interrupted != "train":
+        # A state that is being loaded is not one that training has come to.
+        survivor = replace(survivor, position=RunPosition(*memory.reached))
+    worker.survivor = replace(
+        survivor,
+        num_batches_to_recompute=worker.num_batches_to_recompute,
+        other_places={
+            purpose: (cursor.epoch, cursor.step)
+            for purpose, cursor in worker.cursors.items()
+            if purpose != "train"
+        },
+        held=memory.held,
+        calls=tuple(memory.calls),
+    )
+    return worker.survivor
+
+
+def _abandoned(worker: Worker, survivor: SurvivorState, interrupted: str | None) -> SurvivorState:
+    """The state of a survivor whose call does not go on."""
+    call, worker.loop_run, worker.before_call = worker.loop_run, None, None
+    if call is not None and interrupted == "train":
+        # The first batches of the open window belong to an earlier call, which counted them.
+        worker.num_batches_to_recompute = max(
+            worker.num_batches_to_recompute, -call.committed.steps
+        )
+    return replace(survivor, progress=None)
 
 
 def undo_without_peers(worker: Worker, interrupted: str | None) -> SurvivorState:
@@ -133,6 +135,8 @@ def _leave_broken_group(worker: Worker, interrupted: str | None) -> SurvivorStat
     worker.leave()
     if not worker.has_state:
         return SurvivorState(None)
+    if worker.memory is not None and worker.reads_dataset:
+        return SurvivorState(None)  # Ray gives each row once: no step can be computed again
     # A dataset of Ray's was split for the ranks of the group that is left.
     worker.feed(None, None)
     call = worker.loop_run if interrupted is not None else None
@@ -147,7 +151,7 @@ def _leave_broken_group(worker: Worker, interrupted: str | None) -> SurvivorStat
     # A rank that has trained to the end of the call is ahead. A validation is done again by all
     # ranks: the sums of its metrics on a lost worker are lost.
     if call is None or (call.is_over and interrupted == "train"):
-        return SurvivorState(_position(worker), None if call is None else call.progress)
+        return SurvivorState(run_position(worker), None if call is None else call.progress)
     undone = worker.undo(call)
     if undone is Undone.IMPOSSIBLE:
         worker.has_state = False
@@ -157,15 +161,10 @@ def _leave_broken_group(worker: Worker, interrupted: str | None) -> SurvivorStat
         # Negative where the call begins with batches of a window that was open before it.
         steps = call.cursor.step - call.first_step
         return SurvivorState(
-            _position(worker), LoopProgress(call.first_epoch, call.first_step, steps, 0, False)
+            run_position(worker), LoopProgress(call.first_epoch, call.first_step, steps, 0, False)
         )
     is_cut_short = undone is Undone.NOTHING_AS_STEP_COUNTS
-    return SurvivorState(_position(worker), call.progress, is_cut_short=is_cut_short)
-
-
-def _position(worker: Worker) -> RunPosition:
-    epoch = worker.cursors["train"].epoch if "train" in worker.cursors else 0
-    return RunPosition(worker.operator._lockstep.committed, epoch)
+    return SurvivorState(run_position(worker), call.progress, is_cut_short=is_cut_short)
 
 
 @remote_method(Communication.RUN_GROUP, OnFailure.RAISE, is_timed=True)
@@ -174,7 +173,8 @@ def join(worker: Worker, rank: int, formation: Formation) -> None:
 
     Collective:
         Every rank of `formation`: forms the group, broadcasts the state if there are stale ranks,
-        attaches the gradients' synchronisation, compares the bits.
+        attaches the gradients' synchronisation, compares the bits. Ranks whose state is in shards
+        exchange parts of a memory checkpoint, and take the next one.
 
     Raises:
         PeerLostError: a rank did not come, or went away.
@@ -184,13 +184,19 @@ def join(worker: Worker, rank: int, formation: Formation) -> None:
     operator, group = worker.operator, worker.operator._lockstep.context.group
     if formation.stale:
         _transfer_state(worker, group, rank, formation)
-    worker.snapshots.forget()
-    rejoin(worker.run, operator._lockstep.context, operator._lockstep.committed)
+    if formation.restore is None:
+        worker.snapshots.forget()
+        rejoin(worker.run, operator._lockstep.context, operator._lockstep.committed)
+    else:
+        go_back(worker, group, formation.restore)
     worker.expect_usual_weight()
     with_optimizers = worker.spec.options.sync != "parameter_server"
     state_broadcast.agree_on_bits(group, worker.run, with_optimizers=with_optimizers)
     group.confirm()
-    worker.attach_audit(operator._lockstep.committed)
+    if formation.restore is None:
+        worker.attach_audit(operator._lockstep.committed)
+    else:
+        take_again(worker)
 
 
 def _join_group(worker: Worker, rank: int, formation: Formation) -> None:
@@ -199,6 +205,8 @@ def _join_group(worker: Worker, rank: int, formation: Formation) -> None:
     before = operator._lockstep.context
     if worker.before_first_collective is not None:
         worker.before_first_collective()
+    if worker.process_group is not None:
+        worker.leave()  # a spare whose model is in shards was a group of one
     group = worker.join_group(formation.rendezvous, before.device)
     shards = before.shard_assignment
     assignment = worker.make_shard_assignment(shards.num_shards, shards.seed, rank)
@@ -238,7 +246,7 @@ def _full_state(worker: Worker) -> dict[str, Any]:
     return {
         "state": worker.state_to_write(),
         "requires_grad": [parameter.requires_grad for parameter in run.parameters()],
-        "buffers": _buffers(run),
+        "buffers": list(run.buffers()),
         "weighed_by": worker.operator._lockstep.weighed_by,
         "window_gradients": None if window_gradients is None else list(window_gradients.gradients),
         "num_batches_to_recompute": worker.num_batches_to_recompute,
@@ -251,7 +259,7 @@ def _load_full_state(worker: Worker, full_state: dict[str, Any]) -> None:
     run: TrainingParts = worker.run
     for parameter, flag in zip(run.parameters(), full_state["requires_grad"], strict=True):
         parameter.requires_grad_(flag)
-    for mine, theirs in zip(_buffers(run), full_state["buffers"], strict=True):
+    for mine, theirs in zip(run.buffers(), full_state["buffers"], strict=True):
         mine.data = theirs.to(mine.device, copy=True)
     worker.operator._lockstep.weighed_by = dict(full_state["weighed_by"])
     if full_state["window_gradients"] is not None:
@@ -259,9 +267,3 @@ def _load_full_state(worker: Worker, full_state: dict[str, Any]) -> None:
         worker.rollback.restore_window_gradients(gradients)
     worker.num_batches_to_recompute = full_state["num_batches_to_recompute"]
     worker.rollback.expect_written_parameters(full_state["written_parameters"])
-
-
-def _buffers(run: TrainingParts) -> list[torch.Tensor]:
-    """All buffers, those included that are not persistent, which a checkpoint omits."""
-    modules = [*run.modules(), *run.averages]
-    return [buffer for module in modules for buffer in module.buffers()]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
+from lockstep.worker.survivor_state import RunPosition
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +29,12 @@ def position(worker: Worker) -> RunCounts:
     if cursor is None:
         return RunCounts(0, 0, steps)
     return RunCounts(cursor.epochs_entered, cursor.epochs_finished, steps)
+
+
+def run_position(worker: Worker) -> RunPosition:
+    """How far the worker's state has come."""
+    epoch = worker.cursors["train"].epoch if "train" in worker.cursors else 0
+    return RunPosition(worker.operator._lockstep.committed, epoch)
 
 
 @remote_method(Communication.NONE, OnFailure.REPEAT)

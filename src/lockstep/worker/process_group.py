@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from lockstep._torch_compat import set_backend_timeout
 from lockstep.errors import PeerLostError, WrongUseError
@@ -81,6 +81,13 @@ def form_group(rendezvous: Rendezvous, rank: int, world_size: int, device: torch
             return _connect(rendezvous, rank, world_size, device)
         except RuntimeError as error:
             raise _rendezvous_error(error, rank, world_size) from error
+
+
+def form_group_of_one(device: torch.device) -> Any:
+    """A default group of this process alone, in which a spare cuts its model into shards."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD
 
 
 def _rendezvous_error(error: RuntimeError, rank: int, world_size: int) -> PeerLostError:

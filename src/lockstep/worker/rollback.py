@@ -106,11 +106,16 @@ class Rollback:
     Args:
         operator: after its `setup`.
         run: the models, optimizers and schedulers that it registered.
+        copies_weights: False where the state comes from a memory checkpoint instead: then only
+            counts and buffers are copied.
     """
 
-    def __init__(self, operator: TrainingOperator, run: TrainingParts) -> None:
+    def __init__(
+        self, operator: TrainingOperator, run: TrainingParts, *, copies_weights: bool
+    ) -> None:
         self._operator = operator
         self._run = run
+        self._copies_weights = copies_weights
         self._open: OpenStep | None = None
         self._buffer_places: list[tuple[nn.Module, str]] = []
         self._buffers = TensorCopies()
@@ -163,7 +168,7 @@ class Rollback:
             began if self._operator._lockstep_overrides(TrainingOperator.train_epoch) else None
         )
         self._at_call = None if cursor.has_open_window else self.window_gradients()
-        self._parameters = list(self._run.parameters())
+        self._parameters = list(self._run.parameters()) if self._copies_weights else []
         self._buffer_places = [
             (owner, key)
             for module in self._run.modules()
@@ -221,10 +226,15 @@ class Rollback:
             return self._earlier_gradients() or self._window_gradients
         return SavedGradients.take(self._run.parameters(), is_unreduced=sync.has_open_window)
 
+    @property
+    def may_reuse_gradients(self) -> bool:
+        """Whether the loop adds to gradients that an optimizer has used, as far as is known."""
+        return self._reuses_gradients or self._steps_to_learn > 0
+
     def _earlier_gradients(self) -> SavedGradients | None:
         """Copies of earlier steps' gradients, where the loop adds to them; None where it clears."""
-        sync, may_add = self._sync, self._reuses_gradients or self._steps_to_learn > 0
-        if sync is None or sync.has_open_window or not may_add:
+        sync = self._sync
+        if sync is None or sync.has_open_window or not self.may_reuse_gradients:
             return None
         if all(parameter.grad is None for parameter in self._run.parameters()):
             return None
@@ -327,6 +337,9 @@ class Rollback:
         self._stepped_once.add(id(optimizer))
         opened = self._open
         if opened is None or opened.stepped_at is not None:
+            return
+        if not self._copies_weights:
+            opened.stepped_at = self._num_rounds
             return
         optimizers = self._run.optimizers
         here = [each for each in optimizers if not self._steps_elsewhere(each)]

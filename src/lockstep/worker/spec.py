@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from lockstep.operator import TrainingOperator
 
-_RECOVERABLE: Final = frozenset({"replicate", "ddp", "parameter_server"})
+_RECOVERABLE: Final = frozenset({"replicate", "ddp", "parameter_server", "fsdp"})
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class WorkerSpec:
 
     Attributes:
         log_every: steps for each row of metrics; 0 without rows.
+        memory_checkpoint_every: the trainer's argument of that name.
     """
 
     operator_cls: type[TrainingOperator]
@@ -41,6 +42,7 @@ class WorkerSpec:
     checkpoint_every: int | None = None
     audit: str = "off"
     log_every: int = 0
+    memory_checkpoint_every: int | str | None = "auto"
 
     @property
     def obstacle(self) -> tuple[str, str] | None:
@@ -50,9 +52,17 @@ class WorkerSpec:
             return "wrap_ddp=False", "a wrapper of your own keeps the broken group"
         if not options.add_dist_sampler:
             return "add_dist_sampler=False", "only each worker itself knows its part of the data"
+        if options.sync == "fsdp" and self.memory_checkpoint_every is None:
+            return "memory_checkpoint_every=None", "each worker alone has a part of the state"
         if options.sync not in _RECOVERABLE:
             return f"sync={options.sync!r}", "each worker alone has a part of the state"
         return None
+
+    @property
+    def keeps_memory_checkpoints(self) -> bool:
+        """Whether ranks keep copies of each other's part of the state, to survive a death."""
+        has_peers = self.num_workers > 1
+        return has_peers and self.options.sync == "fsdp" and self.obstacle is None
 
     def to_bytes(self) -> bytes:
         """The spec as bytes.

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.data import ShardAssignment, shards_of
+from lockstep.operator import TrainingOperator
 from lockstep.operator.registration import registered_parts
 from lockstep.worker import state_dict as state_dicts
 from lockstep.worker.data_cursor import Cursor
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from lockstep.operator import TrainingOperator
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.worker.dataset_switch import DatasetSwitch
     from lockstep.worker.rollback import Rollback
@@ -46,6 +46,22 @@ class StateAccess:
     @property
     def run(self) -> TrainingParts:
         return registered_parts(self.operator)
+
+    @property
+    def rollback(self) -> Rollback:
+        """The undo of the open step, of a worker that can go back (`WorkerSpec.can_go_back`)."""
+        assert self._rollback is not None, "this worker cannot go back"
+        return self._rollback
+
+    @property
+    def has_own_epoch(self) -> bool:
+        """Whether a user's `train_epoch` runs: it alone knows its state between batches."""
+        return self.operator._lockstep_overrides(TrainingOperator.train_epoch)
+
+    @property
+    def reads_dataset(self) -> bool:
+        """Whether training reads a Ray dataset in the place of the operator's loader."""
+        return self._dataset_switch.is_open
 
     def make_shard_assignment(self, num_shards: int, seed: int, rank: int) -> ShardAssignment:
         """The shards of `rank` in the worker's group."""

@@ -18,9 +18,10 @@ from lockstep.errors import ReplicasDifferError
 from lockstep.serialization import join, pack, split, unpack
 from lockstep.sync import is_local
 from lockstep.sync.tensor_bits import sum_of_bits
+from lockstep.tensor_copies import is_shard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from lockstep.group import Group
     from lockstep.operator.training_parts import TrainingParts
@@ -38,13 +39,26 @@ def send(group: Group, state: Any) -> None:
         Every rank: the others call `receive` or `decline` with this one as the source.
         Broadcasts: two for the structure, one for all small tensors, one per large tensor.
     """
+    head, small, large = messages_of(state)
+    length = torch.tensor([head.numel()], device="cpu")
+    for message in (length, head, small, *large):
+        group.broadcast(message.to(group.device), group.rank)
+
+
+def messages_of(state: Any) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """The messages in which a state travels: its structure, all small tensors, each large one."""
     structure, buffers = split(state)
     small = pack([buffer for buffer in buffers if buffer.numel() < _LARGE])
     large = [buffer for buffer in buffers if buffer.numel() >= _LARGE]
     head = pickle.dumps((structure, small.numel(), [buffer.numel() for buffer in buffers]))
-    length = torch.tensor([len(head)], device="cpu")
-    for message in (length, torch.frombuffer(bytearray(head), dtype=torch.uint8), small, *large):
-        group.broadcast(message.to(group.device), group.rank)
+    return torch.frombuffer(bytearray(head), dtype=torch.uint8), small, large
+
+
+def from_messages(head: torch.Tensor, small: torch.Tensor, large: Iterable[torch.Tensor]) -> Any:
+    """The state that `messages_of` took apart."""
+    structure, _, sizes = pickle.loads(bytes(head.numpy()))
+    rest, block = iter(large), iter(unpack(small, [size for size in sizes if size < _LARGE]))
+    return join(structure, [next(block) if size < _LARGE else next(rest) for size in sizes])
 
 
 def receive(group: Group, source: int) -> Any:
@@ -56,13 +70,10 @@ def receive(group: Group, source: int) -> Any:
     Raises:
         PeerLostError: a rank went away meanwhile.
     """
-    structure, block_size, sizes = _receive_header(group, source)
-    block = _receive_tensor(group, source, block_size)
-    small = iter(unpack(block, [size for size in sizes if size < _LARGE]))
-    return join(
-        structure,
-        [next(small) if size < _LARGE else _receive_tensor(group, source, size) for size in sizes],
-    )
+    head, block_size, sizes = _receive_header(group, source)
+    small = _receive_tensor(group, source, block_size)
+    large = (_receive_tensor(group, source, size) for size in sizes if size >= _LARGE)
+    return from_messages(head, small, large)
 
 
 def decline(group: Group, source: int) -> None:
@@ -76,11 +87,11 @@ def decline(group: Group, source: int) -> None:
         _receive_tensor(group, source, size)
 
 
-def _receive_header(group: Group, source: int) -> tuple[bytes, int, list[int]]:
+def _receive_header(group: Group, source: int) -> tuple[torch.Tensor, int, list[int]]:
     length = _receive_tensor(group, source, 1, torch.int64)
     head = _receive_tensor(group, source, int(length.item()))
-    structure, block_size, sizes = pickle.loads(bytes(head.numpy()))
-    return structure, block_size, sizes
+    _, block_size, sizes = pickle.loads(bytes(head.numpy()))
+    return head, block_size, sizes
 
 
 def _receive_tensor(
@@ -94,13 +105,16 @@ def _receive_tensor(
 def agree_on_bits(group: Group, run: TrainingParts, *, with_optimizers: bool) -> None:
     """Make sure that all ranks hold the same weights, and the same states of optimizers.
 
+    Of a shard there is one copy, and nothing to compare.
+
     Collective:
         Every rank. One small exchange.
 
     Raises:
         ReplicasDifferError: on every rank, if the bits differ.
     """
-    sums = [sum_of_bits(tensor) for tensor in _shared_tensors(run, with_optimizers)]
+    replicas = (each for each in _shared_tensors(run, with_optimizers) if not is_shard(each))
+    sums = [sum_of_bits(tensor) for tensor in replicas]
     everyone = group.exchange([len(sums), zlib.crc32(repr(sums).encode())])
     differ = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
     if differ:

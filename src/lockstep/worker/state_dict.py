@@ -122,7 +122,7 @@ def gather_for_others(value: Any) -> Any:
         whole = gather_whole(leaf.detach())
         return leaf if whole is leaf else torch.empty(0)
 
-    return tree_map(take_part, value, _as_plain_dict)
+    return tree_map(take_part, value, as_plain_dict)
 
 
 def move_to_cpu(value: Any) -> Any:
@@ -136,10 +136,10 @@ def _convert(
     def convert(leaf: Any) -> Any:
         return move(gather_whole(leaf.detach())) if isinstance(leaf, torch.Tensor) else keep(leaf)
 
-    return tree_map(convert, value, _as_plain_dict)
+    return tree_map(convert, value, as_plain_dict)
 
 
-def _as_plain_dict(like: Any, values: list[Any]) -> Any:
+def as_plain_dict(like: Any, values: list[Any]) -> Any:
     """Rebuild a structure, with dicts for mappings of any class: a checkpoint holds no other."""
     if not isinstance(like, Mapping):
         return rebuild_container(like, values)

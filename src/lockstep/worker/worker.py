@@ -15,7 +15,6 @@ import torch
 from lockstep.errors import ConfigurationError, PeerLostError
 from lockstep.group import Group
 from lockstep.metrics.step_log import StepLog
-from lockstep.operator import TrainingOperator
 from lockstep.operator.mixed_precision import forget_unscaled
 from lockstep.operator.non_finite_check import add_non_finite_checks
 from lockstep.operator.optimizer_comparison import compare_optimizers
@@ -30,9 +29,11 @@ from lockstep.worker.determinism import deterministic_mode
 from lockstep.worker.device import pick_device
 from lockstep.worker.gloo_sockets import GlooSockets
 from lockstep.worker.loop_run import LoopRequest, LoopRun
+from lockstep.worker.memory_checkpoint import MemoryCheckpoints
 from lockstep.worker.process_group import (
     Rendezvous,
     form_group,
+    form_group_of_one,
     form_second_group,
     leave_group,
     use_as_default_group,
@@ -52,8 +53,10 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from lockstep.data import RayBatches
+    from lockstep.operator import TrainingOperator
     from lockstep.worker.report import Report
     from lockstep.worker.spec import WorkerSpec
+    from lockstep.worker.survivor_state import SurvivorState
 
 _CLOSING_S: Final = 1.0
 
@@ -87,7 +90,10 @@ class Worker(StateAccess):
         has_state: it has the state of the run; a spare gets the state when it joins.
         loop_run: the latest `train` or `validate`.
         snapshots: takes copies of its state for checkpoints.
-        before_call: the state before a call of a user's `train_epoch`.
+        before_call: the state before a call of a user's `train_epoch`; None with `memory`.
+        memory: its memory checkpoints; None where every rank has the whole state.
+        survivor: how far it had come when it went back to a memory checkpoint, until it has come as
+            far again; None otherwise.
     """
 
     def __init__(self, spec: WorkerSpec, rank: int, local_rank: int) -> None:
@@ -106,6 +112,8 @@ class Worker(StateAccess):
         self.before_call: dict[str, Any] | None = None
         self.num_batches_to_recompute = 0
         self._rollback = None
+        self.memory: MemoryCheckpoints | None = None
+        self.survivor: SurvivorState | None = None
         self._is_asked_to_leave = False
         self.is_warm = False
         self._closing: threading.Thread | None = None
@@ -133,12 +141,16 @@ class Worker(StateAccess):
         with self._audit.during_setup():
             self._build_operator(device)
         self.has_state = True
+        if self.memory is not None:
+            self.memory.take_between_calls()
         return self._start_report(device)
 
     @remote_method(Communication.NONE, OnFailure.RAISE)
     def stand_by(self) -> StartReport:
-        """Build the operator of a spare: `setup` runs, without a process group."""
+        """Build the operator of a spare: `setup` runs, without peers."""
         device = self._begin_process()
+        if self.spec.keeps_memory_checkpoints:
+            self._group = form_group_of_one(device)  # `register` cuts the model into shards
         self._build_operator(device, is_spare=True)
         return self._start_report(device)
 
@@ -213,7 +225,9 @@ class Worker(StateAccess):
         # First: the hooks that follow must not see a step that this one refuses.
         self._handles = [] if is_trial else add_non_finite_checks(operator, run)
         if spec.can_go_back and not is_trial:
-            self._rollback = Rollback(operator, run)
+            if spec.keeps_memory_checkpoints:
+                self.memory = MemoryCheckpoints(self)
+            self._rollback = Rollback(operator, run, copies_weights=self.memory is None)
         self._handles += add_step_hooks(operator, run)
 
     def join_group(self, rendezvous: Rendezvous, device: torch.device) -> Group:
@@ -271,12 +285,6 @@ class Worker(StateAccess):
     # -------------------------------------------------------------------- another generation
 
     @property
-    def rollback(self) -> Rollback:
-        """The undo of the open step, of a worker that can go back (`WorkerSpec.can_go_back`)."""
-        assert self._rollback is not None, "this worker cannot go back"
-        return self._rollback
-
-    @property
     def has_begun_to_step(self) -> bool:
         """Whether an optimizer has begun a step that cannot be undone before it is committed."""
         return self._rollback is not None and self._rollback.has_irreversible_step
@@ -293,6 +301,9 @@ class Worker(StateAccess):
             self.loop_run.note_counts()
             if self.loop_run.request.purpose == "train":
                 self.snapshots.before_batch(self.loop_run.committed)
+                if self.memory is not None:
+                    is_settled = self.snapshots.is_settled(self.loop_run.committed)
+                    self.memory.before_batch(self.loop_run.progress, is_settled=is_settled)
         if self._is_asked_to_leave:
             raise PeerLostError(
                 "this rank left the group between two steps",
@@ -305,7 +316,8 @@ class Worker(StateAccess):
         if call.request.purpose == "validation":
             call.rewind()
             return Undone.CALL
-        if self.before_call is None and self.rollback.is_complete:
+        has_copies = self.memory is not None
+        if not has_copies and self.before_call is None and self.rollback.is_complete:
             call.finish_step()
             return Undone.NOTHING_AS_STEP_COUNTS
         self.operator._lockstep.forget_step()
@@ -317,8 +329,11 @@ class Worker(StateAccess):
             # A `train_epoch` of the user's own: only it knows its state between two batches.
             self.load_state(self.before_call)
             return Undone.CALL if self.rollback.restore_call_start() else Undone.IMPOSSIBLE
+        if self.memory is not None and self.has_own_epoch:
+            self.memory.rewind_call(call.first_epoch, call.first_step)
+            return Undone.CALL
         is_undone = self.rollback.undo(call.cursor, call.committed)
-        return Undone.STEP if is_undone else Undone.IMPOSSIBLE
+        return Undone.STEP if is_undone or has_copies else Undone.IMPOSSIBLE
 
     def return_to_window(self) -> bool:
         """Between calls, undo the open window; False if the window is the loop's own."""
@@ -410,6 +425,7 @@ class Worker(StateAccess):
             self.loop_run = self._begin(request)
         elif interrupted.is_over or self.loop_run.committed.steps < interrupted.steps:
             self.loop_run.catch_up(interrupted)
+        self.survivor = None  # the run has come as far again
         report = self.loop_run.run()
         self.is_warm = self.is_warm or self.loop_run.own_steps > 0
         self.before_call = None
@@ -417,11 +433,16 @@ class Worker(StateAccess):
             if self._rollback is not None:
                 self._rollback.end_call()
             self.snapshots.after_call()
+            if self.memory is not None:
+                self.memory.after_call()
         return report
 
     def _begin(self, request: LoopRequest) -> LoopRun:
         training = request.purpose == "train"
-        if training and self.operator._lockstep_overrides(TrainingOperator.train_epoch):
+        if training and self.memory is not None:
+            if request.interrupted_at is None:
+                self.memory.begin_call(request)
+        elif training and self.has_own_epoch:
             self.before_call = self.state_dict()
         if self._rollback is not None and training:
             self._rollback.begin_call(self.cursors["train"])

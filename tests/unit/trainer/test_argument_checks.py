@@ -30,7 +30,7 @@ OURS = {
     "bucket_cap_mb": 25, "callbacks": (), "reproducible": False, "accumulate": 1,
     "clip_grad_norm": None, "spare_workers": 0, "min_workers": 1, "hang_timeout_s": 60,
     "audit": "watch", "checkpoint_dir": None, "checkpoint_every": None, "keep_checkpoints": 3,
-    "resume": None, "check_finite": True,
+    "resume": None, "check_finite": True, "memory_checkpoint_every": "auto",
 }  # fmt: skip
 RAYSGD_METHODS = {
     "train": {"num_steps": None, "profile": False, "reduce_results": True, "max_retries": 3,
@@ -374,7 +374,10 @@ class WithoutSetup(TrainingOperator):
         ({"training_operator_cls": WithoutSetup}, "must override setup"),
         ({"backend": "mpi"}, "backend"),
         ({"backend": "nccl", "use_gpu": False}, "backend"),
-        ({"spare_workers": 1, "sync": "fsdp"}, "a spare worker cannot take over here"),
+        (
+            {"spare_workers": 1, "sync": "fsdp", "memory_checkpoint_every": None},
+            "a spare worker cannot take over here",
+        ),
         ({"accumulate": 0}, "accumulate"),
         ({"audit": "loud"}, "audit"),
         ({"checkpoint_every": 5}, "checkpoint_dir"),

@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MemoryCheckpoints`: copies of the ranks' shards in each other's memory, against a death.
+
+Design note. Under ``sync="fsdp"`` no rank has the whole state, so a death takes a part of it away.
+Every few steps each rank copies its own part to the CPU, and sends the copy to a partner, on
+another host where there is one. After a death every rank goes back to the newest step of which all
+parts are left, and computes the steps since then again (`replay`).
+
+- A checkpoint counts once all its parts have arrived. The ranks then meet in one small exchange;
+  a rank that comes out of it drops the older checkpoint. So either a rank has come out, and every
+  part of the new checkpoint had arrived; or none has, and all ranks still hold the older one.
+- The steps between two checkpoints follow from a measurement: a checkpoint may take one part in a
+  hundred of the time (`_COST`).
+- What changes the state besides training (a user's function, a loaded state) cannot be computed
+  again, so the driver renews the checkpoint after each such call.
+
+Sources: checkpoints in the memory of peers are those of Gemini (Wang et al., SOSP 2023).
+Rejected: parity of several parts in the place of a copy (Reed-Solomon): it saves memory on the
+host, which is cheap beside a device's, and costs arithmetic at each checkpoint.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from lockstep.phases import Phase, in_phase
+from lockstep.tensor_copies import is_shard
+from lockstep.tensor_tree import tree_map
+from lockstep.worker.state_broadcast import from_messages, messages_of
+from lockstep.worker.state_dict import as_plain_dict, copy_to_cpu
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from lockstep.group import Group
+    from lockstep.sync.parameter_shards import LocalRows
+    from lockstep.worker.loop_run import LoopProgress, LoopRequest
+    from lockstep.worker.state_access import StateAccess
+
+_COST: Final = 0.01
+"""The part of the time that checkpoints may take."""
+
+_FIRST_INTERVAL: Final = 8
+"""Steps from the first checkpoint until the second one, when a step's time is known."""
+
+
+class MemoryCheckpoint(NamedTuple):
+    """The name of one checkpoint.
+
+    Attributes:
+        number: a later one has a larger number.
+        step: committed steps of the run.
+        size: the number of ranks, whose parts together are the state.
+    """
+
+    number: int
+    step: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank has of the run's state: its rows of what is in shards, and a copy of the rest.
+
+    Attributes:
+        state: as `StateAccess.state_dict` returns it, with `LocalRows` in the place of shards.
+        requires_grad: which parameters train.
+        buffers: those that `state` does not hold.
+        gradients: those that a later step of the loop may use; None where none does.
+        weighed_by: see `OperatorState`.
+        call: the number of the call of `train` that goes on from it, or is the next one.
+        progress: how far that call had come; None if it had not begun.
+    """
+
+    state: dict[str, Any]
+    requires_grad: list[bool]
+    buffers: list[torch.Tensor]
+    gradients: list[Any] | None
+    weighed_by: dict[str, str]
+    call: int
+    progress: LoopProgress | None
+
+
+@dataclass(frozen=True)
+class TrainCall:
+    """A call of `train`, so that its steps can be computed again.
+
+    Attributes:
+        number: among all calls of the run.
+        request: its arguments.
+        step: committed steps of the run when it began.
+        num_batches_to_recompute: see `Worker`.
+    """
+
+    number: int
+    request: LoopRequest
+    step: int
+    num_batches_to_recompute: int
+
+    def steps_at(self, step: int) -> int:
+        """The call's own count of steps when the run has committed `step`."""
+        return step - self.step - self.num_batches_to_recompute
+
+
+class MemoryCheckpoints:
+    """One rank's part of the latest memory checkpoints, and its partner's.
+
+    Args:
+        worker: whose state is copied.
+
+    Attributes:
+        calls: the calls of `train` since the latest checkpoint, in order; and while one is taken
+            since the one before.
+        taken_in: the call of `train` that goes on from the latest one, see `Part`.
+        reached: committed steps and epoch to which training has come; a state that is loaded since
+            does not count.
+    """
+
+    def __init__(self, worker: StateAccess) -> None:
+        every = worker.spec.memory_checkpoint_every
+        self._worker = worker
+        self._is_measured = every == "auto"
+        self._interval = every if isinstance(every, int) else _FIRST_INTERVAL
+        self._parts: dict[tuple[MemoryCheckpoint, int], Part] = {}
+        self._own: dict[MemoryCheckpoint, Part] = {}
+        self._number = 0
+        self._taken_at = 0
+        self._ended_at = 0.0
+        self._num_calls = 0
+        self.calls: list[TrainCall] = []
+        self.taken_in: tuple[int, LoopProgress | None] = 0, None
+        self.reached = 0, 0
+
+    @property
+    def held(self) -> tuple[tuple[MemoryCheckpoint, int], ...]:
+        """The parts that this process can give back: of which checkpoint, and of which rank."""
+        return tuple(self._parts)
+
+    def part(self, checkpoint: MemoryCheckpoint, rank: int) -> Part:
+        return self._parts[checkpoint, rank]
+
+    def own_part(self, checkpoint: MemoryCheckpoint) -> Part | None:
+        """The part that this process made; None if it was not there yet."""
+        return self._own.get(checkpoint)
+
+    def begin_call(self, request: LoopRequest) -> None:
+        """Note that a call of `train` begins at the present step."""
+        worker = self._worker
+        step, recomputed = worker.operator._lockstep.committed, worker.num_batches_to_recompute
+        self.calls.append(TrainCall(self._num_calls, request, step, recomputed))
+        self._num_calls += 1
+
+    def go_back(self, part: Part, calls: Sequence[TrainCall], reached: tuple[int, int]) -> None:
+        """Note that the state of `part` was loaded, and which calls lead on from there.
+
+        Args:
+            part: this rank's.
+            calls: those since then, and maybe earlier ones, of a rank that has made them.
+            reached: where they lead to.
+        """
+        self.reached = reached
+        self.calls = [call for call in calls if call.number >= part.call]
+        self._num_calls = max([part.call, *(call.number + 1 for call in self.calls)])
+        self.taken_in = part.call, part.progress
+
+    def rewind_call(self, epoch: int, step_in_epoch: int) -> None:
+        """Set the counts back to where the present call of a user's `train_epoch` began."""
+        state = self._worker.operator._lockstep
+        state.committed = self._worker.operator.global_step = self.calls[-1].step
+        if state.step_log is not None:
+            state.step_log.rewind_to(state.committed)
+        self._worker.cursors["train"].move_to(epoch, step_in_epoch)
+
+    def before_batch(self, progress: LoopProgress, *, is_settled: bool) -> None:
+        """Between two batches of a call: take a checkpoint if one is due.
+
+        Args:
+            progress: of the call.
+            is_settled: no gradients wait for the next batch.
+
+        Collective:
+            As `take`, before a batch that is the same on all ranks.
+        """
+        worker = self._worker
+        due_at = self._taken_at + self._interval
+        if (
+            is_settled
+            and not worker.has_own_epoch
+            and worker.operator._lockstep.committed >= due_at
+        ):
+            self.take((self.calls[-1].number, progress))
+
+    def after_call(self) -> None:
+        """After a call of `train`; take a checkpoint if nothing can go back into its middle.
+
+        Collective:
+            As `take`, if the loop is a user's `train_epoch`.
+        """
+        self._note_reached()
+        if self._worker.has_own_epoch:
+            self.take_between_calls()
+
+    def take_between_calls(self) -> None:
+        """See `take`."""
+        self.take((self._num_calls, None))
+        self._note_reached()
+
+    def _note_reached(self) -> None:
+        cursor = self._worker.cursors.get("train")
+        steps = self._worker.operator._lockstep.committed
+        self.reached = steps, 0 if cursor is None else cursor.epoch
+
+    @in_phase(Phase.COPYING_STATE)
+    def take(self, taken_in: tuple[int, LoopProgress | None]) -> None:
+        """Copy this rank's part, and exchange copies with the partners.
+
+        Args:
+            taken_in: the call of `train` that goes on from here, see `Part`.
+
+        Collective:
+            Every rank, between two steps. Two small all-gathers, and an all-to-all for each large
+            tensor.
+
+        Raises:
+            PeerLostError: a rank went away. The older checkpoint is still there.
+        """
+        worker, began = self._worker, time.monotonic()
+        state = worker.operator._lockstep
+        group: Group = state.context.group
+        holds_gradients = worker.rollback.window_gradients() is not None
+        seen = group.exchange(
+            [self._number, self._interval, worker.operator.local_rank, holds_gradients]
+        )
+        # A new process takes over the number and the interval. A number is used once: after a
+        # failure in the middle, parts of two attempts must not be taken for one checkpoint.
+        newest, interval = max(seen)[:2]
+        self._number, self._interval = newest + 1, interval
+        mine = _take_part(worker, taken_in, with_gradients=any(each[3] for each in seen))
+        taken = MemoryCheckpoint(self._number, mine.state["global_step"], group.size)
+        self._parts[taken, group.rank] = self._own[taken] = mine
+        if group.size > 1:
+            to, source = _partners([each[2] for each in seen], group.rank)
+            self._parts[taken, source] = _exchange_with(group, mine, to, source)
+        steps = state.committed - self._taken_at
+        each_s = (began - self._ended_at) / steps if self._ended_at and steps > 0 else math.inf
+        times = group.exchange([time.monotonic() - began, each_s])
+        # Past the exchange every rank has all that it is to hold of this checkpoint.
+        self._parts = {key: part for key, part in self._parts.items() if key[0] == taken}
+        self._own = {taken: mine}
+        self._taken_at, self._ended_at = state.committed, time.monotonic()
+        self.taken_in = taken_in
+        self.calls = [call for call in self.calls if call.number >= taken_in[0]]
+        # The rank that came last has waited for nobody.
+        self._measure(min(cost for cost, _ in times), min(each for _, each in times))
+
+    def _measure(self, cost_s: float, step_s: float) -> None:
+        if self._is_measured and math.isfinite(step_s):
+            self._interval = max(1, math.ceil(cost_s / (_COST * max(step_s, 1e-6))))
+
+
+def _take_part(
+    worker: StateAccess, taken_in: tuple[int, LoopProgress | None], *, with_gradients: bool
+) -> Part:
+    run, (call, progress) = worker.run, taken_in
+    state = worker.state_dict(_copy)
+    if _local_rows(state["operator"]):
+        state["operator"] = copy_to_cpu(worker.operator.state_dict())  # whole, as in checkpoints
+    gradients = [_copy(p.grad) for p in run.parameters()] if with_gradients else None
+    return Part(
+        state=state,
+        requires_grad=[parameter.requires_grad for parameter in run.parameters()],
+        buffers=[_copy(buffer) for buffer in run.unsaved_buffers()],
+        gradients=gradients,
+        weighed_by=dict(worker.operator._lockstep.weighed_by),
+        call=call,
+        progress=progress,
+    )
+
+
+def _copy(tree: Any) -> Any:
+    """A copy on the CPU, with `LocalRows` in the place of shards. Communicates nothing."""
+
+    def copy_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return copy.deepcopy(leaf)
+        if is_shard(leaf):
+            from lockstep.sync.parameter_shards import LocalRows
+
+            shard: Any = leaf
+            leaf = shard.to_local()
+            if shard.dim() and shard.placements[0].is_shard():
+                return LocalRows(leaf.detach().to("cpu", copy=True), shard.shape)
+        return leaf.detach().to("cpu", copy=True)
+
+    return tree_map(copy_leaf, tree, as_plain_dict)
+
+
+def _partners(local_ranks: Sequence[int], rank: int) -> tuple[int, int]:
+    """The rank that gets a copy of this one's part, and the rank whose part comes here.
+
+    First all first ranks of the hosts, then all second ones: where hosts have as many ranks, the
+    next one is on another host.
+    """
+    order = sorted(range(len(local_ranks)), key=lambda each: (local_ranks[each], each))
+    place = order.index(rank)
+    return order[(place + 1) % len(order)], order[place - 1]
+
+
+def _exchange_with(group: Group, part: Part, to: int, source: int) -> Part:
+    """Send `part` to the rank `to`, and receive that of the rank `source`."""
+    head, small, large = messages_of(part)
+    mine = [head.numel(), small.numel(), *(each.numel() for each in large)]
+    everyone = group.exchange(mine)
+    # Ranks with few rows have fewer large tensors: all make as many exchanges.
+    longest = max(map(len, everyone))
+    sizes = everyone[source] + [0] * (longest - len(everyone[source]))
+    sent = [head, small, *large]
+    sent += [torch.empty(0, dtype=torch.uint8)] * (longest - len(sent))
+    arrived = [
+        _shift(group, message, size, to, source) for message, size in zip(sent, sizes, strict=True)
+    ]
+    received: Part = from_messages(arrived[0], arrived[1], arrived[2:])
+    return received
+
+
+def _shift(group: Group, message: torch.Tensor, size: int, to: int, source: int) -> torch.Tensor:
+    received = torch.empty(size, dtype=torch.uint8, device=group.device)
+    received_rows, sent_rows = [0] * group.size, [0] * group.size
+    received_rows[source], sent_rows[to] = size, message.numel()
+    group.all_to_all(received, message.to(group.device), received_rows, sent_rows)
+    return received.cpu()
+
+
+def merge_parts(
+    parts: Iterable[Part], mine: tuple[int, int], num_parts: int, own: Part | None
+) -> Part:
+    """The part of one rank among another number of ranks, from all old parts in order.
+
+    Args:
+        parts: of ranks 0, 1, ...; each is dropped before the next one is asked for. They stay as
+            they are: another loss may need them again.
+        mine: the rank, and the number of ranks.
+        num_parts: the number of ranks that the parts are of.
+        own: the part that this process made: what is each rank's own comes from there. None in a
+            new process, which begins with those of rank 0.
+    """
+    base, targets = own, None
+    for rank, part in enumerate(parts):
+        base, found = base or part, _local_rows(_shared(part))
+        targets = targets or [each.empty_for(*mine) for each in found]
+        for target, rows in zip(targets, found, strict=True):
+            target.take_from(rows, mine, (rank, num_parts))
+    assert base is not None, "there is a part of each rank"
+    filled = iter(targets or [])
+
+    def put_in(leaf: Any) -> Any:
+        return next(filled) if _is_local_rows(leaf) else leaf
+
+    state, gradients = tree_map(put_in, _shared(base))
+    return replace(base, state=base.state | state, gradients=gradients)
+
+
+def _shared(part: Part) -> list[Any]:
+    """What the ranks share out of a part: all but what the user's own `state_dict` returned."""
+    state = {key: value for key, value in part.state.items() if key != "operator"}
+    return [state, part.gradients]
+
+
+def _local_rows(tree: Any) -> list[LocalRows]:
+    found: list[LocalRows] = []
+
+    def note(leaf: Any) -> None:
+        if _is_local_rows(leaf):
+            found.append(leaf)
+
+    tree_map(note, tree)
+    return found
+
+
+def _is_local_rows(leaf: Any) -> bool:
+    from lockstep.sync.parameter_shards import LocalRows
+
+    return isinstance(leaf, LocalRows)

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Goes back to a memory checkpoint, and computes the steps since then again.
+
+Those steps have been counted, reported and logged, so here they change nothing but the state. They
+come to the same weights: what a step computes follows from the state, the position in the data and
+the call's arguments, and random numbers from the position.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.metrics import TimerCollection
+from lockstep.operator.sync_setup import rejoin
+from lockstep.worker import state_broadcast
+from lockstep.worker.loop_run import LoopRun
+from lockstep.worker.memory_checkpoint import merge_parts
+from lockstep.worker.remote_method import Communication, OnFailure, remote_method
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from lockstep.group import Group
+    from lockstep.operator import TrainingOperator
+    from lockstep.worker.loop_run import LoopProgress
+    from lockstep.worker.memory_checkpoint import MemoryCheckpoint, Part, TrainCall
+    from lockstep.worker.survivor_state import RunPosition, SurvivorState
+    from lockstep.worker.worker import Worker
+
+
+@dataclass(frozen=True)
+class MemoryRestore:
+    """How the next generation of the group gets its state back.
+
+    Attributes:
+        checkpoint: the newest one of which all parts are left.
+        senders: for each part the rank of the next generation that has it.
+        furthest: the survivor that has come furthest: steps are computed again up to there.
+    """
+
+    checkpoint: MemoryCheckpoint
+    senders: tuple[int, ...]
+    furthest: SurvivorState
+
+    @property
+    def target(self) -> RunPosition:
+        """How far the run had come."""
+        assert self.furthest.position is not None, "it has the state of the run"
+        return self.furthest.position
+
+    @property
+    def steps(self) -> int:
+        """The committed steps that are computed again."""
+        return self.target.steps - self.checkpoint.step
+
+
+def find_restore(
+    held: Sequence[Sequence[tuple[MemoryCheckpoint, int]]], furthest: SurvivorState
+) -> MemoryRestore | None:
+    """The restore from the newest complete checkpoint; None if of each a part is lost.
+
+    Args:
+        held: the parts that each rank of the next generation has.
+        furthest: the survivor that has come furthest.
+    """
+    senders: dict[MemoryCheckpoint, dict[int, int]] = {}
+    for rank, parts in enumerate(held):
+        for checkpoint, part in parts:
+            senders.setdefault(checkpoint, {}).setdefault(part, rank)
+            if part == rank:
+                senders[checkpoint][part] = rank  # its own: it need not be sent
+    assert furthest.position is not None, "it has the state of the run"
+    whole = [
+        each
+        for each, found in senders.items()
+        # A later one was taken with gradients on the way that are lost with a worker.
+        if len(found) == each.size and each.step <= furthest.position.steps
+    ]
+    if not whole:
+        return None
+    newest = max(whole)
+    ordered = tuple(senders[newest][part] for part in range(newest.size))
+    return MemoryRestore(newest, ordered, furthest)
+
+
+def _receive_part(worker: Worker, group: Group, restore: MemoryRestore) -> Part:
+    """What this rank has of the checkpoint's state in `group`, of whatever size that is.
+
+    Collective:
+        Every rank: a broadcast of each part that a rank needs and does not hold itself.
+    """
+    assert worker.memory is not None, "restored from memory checkpoints"
+    checkpoint = restore.checkpoint
+    needed = (part for part in _receive_parts(worker, group, restore) if part is not None)
+    if checkpoint.size == group.size:
+        (mine,) = needed
+        return mine
+    own = worker.memory.own_part(checkpoint)
+    return merge_parts(needed, (group.rank, group.size), checkpoint.size, own)
+
+
+def _receive_parts(worker: Worker, group: Group, restore: MemoryRestore) -> Iterator[Part | None]:
+    """The parts in order; None for those that this rank does not need."""
+    assert worker.memory is not None, "restored from memory checkpoints"
+    checkpoint = restore.checkpoint
+    is_same_size = checkpoint.size == group.size
+    for rank, sender in enumerate(restore.senders):
+        is_mine = group.rank == rank or not is_same_size
+        own = worker.memory.part(checkpoint, rank) if sender == group.rank else None
+        if is_same_size and sender == rank:
+            pass  # nobody else needs it
+        elif own is not None:
+            state_broadcast.send(group, own)
+        elif is_mine:
+            own = state_broadcast.receive(group, sender)
+        else:
+            state_broadcast.decline(group, sender)
+        yield own if is_mine else None
+
+
+def go_back(worker: Worker, group: Group, restore: MemoryRestore) -> None:
+    """Load the state of a memory checkpoint, of which this rank has other rows now.
+
+    Collective:
+        Every rank of `group`: exchanges parts, attaches the gradients' synchronisation.
+    """
+    part = _receive_part(worker, group, restore)
+    for parameter, flag in zip(worker.run.parameters(), part.requires_grad, strict=True):
+        parameter.requires_grad_(flag)
+    context = worker.operator._lockstep.context
+    rejoin(worker.run, context, restore.checkpoint.step, load=partial(_load, worker, part))
+    furthest = restore.furthest
+    worker.num_batches_to_recompute = furthest.num_batches_to_recompute
+    for purpose, place in furthest.other_places.items():
+        worker.cursors[purpose].move_to(*place)
+    # Also in a new process: after another loss every rank knows how far the run had come.
+    worker.survivor, worker.has_state = furthest, True
+    assert worker.memory is not None, "restored from memory checkpoints"
+    worker.memory.go_back(part, furthest.calls, restore.target)
+
+
+def take_again(worker: Worker) -> None:
+    """Take the checkpoint again that the ranks have gone back to: they have other partners now.
+
+    Collective:
+        Every rank; see `MemoryCheckpoints.take`.
+    """
+    assert worker.memory is not None, "restored from memory checkpoints"
+    worker.memory.take(worker.memory.taken_in)
+
+
+def _load(worker: Worker, part: Part) -> None:
+    """Load this rank's part; its rows go to the meshes that the models and optimizers have now."""
+    run, state = worker.run, worker.operator._lockstep
+    log, state.step_log = state.step_log, None  # its steps stay reported
+    try:
+        worker.load_state(part.state)
+    finally:
+        state.step_log = log
+    with torch.no_grad():
+        for mine, theirs in zip(run.unsaved_buffers(), part.buffers, strict=True):
+            mine.data = theirs.to(mine.device, copy=True)
+    state.weighed_by = dict(part.weighed_by)
+    if part.gradients is not None:
+        for parameter, gradient in zip(run.parameters(), part.gradients, strict=True):
+            parameter.grad = _as_gradient(gradient, parameter)
+
+
+def _as_gradient(gradient: Any, parameter: Any) -> torch.Tensor | None:
+    if gradient is None or isinstance(gradient, torch.Tensor):
+        return None if gradient is None else gradient.to(parameter.device)
+    from lockstep.sync.parameter_shards import shard_like
+
+    return shard_like(gradient, parameter)
+
+
+class _ReplayedRun(LoopRun):
+    """A call of which some steps are made again; the last epoch has maybe not ended yet."""
+
+    last_epoch: int
+
+    def _end_epoch(self) -> None:
+        if self.cursor.epoch < self.last_epoch:
+            super()._end_epoch()
+
+
+@remote_method(Communication.RUN_GROUP, OnFailure.RAISE)
+def renew_memory_checkpoint(worker: Worker) -> None:
+    """Between calls: take a checkpoint, because the state has changed by something but training.
+
+    Collective:
+        Every rank; see `MemoryCheckpoints.take`.
+    """
+    assert worker.memory is not None, "the driver knows"
+    worker.survivor = None  # it tells of the state from before
+    worker.memory.take_between_calls()
+
+
+@remote_method(Communication.RUN_GROUP, OnFailure.RAISE, is_timed=True)
+def replay(worker: Worker, restore: MemoryRestore) -> None:
+    """Train from the memory checkpoint, whose state is loaded, to where the run was.
+
+    Collective:
+        Every rank, as in training.
+    """
+    memory, before = worker.memory, worker.loop_run
+    assert memory is not None, "restored from memory checkpoints"
+    calls, (first, come) = memory.calls, memory.taken_in
+    target = restore.target
+    # The undo of a window that was open may have led back to before the last call.
+    ends = [*(min(call.step, target.steps) for call in calls[1:]), target.steps]
+    worker.rollback.begin_call(worker.cursors["train"])
+    with _counts_set_aside(worker.operator):
+        try:
+            for call, end in zip(calls, ends, strict=False):
+                progress = come if call.number == first else None
+                _replay_call(worker, call, progress, end, target.epoch)
+        finally:
+            worker.loop_run = before
+    # A new process counts from here, as the others do.
+    worker.snapshots.forget()
+    worker.attach_audit(worker.operator._lockstep.committed)
+
+
+def _replay_call(
+    worker: Worker, call: TrainCall, progress: LoopProgress | None, end: int, epoch: int
+) -> None:
+    """Make the steps of one call again, until the run has committed `end`."""
+    cursor, committed = worker.cursors["train"], worker.operator._lockstep.committed
+    run = _ReplayedRun(
+        worker.operator,
+        cursor,
+        replace(call.request, profile=False, interrupted_at=progress),
+        arithmetic=worker.arithmetic,
+        on_commit=None,
+        rollback=worker.rollback,
+        num_batches_to_recompute=call.num_batches_to_recompute,
+    )
+    run.num_steps, run.last_epoch = call.steps_at(end), epoch
+    # Below zero where the checkpoint lies in a window that was open when the call began.
+    run.committed.steps = call.steps_at(committed)
+    worker.loop_run = run  # what the watchdog reads
+    if committed < end:
+        run.run()
+    if cursor.ends_before(cursor.step):
+        run._end_epoch()
+
+
+@contextmanager
+def _counts_set_aside(operator: TrainingOperator) -> Iterator[None]:
+    """Inside, metrics, rows and times count for nothing."""
+    state, timers = operator._lockstep, operator.timers
+    kept = state.meters, state.summary, state.latest, state.step_log, state.registered_metrics
+    state.step_log, state.is_replaying = None, True
+    state.registered_metrics = type(state.registered_metrics)()
+    operator.timers = TimerCollection()
+    try:
+        yield
+    finally:
+        state.meters, state.summary, state.latest, state.step_log, state.registered_metrics = kept
+        state.is_replaying, operator.timers = False, timers
