@@ -18,23 +18,20 @@ MODULE = "ray.train.torch"
 ROUNDS = 3
 RATIO_GOAL = 0.05
 
+
+def _ours(name: str, *arguments: str) -> Contender:
+    script = str(CONTENDERS / "recovery_lockstep.py")
+    return Contender(f"lockstep, {name}", (sys.executable, script, *arguments))
+
+
 OURS = {
-    "a spare ready": (
-        0.5,
-        Contender(
-            "lockstep, spare",
-            (sys.executable, str(CONTENDERS / "recovery_lockstep.py"), "spare"),
-        ),
-    ),
-    "fewer workers": (
-        0.3,
-        Contender(
-            "lockstep, shrinking",
-            (sys.executable, str(CONTENDERS / "recovery_lockstep.py"), "shrink"),
-        ),
-    ),
+    "a spare ready": (0.5, "seconds", _ours("spare", "spare")),
+    "fewer workers": (0.3, "seconds", _ours("shrinking", "shrink")),
+    "in shards, a spare ready": (1.0, "new", _ours("shards, spare", "shards", "spare")),
+    "in shards, fewer workers": (1.0, "new", _ours("shards, shrinking", "shards", "shrink")),
 }
-"""The mode, its goal in seconds, and the program."""
+"""The mode, its goal in seconds, up to which step they are measured, and the program. In shards
+steps are taken again, and the next new one counts."""
 
 TORCHRUN = Contender(
     "torchrun --max-restarts, checkpoint every 10 steps",
@@ -49,7 +46,7 @@ def measure_recovery(rounds: int | None) -> list[Result]:
     if interpreter is not None:
         script = str(CONTENDERS / "recovery_ray_train.py")
         others.append(Contender(RAY_TRAIN, (interpreter, script)))
-    programs = [*(program for _, program in OURS.values()), *others]
+    programs = [*(program for *_, program in OURS.values()), *others]
     runs: list[dict[str, dict[str, float]]] = []
     busiest = 0.0
     for number in range(rounds or ROUNDS):
@@ -58,8 +55,10 @@ def measure_recovery(rounds: int | None) -> list[Result]:
         runs.append({program.name: run_once(program) for program in turn})
         print(f"  {runs[-1]}", file=sys.stderr)
     rows: list[Result] = []
-    for mode, (goal_s, program) in OURS.items():
-        rows += _rows(mode, goal_s, program, others, runs, busiest)
+    for mode, (goal_s, until, program) in OURS.items():
+        ours = tuple(run[program.name][until] for run in runs)
+        redone = tuple(run[program.name]["redone"] for run in runs)
+        rows += _rows(mode, goal_s, (ours, redone), others, runs, busiest)
     if interpreter is None:
         rows.append(
             NotMeasured("kill to next step", RAY_TRAIN, f"≤ {RATIO_GOAL:g}", "not installed")
@@ -70,24 +69,31 @@ def measure_recovery(rounds: int | None) -> list[Result]:
 def _rows(
     mode: str,
     goal_s: float,
-    program: Contender,
+    measured: tuple[tuple[float, ...], tuple[float, ...]],
     others: Sequence[Contender],
     runs: Sequence[dict[str, dict[str, float]]],
     busiest: float,
 ) -> list[Result]:
-    ours = tuple(run[program.name]["seconds"] for run in runs)
+    ours, redone = measured
     quiet = busiest <= BUSY_LIMIT
     name = f"a worker of 3 is killed: to the next step, {mode}"
     rows: list[Result] = [Measured(name, "-", "s", goal_s, ours, (), busiest, quiet)]
     for other in others:
         theirs = tuple(run[other.name]["seconds"] for run in runs)
         again = max(run[other.name]["redone"] for run in runs)
-        note = f"{other.name} took up to {again:.0f} steps again; lockstep took none."
+        note = f"{other.name} took up to {again:.0f} steps again; lockstep {max(redone):.0f}."
         rows.append(Measured(name, other.name, "s", RATIO_GOAL, ours, theirs, busiest, quiet, note))
-    redone = tuple(run[program.name]["redone"] for run in runs)
+    goal_steps = None if "shards" in mode else 0.0
     rows.append(
         Measured(
-            f"steps taken again after a kill, {mode}", "-", "steps", 0.0, redone, (), busiest, quiet
+            f"steps taken again after a kill, {mode}",
+            "-",
+            "steps",
+            goal_steps,
+            redone,
+            (),
+            busiest,
+            quiet,
         )
     )
     return rows

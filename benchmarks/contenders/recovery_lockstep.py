@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker of TorchTrainer is killed: with a spare ready (argument "spare"), or without one."""
+"""A worker of TorchTrainer is killed: with a spare ready (argument "spare"), or without one.
+
+With the argument "shards" the model is in units, and each worker alone has its rows.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class Worker(TrainingOperator):
         model = work.make_model()
         optimizer = torch.optim.Adam(model.parameters())
         self.model, self.optimizer, self.criterion = self.register(
-            models=model, optimizers=optimizer, criterion=nn.CrossEntropyLoss()
+            models=model, optimizers=optimizer, criterion=nn.CrossEntropyLoss(), shard=[nn.Linear]
         )
         self.register_data(
             train_loader=DataLoader(work.make_dataset(), work.BATCH_SIZE, shuffle=True)
@@ -32,12 +35,13 @@ class Worker(TrainingOperator):
 
 
 def main() -> None:
-    spares = int(sys.argv[1] == "spare")
+    spares = int("spare" in sys.argv)
     with tempfile.TemporaryDirectory() as folder:
         with TorchTrainer(
             training_operator_cls=Worker,
             num_workers=3,
             spare_workers=spares,
+            sync="fsdp" if "shards" in sys.argv else "replicate",
             config={"folder": folder},
         ) as trainer:
             killer = work.Killer(folder)

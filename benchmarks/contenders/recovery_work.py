@@ -85,11 +85,16 @@ class Killer(threading.Thread):
 
 
 def outcome(folder: str, killed_at: float) -> dict[str, Any]:
-    """Seconds from the kill to the next step, and steps that were taken twice."""
+    """Seconds from the kill to the next step, to the next new one, and steps taken twice."""
     steps = steps_noted(folder)
     times = [killed_at, *(at for at, *_ in steps if at > killed_at)]
     gaps = [(after - before, after) for before, after in itertools.pairwise(times)]
     _, resumed_at = max(gaps)
     before = {step for at, step, *_ in steps if at <= killed_at}
     again = {step for at, step, *_ in steps if at >= resumed_at}
-    return {"seconds": resumed_at - killed_at, "redone": float(len(before & again))}
+    new_at = min(at for at, step, *_ in steps if at >= resumed_at and step > max(before))
+    return {
+        "seconds": resumed_at - killed_at,
+        "new": new_at - killed_at,
+        "redone": float(len(before & again)),
+    }
