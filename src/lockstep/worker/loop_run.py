@@ -93,7 +93,7 @@ class LoopRun:
     Attributes:
         cursor: the position in the data.
         committed: the steps and samples committed so far.
-        num_steps: global batches to commit; None for the rest of the epoch.
+        limit: global batches to commit; None for the rest of the epoch.
         is_over: the call has done all that was requested.
         counted: a recent copy of the samples and sums, for other threads.
     """
@@ -113,7 +113,7 @@ class LoopRun:
         self._state: OperatorState = operator._lockstep
         self.cursor = cursor
         self.request = request
-        self.num_steps = request.num_steps
+        self.limit = request.num_steps
         self._info = {
             **request.info,
             NUM_STEPS: request.num_steps,
@@ -149,7 +149,7 @@ class LoopRun:
     @property
     def total_steps(self) -> int | None:
         """Global batches that the call will commit; None if the data has no length."""
-        asked, in_epoch = self.num_steps, self.cursor.source.steps_per_epoch
+        asked, in_epoch = self.limit, self.cursor.source.steps_per_epoch
         if asked is not None or in_epoch is None:
             return asked
         return in_epoch - self.first_step
@@ -211,7 +211,7 @@ class LoopRun:
     def _run_pass(self, reduction: ReductionContext) -> bool:
         """Make one pass over (the rest of) an epoch; return whether it was the call's last pass."""
         operator, cursor, committed = self._operator, self.cursor, self.committed
-        purpose, num_steps = self.request.purpose, self.num_steps
+        purpose, num_steps = self.request.purpose, self.limit
         if not cursor.at_epoch_start and cursor.ends_before(cursor.step):
             self._end_epoch()
         if cursor.at_epoch_start:

@@ -241,7 +241,7 @@ def _replay_call(
         rollback=worker.rollback,
         num_batches_to_recompute=call.num_batches_to_recompute,
     )
-    run.num_steps, run.last_epoch = call.steps_at(end), epoch
+    run.limit, run.last_epoch = call.steps_at(end), epoch
     # Below zero where the checkpoint lies in a window that was open when the call began.
     run.committed.steps = call.steps_at(committed)
     worker.loop_run = run  # what the watchdog reads
