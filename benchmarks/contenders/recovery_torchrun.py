@@ -76,7 +76,8 @@ def main() -> None:
         steps = work.steps_noted(folder)
         if max(at for at, *_ in steps) < killer.killed_at + 1.0:
             # It never came back: what is reported is how long it was waited for.
-            report(seconds=time.monotonic() - killer.killed_at, redone=0.0)
+            waited = time.monotonic() - killer.killed_at
+            report(seconds=waited, new=waited, redone=0.0)
             return
         report(**work.outcome(folder, killer.killed_at))
 
