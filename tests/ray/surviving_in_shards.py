@@ -4,12 +4,13 @@
 from functools import cache
 
 import torch
+from tests.ray.surviving import OwnEpoch as Whole
 from tests.ray.surviving import digest_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import TorchTrainer, TrainingOperator
-from lockstep.keys import BATCH_SIZE
+from lockstep.keys import BATCH_SIZE, NUM_STEPS
 from lockstep.testing import struck
 
 ROWS, GLOBAL_BATCH, STEPS_IN_EPOCH = 104, 16, 7
@@ -54,7 +55,10 @@ class InShards(TrainingOperator):
 
 
 class EveryOther(InShards):
-    """Gradients of two batches in a step, by the number of the batch in its pass."""
+    """Gradients of two batches in a step, by the number of the batch in its pass.
+
+    The schedule goes by what the call was asked for, so that a replay has to know that, too.
+    """
 
     def train_batch(self, batch, batch_info):
         features, classes = batch
@@ -65,22 +69,15 @@ class EveryOther(InShards):
         if batch_info["batch_idx"] % 2 == 1:
             nn.utils.clip_grad_norm_(self.kept, 0.3)
             self.optimizer.step()
-            self.scheduler.step()
+            for _ in range(batch_info[NUM_STEPS] or 1):
+                self.scheduler.step()
         return {"train_loss": loss.item()}
 
 
 class OwnEpoch(InShards):
     """Only this loop knows what lies between two batches."""
 
-    def train_epoch(self, iterator, info):
-        losses = []
-        for features, classes in iterator:
-            self.optimizer.zero_grad()
-            loss = self.criterion(self.model(features), classes)
-            loss.backward()
-            self.optimizer.step()
-            losses.append(loss.item())
-        return {"train_loss": sum(losses) / len(losses)}
+    train_epoch = Whole.train_epoch
 
 
 class Interrupted(InShards):

@@ -63,6 +63,8 @@ _log = logging.getLogger("lockstep.recovery")
 
 _VALIDATION: Final = (TrainingOperator.validate, TrainingOperator.validate_batch)
 
+_CALL_AGAIN: Final = "the workers are complete again, with the state from before it: call it again"
+
 _MAX_DEATHS: Final = 3
 """Deaths that one shard of one step may cause: the first worker and two replacements."""
 
@@ -200,9 +202,9 @@ class RecoveringEngine:
         raise _lost_changes_error(call.contract.name, pending_call)
 
     def _may_change_state(self, call: RemoteCall[Worker, object]) -> bool:
-        own = map(self._engine.spec.operator_cls._lockstep_overrides, _VALIDATION)
         if call.contract.on_failure is OnFailure.RESUME:
-            return call.purpose == "validation" and any(own)
+            overrides = self._engine.spec.operator_cls._lockstep_overrides
+            return call.purpose == "validation" and any(map(overrides, _VALIDATION))
         return call.contract.on_failure is not OnFailure.REPEAT
 
     def _perform(
@@ -361,7 +363,7 @@ class RecoveringEngine:
         if not lost_workers and (self._has_asked_to_leave or not has_failed):
             _log.info("generation %d has %d workers", generation, size)
             return
-        progress = new_generation.source.progress
+        progress, restore = new_generation.source.progress, new_generation.restore
         incident = Incident(
             at=time.time(),
             lost=tuple(f"{each.worker}, rank {each.rank}" for each in lost_workers),
@@ -369,7 +371,7 @@ class RecoveringEngine:
             or "the connections broke",
             during=_describe_call(name, lost_workers),
             step=new_generation.position.steps,
-            replayed=new_generation.num_replayed
+            replayed=(0 if restore is None else restore.steps)
             + int(progress is not None and not progress.is_over),
             seconds=seconds,
             generation=generation,
@@ -430,10 +432,10 @@ def _partial_call_error(
 ) -> BaseException:
     name = pending_call.contract.name
     fix = (
-        "the workers are complete again, with the state from before it: call it again"
-        if new_generation.is_from_memory
-        else "the workers are complete again, with the survivors' state: look at it, and call again"
+        "the workers are complete again, with the survivors' state: look at it, and call again"
         " if that is right"
+        if new_generation.restore is None
+        else _CALL_AGAIN
     )
     what = f"a worker died during {name}, which may have happened on the others"
     return _died_error(what, pending_call, fix)
@@ -441,8 +443,7 @@ def _partial_call_error(
 
 def _lost_changes_error(name: str, pending_call: PendingCall[Any]) -> BaseException:
     what = f"a worker died just after {name}, and what that has changed is lost"
-    fix = "the workers are complete again, with the state from before it: call it again"
-    return _died_error(what, pending_call, fix)
+    return _died_error(what, pending_call, _CALL_AGAIN)
 
 
 def _died_error(what: str, pending_call: PendingCall[Any], fix: str) -> BaseException:

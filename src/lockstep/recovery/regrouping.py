@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from lockstep.engine.ray_engine import RayEngine
     from lockstep.engine.worker_handle import WorkerHandle
     from lockstep.recovery.watchdog import Watchdog
-    from lockstep.worker import RemoteCall, RunPosition, SurvivorState, Worker
+    from lockstep.worker import MemoryRestore, RemoteCall, RunPosition, SurvivorState, Worker
 
 _ATTEMPTS: Final = 10
 """Attempts to form a generation before the run ends."""
@@ -60,14 +60,12 @@ class NewGeneration:
     Attributes:
         source: the survivor whose state all members have now.
         lost_workers: the lost workers, in the order of their loss.
-        num_replayed: committed steps that were computed again.
-        is_from_memory: the state is that of a memory checkpoint.
+        restore: how all went back to a memory checkpoint; None where the source sent its state.
     """
 
     source: SurvivorState
     lost_workers: Sequence[LostWorker]
-    num_replayed: int = 0
-    is_from_memory: bool = False
+    restore: MemoryRestore | None
 
     @property
     def position(self) -> RunPosition:
@@ -134,13 +132,8 @@ class Regrouping:
             formation = self._formation(survivors, furthest, table)
             if not self._join(formation, table):
                 continue
-            if (restore := formation.restore) is None:
-                return NewGeneration(furthest, table.lost_workers)
-            again = replay.with_args(restore)
-            if self._perform(dict.fromkeys(range(formation.size), again), table):
-                return NewGeneration(
-                    furthest, table.lost_workers, restore.steps, is_from_memory=True
-                )
+            if formation.restore is None or self._replay(formation.restore, table):
+                return NewGeneration(furthest, table.lost_workers, formation.restore)
         raise WorkerDiedError(
             f"the group could not be formed in {_ATTEMPTS} attempts",
             cause="workers died, or could not reach each other, while it was being formed",
@@ -226,6 +219,11 @@ class Regrouping:
         ranks = range(formation.size)
         return self._perform({rank: join.with_args(rank, formation) for rank in ranks}, table)
 
+    def _replay(self, restore: MemoryRestore, table: RankTable) -> bool:
+        """Let the members compute lost steps again; False if a member was lost meanwhile."""
+        again = replay.with_args(restore)
+        return self._perform(dict.fromkeys(range(len(self._workers.members)), again), table)
+
     def _perform(self, calls: Mapping[int, RemoteCall[Worker, None]], table: RankTable) -> bool:
         """Make a call on all members; False if a member was lost meanwhile."""
         members = list(self._workers.members)
@@ -267,12 +265,10 @@ def _has_same_progress(state: SurvivorState | None, other: SurvivorState) -> boo
 def _no_worker_left_error(
     lost_workers: Sequence[LostWorker], alive: Sequence[WorkerHandle]
 ) -> WorkerDiedError:
-    lost = ", ".join(f"{each.worker}, rank {each.rank}" for each in lost_workers)
-    died = WorkerDiedError(
+    died = _lost_error(
         "no worker is left that has the state of the run",
-        got=f"lost {lost}",
+        lost_workers,
         cause=next((each.died.details["cause"] for each in lost_workers), None),
-        fix="build a new trainer and load the last checkpoint",
     )
     if alive:
         died.add_note(
@@ -282,18 +278,26 @@ def _no_worker_left_error(
             " wrote to weights that had not been written in the first steps; or, under"
             ' sync="fsdp", training read a Ray dataset'
         )
-    if lost_workers:
-        died.__cause__ = lost_workers[0].died
     return died
 
 
 def _parts_lost_error(lost_workers: Sequence[LostWorker]) -> WorkerDiedError:
-    lost = ", ".join(f"{each.worker}, rank {each.rank}" for each in lost_workers)
-    died = WorkerDiedError(
+    return _lost_error(
         "a part of the state is lost with the workers that had it",
-        got=f"lost {lost}" if lost else None,
+        lost_workers,
         cause="a worker and the one that kept a copy of its part have died together, or the state"
         " was changed between two calls while gradients were not reduced (no_sync)",
+    )
+
+
+def _lost_error(
+    what: str, lost_workers: Sequence[LostWorker], cause: str | None
+) -> WorkerDiedError:
+    lost = ", ".join(f"{each.worker}, rank {each.rank}" for each in lost_workers)
+    died = WorkerDiedError(
+        what,
+        got=f"lost {lost}" if lost else None,
+        cause=cause,
         fix="build a new trainer and load the last checkpoint",
     )
     if lost_workers:

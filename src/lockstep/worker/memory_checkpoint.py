@@ -3,8 +3,8 @@
 
 Design note. Under ``sync="fsdp"`` no rank has the whole state, so a death takes a part of it away.
 Every few steps each rank copies its own part to the CPU, and sends the copy to a partner, on
-another host where there is one. After a death every rank goes back to the newest step of which all
-parts are left, and computes the steps since then again (`replay`).
+another host if the hosts have as many ranks. After a death every rank goes back to the newest step
+of which all parts are left, and computes the steps since then again (`replay`).
 
 - A checkpoint counts once all its parts have arrived. The ranks then meet in one small exchange;
   a rank that comes out of it drops the older checkpoint. So either a rank has come out, and every

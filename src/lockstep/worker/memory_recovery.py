@@ -28,7 +28,12 @@ if TYPE_CHECKING:
     from lockstep.group import Group
     from lockstep.operator import TrainingOperator
     from lockstep.worker.loop_run import LoopProgress
-    from lockstep.worker.memory_checkpoint import MemoryCheckpoint, Part, TrainCall
+    from lockstep.worker.memory_checkpoint import (
+        MemoryCheckpoint,
+        MemoryCheckpoints,
+        Part,
+        TrainCall,
+    )
     from lockstep.worker.survivor_state import RunPosition, SurvivorState
     from lockstep.worker.worker import Worker
 
@@ -94,24 +99,22 @@ def _receive_part(worker: Worker, group: Group, restore: MemoryRestore) -> Part:
     Collective:
         Every rank: a broadcast of each part that a rank needs and does not hold itself.
     """
-    assert worker.memory is not None, "restored from memory checkpoints"
     checkpoint = restore.checkpoint
     needed = (part for part in _receive_parts(worker, group, restore) if part is not None)
     if checkpoint.size == group.size:
         (mine,) = needed
         return mine
-    own = worker.memory.own_part(checkpoint)
+    own = _memory_of(worker).own_part(checkpoint)
     return merge_parts(needed, (group.rank, group.size), checkpoint.size, own)
 
 
 def _receive_parts(worker: Worker, group: Group, restore: MemoryRestore) -> Iterator[Part | None]:
     """The parts in order; None for those that this rank does not need."""
-    assert worker.memory is not None, "restored from memory checkpoints"
-    checkpoint = restore.checkpoint
+    checkpoint, memory = restore.checkpoint, _memory_of(worker)
     is_same_size = checkpoint.size == group.size
     for rank, sender in enumerate(restore.senders):
         is_mine = group.rank == rank or not is_same_size
-        own = worker.memory.part(checkpoint, rank) if sender == group.rank else None
+        own = memory.part(checkpoint, rank) if sender == group.rank else None
         if is_same_size and sender == rank:
             pass  # nobody else needs it
         elif own is not None:
@@ -140,8 +143,7 @@ def go_back(worker: Worker, group: Group, restore: MemoryRestore) -> None:
         worker.cursors[purpose].move_to(*place)
     # Also in a new process: after another loss every rank knows how far the run had come.
     worker.survivor, worker.has_state = furthest, True
-    assert worker.memory is not None, "restored from memory checkpoints"
-    worker.memory.go_back(part, furthest.calls, restore.target)
+    _memory_of(worker).go_back(part, furthest.calls, restore.target)
 
 
 def take_again(worker: Worker) -> None:
@@ -150,8 +152,13 @@ def take_again(worker: Worker) -> None:
     Collective:
         Every rank; see `MemoryCheckpoints.take`.
     """
-    assert worker.memory is not None, "restored from memory checkpoints"
-    worker.memory.take(worker.memory.taken_in)
+    memory = _memory_of(worker)
+    memory.take(memory.taken_in)
+
+
+def _memory_of(worker: Worker) -> MemoryCheckpoints:
+    assert worker.memory is not None, "the driver asks for this under sync='fsdp' alone"
+    return worker.memory
 
 
 def _load(worker: Worker, part: Part) -> None:
@@ -196,9 +203,8 @@ def renew_memory_checkpoint(worker: Worker) -> None:
     Collective:
         Every rank; see `MemoryCheckpoints.take`.
     """
-    assert worker.memory is not None, "the driver knows"
     worker.survivor = None  # it tells of the state from before
-    worker.memory.take_between_calls()
+    _memory_of(worker).take_between_calls()
 
 
 @remote_method(Communication.RUN_GROUP, OnFailure.RAISE, is_timed=True)
@@ -208,18 +214,16 @@ def replay(worker: Worker, restore: MemoryRestore) -> None:
     Collective:
         Every rank, as in training.
     """
-    memory, before = worker.memory, worker.loop_run
-    assert memory is not None, "restored from memory checkpoints"
-    calls, (first, come) = memory.calls, memory.taken_in
-    target = restore.target
+    memory, before, target = _memory_of(worker), worker.loop_run, restore.target
+    calls, (first, progress) = memory.calls, memory.taken_in
     # The undo of a window that was open may have led back to before the last call.
     ends = [*(min(call.step, target.steps) for call in calls[1:]), target.steps]
     worker.rollback.begin_call(worker.cursors["train"])
     with _counts_set_aside(worker.operator):
         try:
             for call, end in zip(calls, ends, strict=False):
-                progress = come if call.number == first else None
-                _replay_call(worker, call, progress, end, target.epoch)
+                begun = progress if call.number == first else None
+                _replay_call(worker, call, begun, end, target.epoch)
         finally:
             worker.loop_run = before
     # A new process counts from here, as the others do.
