@@ -144,10 +144,10 @@ def test_steps_of_earlier_calls_are_computed_again(operator_cls):
         results = [trainer.train(num_steps=3) for _ in range(6)]
         return results, digest_of(trainer.get_model())
 
-    arguments = {"config": {"noise": 0.3}, "memory_checkpoint_every": 8}
+    arguments = {"config": {"noise": 0.3}, "memory_checkpoint_every": 50}
     with trainer_of(operator_cls, **arguments) as trainer:
         expected, bits = by_threes(trainer)
-    with trainer_of(operator_cls, [kill(2, 17)], spare_workers=1, **arguments) as trainer:
+    with trainer_of(operator_cls, [kill(2, 14)], spare_workers=1, **arguments) as trainer:
         results, got = by_threes(trainer)
         (recovery,) = trainer.status()["recoveries"]
     assert got == bits
