@@ -106,10 +106,15 @@ def tree_map_with_path(
     return rebuild(tree, values)
 
 
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """The leaves that are tensors."""
+def leaves_of(tree: Any) -> Iterator[Any]:
+    """The leaves, in the order of `children_of`."""
     children = children_of(tree)
-    if isinstance(tree, Tensor):
+    if children is None:
         yield tree
     for _, child in children or []:
-        yield from tensors_in(child)
+        yield from leaves_of(child)
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """The leaves that are tensors."""
+    return (leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor))

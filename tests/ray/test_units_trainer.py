@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``TorchTrainer(sync="fsdp")`` with ``register(shard=...)``: no worker ever holds all layers."""
 
+import os
+import tempfile
+
 import pytest
 import torch
 from tests.ray.operators import (
@@ -74,6 +77,8 @@ def test_the_weights_of_one_process_and_a_state_that_goes_on_anywhere(tmp_path):
     assert type(trained) is Net
     assert farthest(trained, one_process()) < 1e-12
     assert (predicted - trained(features)).abs().max() < 1e-12
+    # Each rank has written its own rows.
+    assert {f"__{rank}_0.distcp" for rank in range(3)} < set(os.listdir(path))
     # Neither of the weights nor of the momentum does a rank hold more than its rows.
     assert held == [((3, 5), (3, 5)), ((3, 5), (3, 5)), ((1, 5), (1, 5))]
     with trainer(num_workers=2, num_shards=3) as other:
@@ -104,6 +109,46 @@ def test_a_run_goes_on_from_its_checkpoints(tmp_path):
     with trainer(**arguments, resume="auto") as again:
         assert again.status()["step"] == 6
         assert farthest(again.get_model(), trained) == 0.0
+
+
+class OnAnotherHost(InUnits):
+    """The second worker sees no file below `config["hidden"]`, as on a host of its own."""
+
+    def setup(self, config):
+        super().setup(config)
+        if self.world_rank == 1:
+            tempfile.tempdir = str(config["temporary"])
+            for name in ("isdir", "isfile"):
+                hide(name, str(config["hidden"]))
+
+    def state_dict(self):
+        return {"rank": self.world_rank}
+
+    def load_state_dict(self, state):
+        self.loaded = state["rank"]
+
+
+def hide(name, folder):
+    see = getattr(os.path, name)
+    setattr(os.path, name, lambda path: not str(path).startswith(folder) and see(path))
+
+
+def test_parts_travel_where_a_host_does_not_see_the_folder(tmp_path):
+    temporary, hidden = tmp_path / "temporary", tmp_path / "hidden"
+    temporary.mkdir()
+    config = {"temporary": temporary, "hidden": hidden}
+    with trainer(OnAnotherHost, config, num_workers=2) as run:
+        run.train(num_steps=5)
+        path = run.save(hidden / "state")
+        trained = run.get_model()
+    assert not os.listdir(temporary)
+    with trainer(OnAnotherHost, config, num_workers=2) as again:
+        again.load(path)
+        assert again.status()["step"] == 5
+        assert farthest(again.get_model(), trained) == 0.0
+        assert again.apply_all_operators(lambda operator: operator.loaded) == [0, 1]
+        again.train(num_steps=STEPS - 5)
+        assert farthest(again.get_model(), one_process()) < 1e-12
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,15 @@ import os
 from typing import Any
 
 from lockstep.checkpoint.atomic_write import publish as publish
-from lockstep.checkpoint.dcp_directory import is_checkpoint_directory, read_directory
+from lockstep.checkpoint.dcp_directory import StoredTensor as StoredTensor
+from lockstep.checkpoint.dcp_directory import WrittenPart as WrittenPart
+from lockstep.checkpoint.dcp_directory import finish_directory as finish_directory
+from lockstep.checkpoint.dcp_directory import is_checkpoint_directory, open_directory
+from lockstep.checkpoint.dcp_directory import is_here as is_here
+from lockstep.checkpoint.dcp_directory import publish_directory as publish_directory
+from lockstep.checkpoint.dcp_directory import read_own_tensors as read_own_tensors
 from lockstep.checkpoint.dcp_directory import write_directory as write_directory
+from lockstep.checkpoint.dcp_directory import write_part as write_part
 from lockstep.checkpoint.file_format import read_file
 from lockstep.checkpoint.file_format import serialise as serialise
 from lockstep.checkpoint.file_format import write as write
@@ -34,9 +41,18 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointError: the file is empty, truncated, damaged, foreign, written by a newer
             version, or a directory of another program's, or holds what only code could rebuild.
     """
+    state: dict[str, Any] = read_own_tensors(open_checkpoint(path))
+    return state
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """As `read`, with a `StoredTensor` in the place of each tensor in a directory.
+
+    Each rank then reads its rows by `read_own_tensors`.
+    """
     try:
         if is_checkpoint_directory(os.fspath(path)):
-            return read_directory(os.fspath(path))
+            return open_directory(os.fspath(path))
         return read_file(os.fspath(path))
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(

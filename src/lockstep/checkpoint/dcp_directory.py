@@ -7,6 +7,11 @@
                       other file; a file of `file_format`, so verified and read without running code
     .metadata, *.distcp   the tensors, for `torch.distributed.checkpoint` of any program
 
+Each rank writes a file with what it alone has (`write_part`), and one process ties them together
+(`publish_directory`). Reading is in two steps as well: `open_directory` returns the state with a
+`StoredTensor` in the place of each tensor, and each rank reads what it is to have
+(`read_own_tensors`). So no process ever holds more than its part.
+
 The directory is written under another name and then renamed, so it exists whole or not at all. To
 replace a directory takes two renames: a process that is killed between them leaves the old
 directory beside the path as ``.lockstep-*.old``.
@@ -14,15 +19,12 @@ directory beside the path as ``.lockstep-*.old``.
 
 from __future__ import annotations
 
-import hashlib
-import io
 import os
-import pickle
 import secrets
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -31,35 +33,64 @@ from lockstep.checkpoint.atomic_write import fsync_path, write_error
 from lockstep.checkpoint.file_format import read_file, write
 from lockstep.checkpoint.plain_values import plain_state
 from lockstep.errors import CheckpointError, CheckpointWriteError
+from lockstep.local_rows import LocalRows
 from lockstep.tensor_tree import KeyPath, rebuild_container, tree_map, tree_map_with_path
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import Metadata
+    from collections.abc import Collection, Iterator, Sequence
+
+    from lockstep.checkpoint.dcp_tensors import WrittenTensors
 
 INDEX: Final = "lockstep.ckpt"
 _MARK: Final = "\0tensor"
-_METADATA: Final = ".metadata"
 
-# The classes of torch's index (`.metadata`) of a distributed checkpoint of tensors; unpickling
-# resolves no other name. Rejected: allowing modules as a whole, because a module's imports (`os`)
-# are attributes of it. `BytesStorageMetadata` is missing: torch unpickles such an entry's content.
-_ALLOWED_GLOBALS: Final = {
-    "torch.distributed.checkpoint.metadata": {
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "StorageMeta"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", "device"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath"},
-}
+
+@dataclass(frozen=True)
+class WrittenPart:
+    """What one rank has written into a directory.
+
+    Attributes:
+        state: the rank's state, each tensor replaced by its description.
+        own: the keys under which each rank has something else.
+        in_rows: the names of tensors that the ranks share out.
+        tensors: what torch knows of the files.
+        files: the checksums of the rank's files, by name.
+    """
+
+    state: dict[str, Any]
+    own: tuple[str, ...]
+    in_rows: tuple[str, ...]
+    tensors: WrittenTensors
+    files: dict[str, str]
+
+
+class StoredTensor:
+    """A tensor in a checkpoint directory, which is not read yet.
+
+    Attributes:
+        folder: the directory.
+        files: the checksums of the files in it.
+        name: the tensor's name there.
+        shape, dtype: of the whole tensor.
+        in_rows: the ranks that wrote it shared it out.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        files: Mapping[str, str],
+        name: str,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        *,
+        in_rows: bool,
+    ) -> None:
+        self.folder = folder
+        self.files = files
+        self.name = name
+        self.shape = shape
+        self.dtype = dtype
+        self.in_rows = in_rows
 
 
 def is_checkpoint_directory(path: str) -> bool:
@@ -79,18 +110,32 @@ def write_directory(path: str | os.PathLike[str], state: Mapping[str, Any]) -> s
         CheckpointError: see `write`; or `path` exists and is no such directory.
         CheckpointWriteError: the directory could not be written (also an OSError).
     """
-    plain = plain_state(state)
-    try:
-        _write_and_rename(os.fspath(path), plain)
-    except CheckpointWriteError:
-        raise
-    except OSError as error:
-        raise write_error(path, error) from error
+    with publish_directory(path) as folder:
+        part = write_part(folder, state, rank=0)
+        finish_directory(folder, [part], part.state)
     return os.fspath(path)
 
 
-def _write_and_rename(path: str, plain: Mapping[str, Any]) -> None:
-    """Write a directory beside `path`, and rename it to `path`."""
+@contextmanager
+def publish_directory(path: str | os.PathLike[str]) -> Iterator[str]:
+    """Inside, write files into the folder that is given; then it gets the name `path`.
+
+    Raises:
+        CheckpointError: `path` exists and is no checkpoint directory.
+        CheckpointWriteError: the directory could not be written (also an OSError).
+    """
+    try:
+        with _renamed_to(os.fspath(path)) as folder:
+            yield folder
+    except CheckpointWriteError:
+        raise
+    except OSError as error:
+        raise write_error(os.fspath(path), error) from error
+
+
+@contextmanager
+def _renamed_to(path: str) -> Iterator[str]:
+    """A folder beside `path`, which is renamed to `path` at the end."""
     target = os.path.realpath(path)
     is_empty = os.path.isdir(target) and not os.listdir(target)
     if os.path.lexists(target) and not is_empty and not is_checkpoint_directory(target):
@@ -104,7 +149,7 @@ def _write_and_rename(path: str, plain: Mapping[str, Any]) -> None:
     stem = os.path.join(os.path.dirname(target), f".lockstep-{secrets.token_hex(8)}")
     try:
         os.mkdir(f"{stem}.tmp")
-        _write_files(f"{stem}.tmp", plain)
+        yield f"{stem}.tmp"
         if os.path.isdir(target):
             os.rename(target, f"{stem}.old")
         os.rename(f"{stem}.tmp", target)
@@ -117,127 +162,133 @@ def _write_and_rename(path: str, plain: Mapping[str, Any]) -> None:
         shutil.rmtree(f"{stem}.old", ignore_errors=True)
 
 
-def _write_files(folder: str, plain: Mapping[str, Any]) -> None:
-    tensors: dict[str, torch.Tensor] = {}
-    hollow = _take_tensors_out(plain, tensors)
-    if tensors:
-        from torch.distributed.checkpoint.state_dict_saver import save
+def write_part(
+    folder: str, state: Mapping[str, Any], rank: int, own: Collection[str] = ()
+) -> WrittenPart:
+    """Write what `rank` has of a state into `folder`. Ranks write at the same time.
 
-        with _single_process_warning_ignored():
-            save(tensors, checkpoint_id=folder, no_dist=True)
-    files = {name: _sha256(os.path.join(folder, name)) for name in sorted(os.listdir(folder))}
-    for name in files:
-        fsync_path(os.path.join(folder, name))
-    write(os.path.join(folder, INDEX), {"state": hollow, "files": files})
-
-
-def read_directory(path: str) -> dict[str, Any]:
-    """The state in a directory that `write_directory` wrote.
+    Args:
+        state: the same tree on every rank, with `LocalRows` for what the ranks share out. Of what
+            is whole rank 0 writes its copy.
+        rank: this rank.
+        own: the keys under which each rank has something else, and writes it.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or would run code.
+        CheckpointError: see `plain_state`.
+    """
+    from lockstep.checkpoint.dcp_tensors import sha256, write_tensors
+
+    plain = plain_state(state)
+    tensors: dict[str, torch.Tensor | LocalRows] = {}
+    common = {key: value for key, value in plain.items() if key not in own}
+    hollow = _take_tensors_out(common, tensors, "")
+    in_rows = tuple(name for name, each in tensors.items() if isinstance(each, LocalRows))
+    if rank > 0:
+        tensors = {name: tensors[name] for name in in_rows}
+    mine = {key: plain[key] for key in own}
+    hollow |= _take_tensors_out(mine, tensors, f"rank-{rank}." if rank > 0 else "")
+    written = write_tensors(folder, tensors, rank)
+    files = {name: sha256(os.path.join(folder, name)) for name in sorted(written.files)}
+    return WrittenPart(hollow, tuple(own), in_rows, written, files)
+
+
+def finish_directory(folder: str, parts: Sequence[WrittenPart], state: Mapping[str, Any]) -> None:
+    """Tie the files that the ranks have written into `folder` together.
+
+    Args:
+        parts: of rank 0, 1, ...
+        state: made of the states of `parts`.
+    """
+    files = {name: digest for part in parts for name, digest in part.files.items()}
+    for name in os.listdir(folder):
+        if name not in files:
+            os.unlink(os.path.join(folder, name))  # of a rank that died, and wrote for nothing
+    if files:
+        from lockstep.checkpoint.dcp_tensors import METADATA, sha256, write_metadata
+
+        write_metadata(folder, [part.tensors for part in parts])
+        files[METADATA] = sha256(os.path.join(folder, METADATA))
+    for name in files:
+        fsync_path(os.path.join(folder, name))
+    in_rows = list(parts[0].in_rows)
+    write(os.path.join(folder, INDEX), {"state": state, "files": files, "in_rows": in_rows})
+
+
+def open_directory(path: str) -> dict[str, Any]:
+    """The state in a directory, with a `StoredTensor` in the place of each tensor.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
     """
     index = read_file(os.path.join(path, INDEX))
-    for name, expected in index["files"].items():
-        file = os.path.join(path, name)
-        got = _sha256(file) if os.path.isfile(file) else "no such file"
-        if got != expected:
-            raise CheckpointError(
-                "the checkpoint is damaged",
-                where=file,
-                expected=f"sha256 {expected}",
-                got=got,
-                cause="it was cut off, changed or left out after it was written",
-                fix="load an older checkpoint, or copy this one again from where it was written",
-            )
-    tensors: dict[str, torch.Tensor] = {}
-    state: dict[str, Any] = _put_tensors_in(index["state"], tensors)
-    if tensors:
-        from torch.distributed.checkpoint.state_dict_loader import load
+    files, in_rows = index["files"], set(index.get("in_rows", []))
+    if files:
+        from lockstep.checkpoint.dcp_tensors import verify_files
 
-        reader = _verified_reader(path, set(index["files"]))
-        reader.read_metadata()  # called here too: `load` would wrap a CheckpointError in its own
-        with _single_process_warning_ignored():
-            load(tensors, storage_reader=reader, no_dist=True)
-    return state
-
-
-def _take_tensors_out(state: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
-    """The same structure, each tensor replaced by its name, shape and dtype."""
-
-    def take_out(path: KeyPath, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        # The number makes names unique: keys of different types may have the same text.
-        name = "".join([str(len(tensors)), *(f".{key.value}" for key in path)])
-        tensors[name] = leaf
-        return {_MARK: [name, list(leaf.shape), leaf.dtype]}
-
-    return tree_map_with_path(take_out, state)
-
-
-def _put_tensors_in(hollow: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The state with empty tensors in the places of their descriptions; collects them by name."""
+        verify_files(path, files)
 
     def put_in(like: Any, values: list[Any]) -> Any:
         if not isinstance(like, Mapping) or _MARK not in like:
             return rebuild_container(like, values)
         name, shape, dtype = like[_MARK]
-        tensors[name] = torch.empty(shape, dtype=dtype, device="cpu")
-        return tensors[name]
+        return StoredTensor(path, files, name, torch.Size(shape), dtype, in_rows=name in in_rows)
 
-    return tree_map(lambda leaf: leaf, hollow, put_in)
-
-
-class _AllowlistUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if name in _ALLOWED_GLOBALS.get(module, set()) or is_dtype:
-            return super().find_class(module, name)
-        raise _needs_code_error(f"{module}.{name}")
+    state: dict[str, Any] = tree_map(lambda leaf: leaf, index["state"], put_in)
+    return state
 
 
-def _needs_code_error(got: str) -> CheckpointError:
-    return CheckpointError(
-        "the checkpoint holds an object that only code could rebuild; it was not run",
-        got=got,
-        cause="it was not written by lockstep, or altered on purpose",
-        fix="do not use this directory",
-    )
+def is_here(stored: StoredTensor) -> bool:
+    """Whether this host sees the directory that `stored` is in."""
+    from lockstep.checkpoint.dcp_tensors import METADATA, sha256
+
+    path = os.path.join(stored.folder, METADATA)
+    return os.path.isfile(path) and sha256(path) == stored.files.get(METADATA)
 
 
-def _verified_reader(path: str, verified: Set[str]) -> FileSystemReader:
-    """A reader of tensors that reads only files whose checksum was right."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+def read_own_tensors(state: Any, rank: int = 0, num_ranks: int = 1) -> Any:
+    """`state`, with the values of each `StoredTensor` that `rank` among `num_ranks` ranks has.
 
-    class Reader(FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-            with self.fs.create_stream(os.path.join(self.path, _METADATA), "rb") as file:
-                metadata: Metadata = _AllowlistUnpickler(io.BytesIO(file.read())).load()
-            for name, entry in metadata.state_dict_metadata.items():
-                if type(entry) is not TensorStorageMetadata:
-                    raise _needs_code_error(f"{name}: {type(entry).__name__}")
-            for entry in metadata.storage_data.values():
-                if entry.relative_path not in verified or entry.transform_descriptors:
-                    raise _needs_code_error(
-                        f"{entry.relative_path}, which is no file of this checkpoint"
-                    )
-            metadata.storage_meta = metadata.storage_meta or StorageMeta()
-            metadata.storage_meta.load_id = self.load_id
-            return metadata
+    For more than one rank these are `LocalRows` of what ranks have shared out; else whole tensors.
 
-    return Reader(path)
+    Raises:
+        CheckpointError: a file is missing, damaged, or would run code.
+    """
+    found: dict[str, torch.Tensor | LocalRows] = {}
+    sources: list[StoredTensor] = []
+
+    def make_target(leaf: Any) -> Any:
+        if not isinstance(leaf, StoredTensor):
+            return leaf
+        if leaf.name not in found:
+            sources.append(leaf)
+            found[leaf.name] = (
+                LocalRows.empty(leaf.shape, leaf.dtype, rank, num_ranks)
+                if leaf.in_rows and num_ranks > 1
+                else torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
+            )
+        return found[leaf.name]
+
+    filled = tree_map(make_target, state)
+    if sources:
+        from lockstep.checkpoint.dcp_tensors import read_tensors
+
+        read_tensors(sources[0].folder, found, sources[0].files)
+    return filled
 
 
-@contextmanager
-def _single_process_warning_ignored() -> Iterator[None]:
-    with warnings.catch_warnings():
-        # torch warns that it assumes one process, which `no_dist=True` has told it.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _take_tensors_out(
+    state: Mapping[str, Any], tensors: dict[str, torch.Tensor | LocalRows], prefix: str
+) -> dict[str, Any]:
+    """The same structure, each tensor replaced by its name, shape and dtype."""
 
+    def take_out(path: KeyPath, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor | LocalRows):
+            return leaf
+        # The number makes names unique: keys of different types may have the same text.
+        name = "".join([prefix, str(len(tensors)), *(f".{key.value}" for key in path)])
+        tensors[name] = leaf
+        values = leaf.rows if isinstance(leaf, LocalRows) else leaf
+        return {_MARK: [name, list(leaf.shape), values.dtype]}
 
-def _sha256(path: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    hollow: dict[str, Any] = tree_map_with_path(take_out, state)
+    return hollow

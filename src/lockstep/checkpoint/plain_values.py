@@ -28,6 +28,7 @@ from torch import Tensor
 
 from lockstep._torch_compat import storage_key
 from lockstep.errors import CheckpointError, WrongTypeError
+from lockstep.local_rows import LocalRows
 
 _ATOMS: Final = frozenset(
     {
@@ -84,6 +85,8 @@ class _PlainConverter:
             return value
         if isinstance(value, Tensor):
             return self._convert_tensor(value, where)
+        if kind is LocalRows:
+            return LocalRows(self._convert_tensor(value.rows, where), value.shape, value.first)
         if kind in _MAPPINGS or kind in _SEQUENCES:
             return self._convert_container(value, where)
         if isinstance(value, np.ndarray):

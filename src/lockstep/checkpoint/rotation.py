@@ -22,7 +22,7 @@ from lockstep.checkpoint.atomic_write import write_error
 from lockstep.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
 _log = logging.getLogger("lockstep.checkpoint")
 
@@ -37,20 +37,12 @@ class Rotation:
     Args:
         folder: the run's own folder; `prepare_folder` creates it.
         keep: how many checkpoints remain after `write`.
-        write: writes a checkpoint, as `lockstep.checkpoint.write`.
         read: reads and verifies a checkpoint, as `lockstep.checkpoint.read`.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        keep: int,
-        write: Callable[[str, Mapping[str, Any]], str],
-        read: Callable[[str], dict[str, Any]],
-    ) -> None:
+    def __init__(self, folder: str, keep: int, read: Callable[[str], dict[str, Any]]) -> None:
         self.folder = folder
         self._keep = keep
-        self._write_one = write
         self._read_one = read
 
     def prepare_folder(self) -> None:
@@ -107,16 +99,20 @@ class Rotation:
             fix="bring a good copy back, or give an empty checkpoint_dir to start afresh",
         ) from refused[0]
 
-    def write(self, step: int, state: Mapping[str, Any]) -> str:
+    def write(self, step: int, write: Callable[[str], str]) -> str:
         """Write a checkpoint, then remove those that are not among the last `keep` any more.
+
+        Args:
+            step: of the run.
+            write: writes the checkpoint to a path, and returns that.
 
         Returns:
             The path of the checkpoint.
 
         Raises:
-            CheckpointError: see `lockstep.checkpoint.write`; no older checkpoint was removed.
+            Exception: what `write` raised; no older checkpoint was removed.
         """
-        path = self._write_one(self.path_of(step), state)
+        path = write(self.path_of(step))
         try:
             self._remove_old(step)
         # The new checkpoint is on the disk: an older one that stays must not fail the run.

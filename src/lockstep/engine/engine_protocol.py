@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from lockstep.checkpoint import WrittenPart
     from lockstep.operator import TrainingOperator
     from lockstep.worker import ProgressReport, RemoteCall, Snapshot, StartReport, Worker
 
@@ -130,6 +131,18 @@ class Engine(Protocol):
 
     def start_snapshot_fetcher(self, to: SnapshotKeeper) -> SnapshotFetcher:
         """Deliver the copies of the state that workers make from now on to `to`."""
+
+    def write_parts(self, step: int, folder: str) -> list[WrittenPart] | None:
+        """Let each worker write its copy of the state at `step`; see `CheckpointPart`.
+
+        Another thread may call this while a call runs.
+
+        Returns:
+            What each rank wrote; None if a rank has no copy of that step any more.
+
+        Raises:
+            WorkerDiedError: a worker died meanwhile.
+        """
 
     def local_operator(self) -> TrainingOperator | None:
         """The operator of rank 0, if rank 0 lives in this process."""

@@ -22,6 +22,7 @@ from lockstep.worker import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from lockstep.checkpoint import WrittenPart
     from lockstep.engine.engine_protocol import CallListener, SnapshotFetcher, SnapshotKeeper
     from lockstep.operator import TrainingOperator
     from lockstep.worker import RemoteCall, WorkerSpec
@@ -90,6 +91,9 @@ class InlineEngine:
     def start_snapshot_fetcher(self, to: SnapshotKeeper) -> SnapshotFetcher:
         self._worker.snapshots.give = to.keep
         return self._worker.snapshots
+
+    def write_parts(self, step: int, folder: str) -> list[WrittenPart] | None:
+        raise AssertionError("one worker has the whole state")
 
     def local_operator(self) -> TrainingOperator | None:
         return self._worker.operator

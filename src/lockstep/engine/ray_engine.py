@@ -22,6 +22,7 @@ from lockstep.engine.breakpoint_hook import without_ray_breakpoint_hook
 from lockstep.engine.engine_protocol import PoolStatus
 from lockstep.engine.inline_engine import progress_reporter
 from lockstep.engine.keyboard_interrupt import reraise_keyboard_interrupt
+from lockstep.engine.part_files import write_parts
 from lockstep.engine.pending_call import POLL_EVERY_S, PendingCall
 from lockstep.engine.ray_errors import has_failed
 from lockstep.engine.sigint_after_step import sigint_after_step
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
     from ray.actor import ActorProxy
 
+    from lockstep.checkpoint import WrittenPart
     from lockstep.engine.engine_protocol import (
         CallListener,
         Resources,
@@ -289,6 +291,9 @@ class RayEngine:
     def start_snapshot_fetcher(self, to: SnapshotKeeper) -> SnapshotFetcher:
         self._fetcher = RemoteSnapshotFetcher(lambda: self.workers.rank_0, to)
         return self._fetcher
+
+    def write_parts(self, step: int, folder: str) -> list[WrittenPart] | None:
+        return write_parts(self.workers.members, step, folder)
 
     # --------------------------------------------------------------------------------- ending
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The actor around one worker. This module imports no torch, whose import is most of a launch.
 
-`perform` runs one remote method after the other. All other methods run in the `control` concurrency
-group, so that the driver can reach a worker while it performs a method.
+`perform` runs one remote method after the other. All other methods run in concurrency groups of
+their own, so that the driver can reach a worker while it performs a method: those that write to the
+disk in `files`, and those that answer at once in `control`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ if TYPE_CHECKING:
     from ray.actor import ActorClass
 
     from lockstep.metrics.step_log import StepRow
-    from lockstep.worker import Outcome, ProgressReport, RemoteMethod, Worker, WorkerStatus
+    from lockstep.worker import (
+        Outcome,
+        PartOnDisk,
+        ProgressReport,
+        RemoteMethod,
+        Worker,
+        WorkerStatus,
+    )
 
 
 class WorkerActor:
@@ -142,6 +150,17 @@ class WorkerActor:
         # Ray stores arrays, and maps them on the other side, without pickling.
         return snapshot.step, structure, [buffer.numpy() for buffer in buffers]
 
+    @ray.method(concurrency_group="files")
+    def write_part(self, step: int, folder: str) -> PartOnDisk | None:
+        """See `CheckpointPart.write`."""
+        return self._worker and self._worker.checkpoint_part.write(step, folder)
+
+    @ray.method(concurrency_group="files")
+    def read_part(self, name: str, offset: int, size: int) -> bytes:
+        """See `CheckpointPart.read`."""
+        assert self._worker is not None, "it has written the part"
+        return self._worker.checkpoint_part.read(name, offset, size)
+
     @ray.method(concurrency_group="control")
     def kill_process(self, pid: int) -> None:
         """Send SIGKILL to another process on this node."""
@@ -164,5 +183,5 @@ def _load_spec(spec: bytes) -> Any:
 # Any: Ray's annotations do not know concurrency groups. The handles of its actors are typed.
 _remote: Any = ray.remote
 RemoteWorkerActor: ActorClass[WorkerActor] = _remote(
-    max_restarts=0, max_task_retries=0, concurrency_groups={"control": 2}
+    max_restarts=0, max_task_retries=0, concurrency_groups={"control": 2, "files": 1}
 )(WorkerActor)

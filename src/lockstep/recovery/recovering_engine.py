@@ -50,6 +50,7 @@ from lockstep.worker import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from lockstep.checkpoint import WrittenPart
     from lockstep.engine import PoolStatus
     from lockstep.engine.engine_protocol import CallListener, SnapshotFetcher, SnapshotKeeper
     from lockstep.engine.pending_call import PendingCall
@@ -108,6 +109,9 @@ class RecoveringEngine:
 
     def start_snapshot_fetcher(self, to: SnapshotKeeper) -> SnapshotFetcher:
         return self._engine.start_snapshot_fetcher(to)
+
+    def write_parts(self, step: int, folder: str) -> list[WrittenPart] | None:
+        return self._engine.write_parts(step, folder)
 
     def close(self, *, force: bool) -> None:
         # An interrupted worker may be in the middle of a step for long.

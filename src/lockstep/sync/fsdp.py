@@ -28,9 +28,10 @@ from lockstep.errors import (
     NotAvailableError,
     PeerLostError,
 )
+from lockstep.local_rows import rows_of
 from lockstep.sync.bucket_transport import BucketTransport
 from lockstep.sync.gradient_sync import GradientSync
-from lockstep.sync.parameter_shards import ParameterShards, rows_of
+from lockstep.sync.parameter_shards import ParameterShards
 from lockstep.sync.sharded_optimizer import ShardedOptimizer, needs_whole_step
 from lockstep.sync.tensor_broadcast import broadcast_tensors
 

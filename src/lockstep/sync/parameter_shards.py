@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lockstep._torch_compat import forget_groups, storage_key, version_of
 from lockstep.errors import NotAvailableError
+from lockstep.local_rows import LocalRows, rows_of
 from lockstep.sync.local_parameters import is_local, local
 
 if TYPE_CHECKING:
@@ -25,53 +26,9 @@ if TYPE_CHECKING:
     from lockstep.sync.buckets import Slot
 
 
-class LocalRows:
-    """The rows that a rank has of a tensor which the ranks share out, without a mesh.
-
-    Attributes:
-        rows: on the CPU.
-        shape: of the whole tensor.
-    """
-
-    def __init__(self, rows: torch.Tensor, shape: torch.Size) -> None:
-        self.rows = rows
-        self.shape = shape
-
-    def empty_for(self, rank: int, num_ranks: int) -> LocalRows:
-        """As many rows as `rank` has among `num_ranks` ranks, without values."""
-        whole = torch.empty(self.shape, dtype=self.rows.dtype, device="meta")
-        like = rows_of(whole, rank, num_ranks)
-        return LocalRows(torch.empty_like(like, device="cpu"), self.shape)
-
-    def take_from(self, other: LocalRows, mine: tuple[int, int], its: tuple[int, int]) -> None:
-        """Copy the rows that both have.
-
-        Args:
-            other: the rows of another rank, maybe among another number of ranks.
-            mine: this object's rank, and the number of ranks.
-            its: those of `other`.
-        """
-        here, there = first_row(self.shape[0], *mine), first_row(self.shape[0], *its)
-        first = max(here, there)
-        last = min(here + len(self.rows), there + len(other.rows))
-        if first < last:
-            self.rows[first - here : last - here] = other.rows[first - there : last - there]
-
-
 def can_be_sharded(param: torch.Tensor) -> bool:
     """Whether `param` has rows to share out, of a dtype that gloo and DTensor can carry."""
     return not is_local(param) and param.dim() > 0 and param.numel() > 0 and not param.is_complex()
-
-
-def rows_of(whole: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
-    """The rows of a tensor that `rank` keeps; may be none."""
-    length = whole.shape[0]
-    return whole[first_row(length, rank, num_ranks) : first_row(length, rank + 1, num_ranks)]
-
-
-def first_row(length: int, rank: int, num_ranks: int) -> int:
-    """The first of the rows that `rank` keeps of `length` rows; `length` where it keeps none."""
-    return min(rank * -(-length // num_ranks), length)
 
 
 def as_shard(local_rows: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:

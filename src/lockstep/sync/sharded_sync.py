@@ -24,11 +24,12 @@ from lockstep._torch_compat import (
 from lockstep._torch_compat.fully_shard import NEEDED_METHODS, begin_as_root
 from lockstep.errors import NotAvailableError
 from lockstep.group import Group
+from lockstep.local_rows import LocalRows
 from lockstep.sync.fsdp import require_default_group
 from lockstep.sync.gradient_sync import GradientSync
 from lockstep.sync.local_parameters import is_local
 from lockstep.sync.ordered_process_group import OrderedProcessGroup, make_ordered_group
-from lockstep.sync.parameter_shards import LocalRows, shard_like
+from lockstep.sync.parameter_shards import shard_like
 from lockstep.sync.shard_units import find_units, refuse_models, refuse_unshardable
 from lockstep.sync.sharded_transport import ShardedTransport
 from lockstep.sync.unit_order import UnitOrder

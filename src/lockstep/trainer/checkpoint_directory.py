@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lockstep import checkpoint
@@ -16,11 +17,13 @@ from lockstep.errors import (
 )
 from lockstep.operator import TrainingOperator
 from lockstep.trainer.argument_checks import require, require_count
+from lockstep.trainer.snapshot_files import write_snapshot
 from lockstep.trainer.state_transfer import refuse_another_run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from lockstep.trainer.snapshot_files import WriteParts
     from lockstep.worker import Snapshot, WorkerSpec
 
 _log = logging.getLogger("lockstep.checkpoint")
@@ -49,12 +52,12 @@ class CheckpointDirectory:
 
     def __init__(self, folder: Any, every: Any, keep: Any, resume: Any, sync: str) -> None:
         _check_arguments(folder, every, keep, resume)
+        self._sync = sync
         self.every: int | None = every
         self.resume_state: dict[str, Any] | None = None
         self._rotation: Rotation | None = None
         if folder is not None:
-            write = checkpoint.write_directory if sync == "fsdp" else checkpoint.write
-            self._rotation = Rotation(os.path.abspath(folder), keep, write, checkpoint.read)
+            self._rotation = Rotation(os.path.abspath(folder), keep, self._read)
             self._rotation.prepare_folder()
         self._source = self._find(resume)
 
@@ -67,7 +70,7 @@ class CheckpointDirectory:
         if resume is None:
             self._refuse_to_mix()
         elif resume != "auto":
-            self.resume_state = checkpoint.read(resume)
+            self.resume_state = self._read(resume)
             return str(os.fspath(resume))
         elif self._rotation is not None and (newest := self._rotation.read_newest()) is not None:
             path, self.resume_state = newest
@@ -106,10 +109,17 @@ class CheckpointDirectory:
         shards = spec.num_shards_of(self.resume_state, self._source)
         return replace(spec, num_shards=shards, seed=self.resume_state.get("seed", spec.seed))
 
-    def write(self, snapshot: Snapshot) -> None:
+    def _read(self, path: str) -> dict[str, Any]:
+        # Under fsdp each worker reads its rows: the whole state may fit nowhere.
+        return checkpoint.open_checkpoint(path) if self._sync == "fsdp" else checkpoint.read(path)
+
+    def write(self, snapshot: Snapshot, write_parts: WriteParts) -> None:
         """Write a checkpoint, and let go of the oldest."""
         assert self._rotation is not None, "asked for only where `is_on`"
-        path = self._rotation.write(snapshot.step, snapshot.state)
+        write = partial(
+            write_snapshot, snapshot, in_shards=self._sync == "fsdp", write_parts=write_parts
+        )
+        path = self._rotation.write(snapshot.step, write)
         _log.info("step %d is safe: %s", snapshot.step, path)
 
     def finish_resume(self) -> None:

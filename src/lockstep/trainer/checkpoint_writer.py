@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import CheckpointError, CheckpointWriteError
 from lockstep.trainer.preemption import SigtermDeferral
-from lockstep.worker import Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 
     from lockstep.engine import Engine
     from lockstep.engine.engine_protocol import SnapshotFetcher
+    from lockstep.worker import Snapshot
 
 _log = logging.getLogger("lockstep.checkpoint")
 
@@ -49,18 +49,17 @@ class CheckpointWriter:
         self._fetcher: SnapshotFetcher = engine.start_snapshot_fetcher(self)
 
     @contextmanager
-    def during_training(self, state_dict: Callable[[], dict[str, Any]]) -> Iterator[None]:
+    def during_training(self, take_snapshot: Callable[[], Snapshot]) -> Iterator[None]:
         """Around a call that trains, delay the effect of SIGTERM until a checkpoint is written.
 
         Args:
-            state_dict: takes the state of the run, after the call.
+            take_snapshot: takes the state of the run, after the call.
         """
         with self._preemption.defer_sigterm(self._fetcher.request):
             yield
             self._fetcher.finish()
             if self._preemption.is_pending:
-                state = state_dict()
-                self.keep(Snapshot(state["global_step"], state))
+                self.keep(take_snapshot())
 
     def keep(self, snapshot: Snapshot) -> None:
         """Write `snapshot` in the second thread; if SIGTERM is pending, wait for it."""

@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lockstep import checkpoint
+from lockstep.checkpoint import StoredTensor
 from lockstep.errors import CheckpointError
 from lockstep.operator import TrainingOperator
-from lockstep.worker import Worker
+from lockstep.tensor_tree import leaves_of
+from lockstep.trainer.snapshot_files import write_snapshot
+from lockstep.worker import Snapshot, Worker, can_read, hold_part, receive_state
 
 if TYPE_CHECKING:
     from torch import nn
@@ -83,6 +86,7 @@ class StateTransfer:
             )
         refuse_another_run(state, self._explicit)
         self._dataset.set_dataset(None, self._workers)
+        self._send_what_is_not_seen(state)
         self._workers.call(Worker.check_state.with_args(state))
         try:
             self._workers.call(Worker.apply_state.with_args(state))
@@ -95,19 +99,44 @@ class StateTransfer:
         self._steps.restart_at(int(state.get("global_step", 0)))
         self.update_users_objects()
 
-    def save(self, path: str | os.PathLike[str]) -> str:
-        """See `TorchTrainer.save`."""
-        in_shards = self._workers.spec.options.sync == "fsdp"
-        write = checkpoint.write_directory if in_shards else checkpoint.write
+    def _send_what_is_not_seen(self, state: Mapping[str, Any]) -> None:
+        """Send its part of a state to each worker whose host does not see the directory."""
+        stored = next((leaf for leaf in leaves_of(state) if isinstance(leaf, StoredTensor)), None)
+        if stored is None:
+            return
+        seen = self._workers.call(can_read.with_args(stored))
+        for rank, is_seen in enumerate(seen):
+            if not is_seen:
+                part = checkpoint.read_own_tensors(state, rank, len(seen))
+                self._workers.call_rank(rank, receive_state.with_args(part))
+
+    def snapshot(self) -> Snapshot:
+        """The state of the run between two calls, or its step, of which each rank holds its part.
+
+        A worker in this process does not copy its state, which has to be written before training
+        goes on.
+        """
+        if self._workers.spec.saves_parts:
+            return Snapshot(self._workers.call(hold_part.with_args())[0], None)
         # An actor's state arrives as a copy in any case.
         is_here = self._workers.local_operator() is not None
         state = self._take(Worker.state_to_write.with_args()) if is_here else self.take()
-        return write(os.fspath(path), state)
+        return Snapshot(state["global_step"], state)
+
+    def save(self, path: str | os.PathLike[str]) -> str:
+        """See `TorchTrainer.save`."""
+        snapshot, engine = self.snapshot(), self._workers.open_engine()
+        in_shards = self._workers.spec.options.sync == "fsdp"
+        return write_snapshot(
+            snapshot, os.fspath(path), in_shards=in_shards, write_parts=engine.write_parts
+        )
 
     def read(self, path: str | os.PathLike[str]) -> None:
         """See `TorchTrainer.load`."""
         self._workers.open_engine()
-        self.load(checkpoint.read(os.fspath(path)))
+        in_shards = self._workers.spec.options.sync == "fsdp"
+        read = checkpoint.open_checkpoint if in_shards else checkpoint.read
+        self.load(read(os.fspath(path)))
 
     def update_users_objects(self) -> None:
         """Load the trained state into the objects that the user gave to `from_model`."""

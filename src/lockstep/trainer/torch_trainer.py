@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lockstep.engine import Resources
@@ -206,7 +207,8 @@ class TorchTrainer:
                 self._state.load(folder.resume_state)
                 folder.finish_resume()
             if folder.is_on:
-                self._writer = CheckpointWriter(folder.write, engine)
+                write = partial(folder.write, write_parts=engine.write_parts)
+                self._writer = CheckpointWriter(write, engine)
             self._callbacks.start()
         except BaseException:
             # No trainer is returned that the caller could shut down.
@@ -255,7 +257,7 @@ class TorchTrainer:
         else:
             check_loader(self._workers, "train")
         writer = self._writer
-        with nullcontext() if writer is None else writer.during_training(self.state_dict):
+        with nullcontext() if writer is None else writer.during_training(self._state.snapshot):
             reports = run_loop(
                 self._workers, self._callbacks, self._steps, request, profile, max_retries
             )

@@ -70,9 +70,13 @@ class WorkerCalls:
 
     def call_rank_0(self, call: RemoteCall[Worker, R]) -> R:
         """See `Engine.call_rank`."""
+        return self.call_rank(0, call)
+
+    def call_rank(self, rank: int, call: RemoteCall[Worker, R]) -> R:
+        """See `Engine.call_rank`."""
         engine = self.open_engine()
         with self._one_call_at_a_time(call.contract.name):
-            return engine.call_rank(0, call)
+            return engine.call_rank(rank, call)
 
     @contextlib.contextmanager
     def _one_call_at_a_time(self, name: str) -> Iterator[None]:

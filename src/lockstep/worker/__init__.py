@@ -2,6 +2,13 @@
 """One rank of a run: remote methods, process group, position in the data, undo of a step."""
 
 from lockstep.worker.call_outcome import Outcome, add_rank, error_text, failed_outcome, is_peer_lost
+from lockstep.worker.checkpoint_part import (
+    CheckpointPart,
+    PartOnDisk,
+    can_read,
+    hold_part,
+    receive_state,
+)
 from lockstep.worker.checkpoint_snapshot import Snapshot
 from lockstep.worker.group_rejoin import (
     Formation,
@@ -37,6 +44,7 @@ from lockstep.worker.worker_status import WorkerStatus, status_of
 
 __all__ = [
     "CallContract",
+    "CheckpointPart",
     "Communication",
     "Formation",
     "LoopCounts",
@@ -45,6 +53,7 @@ __all__ = [
     "MemoryRestore",
     "OnFailure",
     "Outcome",
+    "PartOnDisk",
     "Prediction",
     "ProgressReport",
     "RemoteCall",
@@ -61,9 +70,11 @@ __all__ = [
     "WorkerStatus",
     "add_rank",
     "arrival_key",
+    "can_read",
     "error_text",
     "failed_outcome",
     "find_restore",
+    "hold_part",
     "is_peer_lost",
     "items_ahead",
     "join",
@@ -71,6 +82,7 @@ __all__ = [
     "position",
     "predict",
     "progress_of",
+    "receive_state",
     "renew_memory_checkpoint",
     "replay",
     "report_of_lost_worker",

@@ -2,10 +2,10 @@
 """`SnapshotTaker`: copies a run's state between two steps of a call, for checkpoints.
 
 All ranks hold the same state, so rank 0 copies it, and the other ranks wait for rank 0 in their
-next step. Two parts of a state differ between ranks: optimizers' states in shards, and the states
-that operators with a `state_dict` of their own return. For them all ranks take part in a snapshot.
-So the step at which a snapshot is due follows from a number that is equal on all ranks: the steps
-of the run.
+next step. Two things differ between ranks: what is in shards, of which each rank holds a copy of
+its part (`CheckpointPart`), and the states that operators with a `state_dict` of their own return.
+For them all ranks take part in a snapshot. So the step at which a snapshot is due follows from a
+number that is equal on all ranks: the steps of the run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.operator import TrainingOperator
 from lockstep.worker import state_broadcast
-from lockstep.worker.state_dict import copy_to_cpu, gather_for_others
+from lockstep.worker.state_dict import copy_to_cpu
 from lockstep.worker.tensor_pool import TensorPool
 
 if TYPE_CHECKING:
@@ -33,12 +33,12 @@ class Snapshot:
 
     Attributes:
         step: global batches that the run has committed.
-        state: as `TorchTrainer.state_dict` returns it.
+        state: as `TorchTrainer.state_dict` returns it; None where each rank holds its part.
         pool: receives the memory of the copy when the snapshot has been written.
     """
 
     step: int
-    state: dict[str, Any]
+    state: dict[str, Any] | None
     pool: TensorPool | None = None
 
     def give_back(self) -> None:
@@ -138,7 +138,7 @@ class SnapshotTaker:
         keeps_its_own = spec.num_workers > 1 and operator._lockstep_overrides(
             TrainingOperator.state_dict
         )
-        return spec.options.sync == "fsdp" or keeps_its_own
+        return spec.saves_parts or keeps_its_own
 
     @property
     def _has_own_loop(self) -> bool:
@@ -167,16 +167,17 @@ class SnapshotTaker:
         """
         worker = self._worker
         self._counted_to = self._committed
-        all_ranks = self._needs_all_ranks
-        if worker.rank != 0 and not all_ranks:
+        if worker.spec.saves_parts:
+            step = worker.checkpoint_part.hold()
+            if worker.rank == 0:
+                self._keep(Snapshot(step, None))
             return
-        whole = worker.rank == 0 or worker.spec.options.sync == "fsdp"
-        copy = partial(copy_to_cpu, clone=self._pool.copy_of)
-        take = copy if worker.rank == 0 else gather_for_others
-        state = worker.state_dict(take) if whole else {}
-        self._pool.clear()
-        if all_ranks and worker.operator._lockstep_overrides(TrainingOperator.state_dict):
-            own = state["operator"] if whole else copy_to_cpu(worker.operator.state_dict())
+        state: dict[str, Any] = {}
+        if worker.rank == 0:
+            state = worker.state_dict(partial(copy_to_cpu, clone=self._pool.copy_of))
+            self._pool.clear()
+        if self._needs_all_ranks:
+            own = state["operator"] if state else copy_to_cpu(worker.operator.state_dict())
             state["operator_by_rank"] = self._by_rank(own)
         if worker.rank == 0:
             self._keep(Snapshot(state["global_step"], state, self._pool))

@@ -21,7 +21,6 @@ host, which is cheap beside a device's, and costs arithmetic at each checkpoint.
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from dataclasses import dataclass, replace
@@ -29,17 +28,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from lockstep.local_rows import LocalRows
 from lockstep.phases import Phase, in_phase
-from lockstep.tensor_copies import is_shard
-from lockstep.tensor_tree import tree_map
+from lockstep.tensor_tree import leaves_of, tree_map
 from lockstep.worker.state_broadcast import from_messages, messages_of
-from lockstep.worker.state_dict import as_plain_dict, copy_to_cpu
+from lockstep.worker.state_dict import copy_own_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from lockstep.group import Group
-    from lockstep.sync.parameter_shards import LocalRows
     from lockstep.worker.loop_run import LoopProgress, LoopRequest
     from lockstep.worker.state_access import StateAccess
 
@@ -268,37 +266,16 @@ def _take_part(
     worker: StateAccess, taken_in: tuple[int, LoopProgress | None], *, with_gradients: bool
 ) -> Part:
     run, (call, progress) = worker.run, taken_in
-    state = worker.state_dict(_copy)
-    if _local_rows(state["operator"]):
-        state["operator"] = copy_to_cpu(worker.operator.state_dict())  # whole, as in checkpoints
-    gradients = [_copy(p.grad) for p in run.parameters()] if with_gradients else None
+    gradients = [copy_own_rows(p.grad) for p in run.parameters()] if with_gradients else None
     return Part(
-        state=state,
+        state=worker.own_state_dict(),
         requires_grad=[parameter.requires_grad for parameter in run.parameters()],
-        buffers=[_copy(buffer) for buffer in run.unsaved_buffers()],
+        buffers=[copy_own_rows(buffer) for buffer in run.unsaved_buffers()],
         gradients=gradients,
         weighed_by=dict(worker.operator._lockstep.weighed_by),
         call=call,
         progress=progress,
     )
-
-
-def _copy(tree: Any) -> Any:
-    """A copy on the CPU, with `LocalRows` in the place of shards. Communicates nothing."""
-
-    def copy_leaf(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return copy.deepcopy(leaf)
-        if is_shard(leaf):
-            from lockstep.sync.parameter_shards import LocalRows
-
-            shard: Any = leaf
-            leaf = shard.to_local()
-            if shard.dim() and shard.placements[0].is_shard():
-                return LocalRows(leaf.detach().to("cpu", copy=True), shard.shape)
-        return leaf.detach().to("cpu", copy=True)
-
-    return tree_map(copy_leaf, tree, as_plain_dict)
 
 
 def _partners(local_ranks: Sequence[int], rank: int) -> tuple[int, int]:
@@ -337,30 +314,27 @@ def _shift(group: Group, message: torch.Tensor, size: int, to: int, source: int)
     return received.cpu()
 
 
-def merge_parts(
-    parts: Iterable[Part], mine: tuple[int, int], num_parts: int, own: Part | None
-) -> Part:
+def merge_parts(parts: Iterable[Part], mine: tuple[int, int], own: Part | None) -> Part:
     """The part of one rank among another number of ranks, from all old parts in order.
 
     Args:
         parts: of ranks 0, 1, ...; each is dropped before the next one is asked for. They stay as
             they are: another loss may need them again.
         mine: the rank, and the number of ranks.
-        num_parts: the number of ranks that the parts are of.
         own: the part that this process made: what is each rank's own comes from there. None in a
             new process, which begins with those of rank 0.
     """
     base, targets = own, None
-    for rank, part in enumerate(parts):
+    for part in parts:
         base, found = base or part, _local_rows(_shared(part))
-        targets = targets or [each.empty_for(*mine) for each in found]
+        targets = targets or [LocalRows.empty(e.shape, e.rows.dtype, *mine) for e in found]
         for target, rows in zip(targets, found, strict=True):
-            target.take_from(rows, mine, (rank, num_parts))
+            target.take_from(rows)
     assert base is not None, "there is a part of each rank"
     filled = iter(targets or [])
 
     def put_in(leaf: Any) -> Any:
-        return next(filled) if _is_local_rows(leaf) else leaf
+        return next(filled) if isinstance(leaf, LocalRows) else leaf
 
     state, gradients = tree_map(put_in, _shared(base))
     return replace(base, state=base.state | state, gradients=gradients)
@@ -373,17 +347,4 @@ def _shared(part: Part) -> list[Any]:
 
 
 def _local_rows(tree: Any) -> list[LocalRows]:
-    found: list[LocalRows] = []
-
-    def note(leaf: Any) -> None:
-        if _is_local_rows(leaf):
-            found.append(leaf)
-
-    tree_map(note, tree)
-    return found
-
-
-def _is_local_rows(leaf: Any) -> bool:
-    from lockstep.sync.parameter_shards import LocalRows
-
-    return isinstance(leaf, LocalRows)
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, LocalRows)]

@@ -105,7 +105,7 @@ def _receive_part(worker: Worker, group: Group, restore: MemoryRestore) -> Part:
         (mine,) = needed
         return mine
     own = _memory_of(worker).own_part(checkpoint)
-    return merge_parts(needed, (group.rank, group.size), checkpoint.size, own)
+    return merge_parts(needed, (group.rank, group.size), own)
 
 
 def _receive_parts(worker: Worker, group: Group, restore: MemoryRestore) -> Iterator[Part | None]:

@@ -78,7 +78,7 @@ def verify(worker: Worker, num_steps: int) -> Trial:
     with preserve_rng_state(), ExitStack() as ends:
         workers = _TrialCopy(worker.make_copy(worker.spec, alone=False))
         ends.callback(workers.copy.stop)
-        workers.copy.load_state(worker.state_dict())
+        workers.copy.load_state(worker.own_state_dict())
         # The state of a user's own class may differ between ranks; the one process gets rank 0's.
         process = _OneProcessReference(worker) if worker.rank == 0 else None
         if process is not None:

@@ -61,8 +61,12 @@ class WorkerSpec:
     @property
     def keeps_memory_checkpoints(self) -> bool:
         """Whether ranks keep copies of each other's part of the state, to survive a death."""
-        has_peers = self.num_workers > 1
-        return has_peers and self.options.sync == "fsdp" and self.obstacle is None
+        return self.saves_parts and self.obstacle is None
+
+    @property
+    def saves_parts(self) -> bool:
+        """Whether each rank has a part of the state, and writes that into a checkpoint."""
+        return self.num_workers > 1 and self.options.sync == "fsdp"
 
     def to_bytes(self) -> bytes:
         """The spec as bytes.

@@ -6,9 +6,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from lockstep.checkpoint import read_own_tensors
 from lockstep.data import ShardAssignment, shards_of
+from lockstep.local_rows import LocalRows
 from lockstep.operator import TrainingOperator
 from lockstep.operator.registration import registered_parts
+from lockstep.tensor_tree import leaves_of
 from lockstep.worker import state_dict as state_dicts
 from lockstep.worker.data_cursor import Cursor
 from lockstep.worker.loader_sharding import make_sharded_loader
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lockstep.operator.training_parts import TrainingParts
+    from lockstep.worker.checkpoint_part import CheckpointPart
     from lockstep.worker.dataset_switch import DatasetSwitch
     from lockstep.worker.rollback import Rollback
     from lockstep.worker.spec import WorkerSpec
@@ -33,6 +37,8 @@ class StateAccess:
     rank: int
     num_batches_to_recompute: int
     before_call: dict[str, Any] | None
+    checkpoint_part: CheckpointPart
+    incoming: Mapping[str, Any] | None
     _before_load: tuple[dict[str, Any], int] | None
     _dataset_switch: DatasetSwitch
     _operator: TrainingOperator | None
@@ -109,6 +115,22 @@ class StateAccess:
         state["seed"], state["num_shards"] = assignment.seed, assignment.num_shards
         return state
 
+    def own_state_dict(
+        self, copy: Callable[[Any], Any] = state_dicts.copy_own_rows
+    ) -> dict[str, Any]:
+        """A copy of `state_dict` with `LocalRows` in the place of shards.
+
+        Args:
+            copy: `copy_own_rows`, or one into memory of its choice.
+
+        Collective:
+            None; every rank if a user's `state_dict` returns shards, which are gathered.
+        """
+        state = self.state_dict(copy)
+        if any(isinstance(leaf, LocalRows) for leaf in leaves_of(state["operator"])):
+            state["operator"] = state_dicts.copy_to_cpu(self.operator.state_dict())
+        return state
+
     def _rewind_to_window(self, state: dict[str, Any]) -> None:
         """Set the position to the start of an open window, whose gradients are not saved."""
         if "train" in self.cursors:
@@ -138,15 +160,23 @@ class StateAccess:
 
     @remote_method(Communication.SHARDED_STATE, OnFailure.REPEAT_WRITE)
     def apply_state(self, state: Mapping[str, Any]) -> None:
-        """Load `state`; until `settle_state` the state from before can be restored."""
-        before = self.state_dict()
+        """Load `state`; until `settle_state` the state from before can be restored.
+
+        Args:
+            state: as `state_dict` returns it; or with a `StoredTensor` in the place of tensors, of
+                which this rank reads its rows.
+        """
+        incoming, self.incoming = self.incoming, None
+        if incoming is None:
+            incoming = read_own_tensors(state, self.rank, self.spec.num_workers)
+        before = self.own_state_dict()
         # `before` lies at the start of the open window: batches after it are computed again, and
         # must not be counted again.
         num_counted = self.operator._lockstep.committed - before["global_step"]
         self._before_load = before, self.num_batches_to_recompute + num_counted
         if self.operator._lockstep.step_log is not None:
             self.operator._lockstep.step_log.rewind_to(0)
-        self.load_state(state)
+        self.load_state(incoming)
 
     @remote_method(Communication.NONE, OnFailure.RAISE)
     def settle_state(self, keep: bool) -> None:
@@ -160,6 +190,7 @@ class StateAccess:
         """Load the `state_dict` of a worker of the same run, without a way back."""
         operator = self.operator
         self.num_batches_to_recompute = 0
+        self.checkpoint_part.drop()
         operator._lockstep.forget_step()
         if self._rollback is not None:
             self._rollback.forget()

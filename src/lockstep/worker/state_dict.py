@@ -27,6 +27,7 @@ from lockstep._torch_compat import (
     set_layout_versions,
 )
 from lockstep.errors import CheckpointError, ConfigurationError
+from lockstep.local_rows import LocalRows, first_row
 from lockstep.operator.model_copies import copy_models
 from lockstep.operator.state_copy import load_state
 from lockstep.phases import Phase, in_phase
@@ -107,6 +108,25 @@ def copy_to_cpu(value: Any, clone: Callable[[torch.Tensor], torch.Tensor] = _clo
         clone: copies one tensor to the CPU, into memory of its choice.
     """
     return _convert(value, clone, copy.deepcopy)
+
+
+def copy_own_rows(value: Any, clone: Callable[[torch.Tensor], torch.Tensor] = _clone_to_cpu) -> Any:
+    """As `copy_to_cpu`, with `LocalRows` in the place of shards. Communicates nothing."""
+
+    def copy_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return copy.deepcopy(leaf)
+        if not is_shard(leaf):
+            return clone(leaf.detach())
+        shard: Any = leaf
+        rows = clone(shard.to_local().detach())
+        if not shard.dim() or not shard.placements[0].is_shard():
+            return rows
+        mesh = shard.device_mesh
+        first = first_row(shard.shape[0], mesh.get_local_rank(), mesh.size())
+        return LocalRows(rows, shard.shape, first)
+
+    return tree_map(copy_leaf, value, as_plain_dict)
 
 
 def gather_for_others(value: Any) -> Any:

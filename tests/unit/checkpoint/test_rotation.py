@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +23,15 @@ FILE, DIRECTORY = checkpoint.write, checkpoint.write_directory
 STATE = {"weight": torch.arange(6.0), "names": ["a", "b"]}
 
 
-def rotation(folder: Path, keep: int = 3, write: Callable[..., str] = FILE) -> Rotation:
-    kept = Rotation(str(folder), keep, write, checkpoint.read)
+def rotation(folder: Path, keep: int = 3) -> Rotation:
+    kept = Rotation(str(folder), keep, checkpoint.read)
     kept.prepare_folder()
     return kept
 
 
-def fill(kept: Rotation, *steps: int) -> None:
+def fill(kept: Rotation, *steps: int, write: Callable[..., str] = FILE) -> None:
     for step in steps:
-        kept.write(step, {**STATE, "step": step})
+        kept.write(step, partial(write, state={**STATE, "step": step}))
 
 
 def found(kept: Rotation) -> int:
@@ -45,9 +46,9 @@ def found(kept: Rotation) -> int:
 
 @pytest.mark.parametrize("write", [FILE, DIRECTORY])
 def test_the_last_ones_stay_and_their_names_sort_by_step(tmp_path: Path, write: Any) -> None:
-    kept = rotation(tmp_path / "new" / "run", 2, write)
+    kept = rotation(tmp_path / "new" / "run", 2)
     assert kept.read_newest() is None
-    fill(kept, 5, 10, 100)
+    fill(kept, 5, 10, 100, write=write)
     names = sorted(os.listdir(kept.folder))
     assert names == [Path(kept.path_of(step)).name for step in (10, 100)]
     assert found(kept) == 100
@@ -78,8 +79,8 @@ def test_one_changed_byte_is_found_out(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_lacks_a_file_is_passed_over(tmp_path: Path) -> None:
-    kept = rotation(tmp_path, write=DIRECTORY)
-    fill(kept, 1, 2, 3)
+    kept = rotation(tmp_path)
+    fill(kept, 1, 2, 3, write=DIRECTORY)
     (next(Path(kept.path_of(3)).glob("*.distcp"))).unlink()
     (Path(kept.path_of(2)) / "lockstep.ckpt").unlink()
     assert found(kept) == 1

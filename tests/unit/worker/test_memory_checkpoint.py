@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lockstep.sync.parameter_shards import LocalRows, rows_of
+from lockstep.local_rows import LocalRows, first_row, rows_of
 from lockstep.worker.loop_run import LoopProgress, LoopRequest
 from lockstep.worker.memory_checkpoint import (
     MemoryCheckpoint,
@@ -28,7 +28,9 @@ TENSORS = {
 
 def part_of(rank, size):
     rows = {
-        name: LocalRows(rows_of(whole, rank, size).clone(), whole.shape)
+        name: LocalRows(
+            rows_of(whole, rank, size).clone(), whole.shape, first_row(len(whole), rank, size)
+        )
         for name, whole in TENSORS.items()
     }
     state = {"models": [rows], "operator": {"of": rank, "own": rows["even"]}, "global_step": 7}
@@ -41,7 +43,7 @@ def test_rows_of_any_number_of_ranks_from_those_of_any_other(before, after):
     held = [part_of(old, before) for old in range(before)]
     for rank in range(after):
         own = held[rank] if rank < before else None
-        merged = merge_parts(iter(held), (rank, after), before, own)
+        merged = merge_parts(iter(held), (rank, after), own)
         for name, whole in TENSORS.items():
             got = merged.state["models"][0][name]
             assert torch.equal(got.rows, rows_of(whole, rank, after))

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`CheckpointPart`: a rank's part of a checkpoint, from the copy of its state to the disk.
+
+Where weights or optimizers' states are in shards no rank has the whole state. Each rank copies its
+rows between two steps, and writes the copy into a file of its own while training goes on. Where the
+checkpoint's folder is not on the rank's host, the file waits there for the driver to fetch it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from lockstep import checkpoint
+from lockstep.local_rows import LocalRows
+from lockstep.operator import TrainingOperator
+from lockstep.phases import Phase, in_phase
+from lockstep.tensor_tree import leaves_of
+from lockstep.worker.remote_method import Communication, OnFailure, remote_method
+from lockstep.worker.state_dict import copy_own_rows
+from lockstep.worker.tensor_pool import TensorPool
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lockstep.checkpoint import StoredTensor, WrittenPart
+    from lockstep.worker.state_access import StateAccess
+    from lockstep.worker.worker import Worker
+
+_ARRIVAL_S: Final = 10.0
+"""How long a rank may be behind rank 0 with its copy."""
+
+
+class PartOnDisk(NamedTuple):
+    """A part that a rank has written.
+
+    Attributes:
+        part: what it has written.
+        sizes: of the files that the driver has to fetch, in bytes; None where it sees them.
+    """
+
+    part: WrittenPart
+    sizes: dict[str, int] | None
+
+
+class CheckpointPart:
+    """The latest copy of a rank's part. The training thread takes it; another thread writes it."""
+
+    def __init__(self, worker: StateAccess) -> None:
+        self._worker = worker
+        self._changed = threading.Condition()
+        self._held: tuple[int, dict[str, Any]] | None = None
+        self._files: dict[str, int] = {}
+        self._pool = TensorPool()
+
+    @in_phase(Phase.COPYING_STATE)
+    def hold(self) -> int:
+        """Copy this rank's part of the state as it is now; returns its step.
+
+        Collective:
+            None; where a user's `state_dict` returns shards, as `StateAccess.own_state_dict`.
+        """
+        state = self._worker.own_state_dict(partial(copy_own_rows, clone=self._pool.copy_of))
+        self._pool.clear()
+        step: int = state["global_step"]
+        with self._changed:
+            self._held = step, state
+            self._changed.notify_all()
+        return step
+
+    def drop(self) -> None:
+        """Forget the copy: the run has gone back, and its step may come again."""
+        with self._changed:
+            self._held = None
+
+    # ---------------------------------------------------------------- from another thread
+
+    def write(self, step: int, folder: str) -> PartOnDisk | None:
+        """Write the copy of `step` into `folder`, if that is on this host; else into a file here.
+
+        Returns:
+            None if this rank has no copy of that step any more.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_come_to(step), _ARRIVAL_S)
+            if self._held is None or self._held[0] != step:
+                return None
+            state, self._held = self._held[1], None
+        if os.path.isdir(folder):
+            return PartOnDisk(self._write(state, folder), None)
+        here = tempfile.mkdtemp(prefix="lockstep-")
+        try:
+            part = self._write(state, here)
+            for name in part.files:
+                self._files[name] = os.open(os.path.join(here, name), os.O_RDONLY)
+            sizes = {name: os.fstat(self._files[name]).st_size for name in part.files}
+        finally:
+            shutil.rmtree(here)  # open files stay readable, and nothing is left of a killed process
+        return PartOnDisk(part, sizes)
+
+    def _has_come_to(self, step: int) -> bool:
+        return self._held is not None and self._held[0] >= step
+
+    def _write(self, state: Mapping[str, Any], folder: str) -> WrittenPart:
+        keeps_its_own = self._worker.operator._lockstep_overrides(TrainingOperator.state_dict)
+        own = ("operator",) if keeps_its_own else ()
+        try:
+            return checkpoint.write_part(folder, state, self._worker.rank, own)
+        finally:
+            self._pool.put_back(
+                [each.rows if isinstance(each, LocalRows) else each for each in leaves_of(state)]
+            )
+
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        """Some bytes of a file that waits here; after the last ones it is gone."""
+        data = os.pread(self._files[name], size, offset)
+        if len(data) < size:
+            os.close(self._files.pop(name))
+        return data
+
+
+@remote_method(Communication.RUN_GROUP, OnFailure.REPEAT)
+def hold_part(worker: Worker) -> int:
+    """See `CheckpointPart.hold`."""
+    return worker.checkpoint_part.hold()
+
+
+@remote_method(Communication.NONE, OnFailure.REPEAT)
+def can_read(worker: Worker, stored: StoredTensor) -> bool:
+    """Whether this rank's host sees the checkpoint directory that `stored` is in."""
+    return checkpoint.is_here(stored)
+
+
+@remote_method(Communication.NONE, OnFailure.REPEAT)
+def receive_state(worker: Worker, state: Mapping[str, Any]) -> None:
+    """Keep what this rank has of a checkpoint that its host does not see, for `apply_state`."""
+    worker.incoming = state
