@@ -19,6 +19,7 @@ import struct
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -102,6 +103,9 @@ class Pending:
 
 
 _DONE = Pending(None, "")
+
+_watchers: Final[WeakKeyDictionary[Any, WeakMethod[Callable[[], None]]]] = WeakKeyDictionary()
+"""What is called before each collective of a process group; see `Group.watch`."""
 
 
 class Group:
@@ -399,6 +403,15 @@ class Group:
             return error.with_traceback(None)
         return None
 
+    def watch(self, watcher: Callable[[], None]) -> None:
+        """Call `watcher` before each collective of this process group, through any `Group`.
+
+        Args:
+            watcher: a bound method; its object is not kept alive.
+        """
+        if self._process_group is not None:
+            _watchers[self._process_group] = WeakMethod(watcher)
+
     def is_same_as(self, other: Group) -> bool:
         """Whether this object and `other` hold the same process group."""
         return self is other or (
@@ -464,7 +477,11 @@ class Group:
                 fix="form a new group and attach to it",
             )
         self._refuse_given_up(what)
-        return self._process_group is None
+        if self._process_group is None:
+            return True
+        if (watcher := _watchers.get(self._process_group)) is not None:
+            (watcher() or _nothing)()
+        return False
 
     def _start(self, what: str, method: str, *arguments: Sequence[Any] | Any) -> Pending:
         stash = TensorStash(arguments)
@@ -487,6 +504,10 @@ def resolve_group(group: Any | Group | None = None) -> Group:
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     return Group(group)
+
+
+def _nothing() -> None:
+    """What a watcher does that is gone."""
 
 
 def _peer_lost(what: str, group: Group | None, error: RuntimeError) -> PeerLostError:

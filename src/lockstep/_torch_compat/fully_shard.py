@@ -106,6 +106,16 @@ class ShardedUnit:
             if (leaf := getattr(held, "_unsharded_param", None)) is not None:
                 leaf.grad = None
 
+    def rows(self, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's rows of all parameters, as torch gathers them.
+
+        Args:
+            dtype: that of the message; ``uint8`` where torch packs parameters of several dtypes.
+        """
+        held = [each._sharded_param_data for each in self._group.fsdp_params]
+        is_packed = dtype is torch.uint8
+        return torch.cat([each.view(dtype) if is_packed else each.to(dtype) for each in held])
+
     def move_to(self, mesh: DeviceMesh) -> None:
         """Share the parameters out over another mesh: other rows, without values (zeros).
 

@@ -123,6 +123,7 @@ class ShardedSync(GradientSync):
         self._owns_order_group = not on_cpu
         self._order.group = group if on_cpu else Group(dist.new_group(backend="gloo"))
         self._ordered = make_ordered_group(self._order)
+        group.watch(self._order.before_other_collective)
         device = next(iter(self._found.parameters.values())).device
         return DeviceMesh.from_group(self._ordered, device.type)
 
@@ -184,6 +185,7 @@ class ShardedSync(GradientSync):
         super().detach()
         self._disconnect()
         self._order.step = lambda: 0  # it held the rounds, and so the model
+        self._order.take_part = lambda _: None
         for hook in self._load_hooks:
             hook.remove()
         self._load_hooks.clear()

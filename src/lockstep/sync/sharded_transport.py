@@ -32,7 +32,7 @@ from lockstep.sync.end_of_backward import call_at_end
 from lockstep.sync.parameter_hooks import is_accumulating
 from lockstep.sync.round_contribution import PLAIN, RoundTotals
 from lockstep.sync.transport_protocol import RoundResult, Transport
-from lockstep.sync.unit_order import GATHER, REDUCE, ROUND
+from lockstep.sync.unit_order import GATHER, REDUCE, ROUND, UnitAction
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -85,6 +85,7 @@ class ShardedTransport(Transport):
         self._signature = signature
         self._roots = list(roots)
         self._order = order
+        order.take_part = self._take_part
         self._round = 0
         self._contribution: Contribution | None = None
         self._scale = 1.0
@@ -116,13 +117,14 @@ class ShardedTransport(Transport):
             None: torch reduces gradients by a collective of its own.
 
         Collective:
-            Every rank. A comparison, then one all-gather.
+            Every rank. A comparison (see `UnitOrder`), then one all-gather.
 
         Raises:
             UnitOrderError: on every rank, if the ranks are at different units.
         """
-        self._order.compare(GATHER, unit, rows.numel())
-        self._controller.attached_group().all_gather_into(output, rows)
+        self._order.compare(UnitAction(GATHER, unit, rows.numel(), rows.dtype))
+        with self._order.own_collective():
+            self._controller.attached_group().all_gather_into(output, rows)
 
     def reduce_scatter(self, unit: int, output: torch.Tensor, gradients: torch.Tensor) -> None:
         """Sum the ranks' `gradients` of a unit, and keep this rank's rows.
@@ -131,7 +133,7 @@ class ShardedTransport(Transport):
             Multiplied by the weight of a plain backward; zeros for a batch that does not count.
 
         Collective:
-            Every rank. A comparison, then one reduce-scatter.
+            Every rank. A comparison (see `UnitOrder`), then one reduce-scatter.
 
         Raises:
             UnitOrderError: on every rank, if the ranks are at different units.
@@ -140,8 +142,28 @@ class ShardedTransport(Transport):
             gradients.zero_()
         elif self._scale != 1.0:
             gradients.mul_(self._scale)
-        self._order.compare(REDUCE, unit, gradients.numel())
-        self._controller.attached_group().reduce_scatter(output, gradients)
+        self._order.compare(UnitAction(REDUCE, unit, gradients.numel(), gradients.dtype))
+        with self._order.own_collective():
+            self._controller.attached_group().reduce_scatter(output, gradients)
+
+    def _take_part(self, action: UnitAction) -> None:
+        """Join the other ranks in an action that this rank does not need; see `UnitOrder`.
+
+        Gradient:
+            Zeros.
+
+        Collective:
+            Every rank. That of the action.
+        """
+        group = self._controller.attached_group()
+        assert action.dtype is not None, "a plan holds collectives of units"
+        if action.what == GATHER:
+            rows = self._units[action.unit].rows(action.dtype)
+            group.all_gather_into(rows.new_empty(action.size * group.size), rows)
+        else:
+            device = self._slots[0].param.device
+            zeros = torch.zeros(action.size, dtype=action.dtype, device=device)
+            group.reduce_scatter(zeros.new_empty(action.size // group.size), zeros)
 
     # ------------------------------------------------------------------ what torch calls
 
@@ -270,7 +292,7 @@ class ShardedTransport(Transport):
         contribution = self._contribution
         assert contribution is not None
         contribution.faults += faults
-        self._order.compare(ROUND)
+        self._order.compare(UnitAction(ROUND))
         totals, used_anywhere = self._exchange(contribution)
         used_all = len(self._used) == len(self._slots)
         self._round += 1
@@ -335,6 +357,7 @@ class ShardedTransport(Transport):
         """Share the parameters out over the mesh of another group; their values are lost."""
         for unit in self._units:
             unit.move_to(mesh)
+        self._order.reset()
         self._round = 0  # a rank that is new has finished none
 
     def close(self) -> None:
