@@ -16,10 +16,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -28,7 +26,13 @@ from lockstep._torch_compat import ALL_GATHER_ONE, REDUCE_SCATTER_ONE
 from lockstep.all_gather_sum import AllGatherSum, is_faster_by_all_gather
 from lockstep.errors import PeerLostError
 from lockstep.phases import Phase, in_phase
-from lockstep.process_group_backend import abort_nccl, metadata_device, timeout_s
+from lockstep.process_group_backend import (
+    abort_nccl,
+    call_watcher,
+    metadata_device,
+    receive_from_all,
+    watch,
+)
 from lockstep.tensor_stash import TensorStash
 
 if TYPE_CHECKING:
@@ -39,8 +43,6 @@ MAX = dist.ReduceOp.MAX
 
 MONITORED_TIMEOUT_S: Final = 300.0
 """Longest wait of `Group.monitored_all_gather`; less if the group's own timeout is shorter."""
-
-_MONITORED_TAG: Final = 0x10C5
 
 _AWAITED: Final = {
     "backward": "the backward of a collective",
@@ -103,9 +105,6 @@ class Pending:
 
 
 _DONE = Pending(None, "")
-
-_watchers: Final[WeakKeyDictionary[Any, WeakMethod[Callable[[], None]]]] = WeakKeyDictionary()
-"""What is called before each collective of a process group; see `Group.watch`."""
 
 
 class Group:
@@ -371,7 +370,8 @@ class Group:
             (self.size, len(numbers)), math.nan, dtype=torch.float64, device="cpu"
         )
         received[self.rank] = mine
-        failure = self._receive_all(mine, received)
+        with in_phase(Phase.WAITING):
+            failure = receive_from_all(self._process_group, mine, received, MONITORED_TIMEOUT_S)
         if failure is None:
             return [part.tolist() for part in received]
         missing = [rank for rank in range(self.size) if received[rank].isnan().all()]
@@ -386,31 +386,10 @@ class Group:
             fix=f"run the {before} on every rank, or agree to leave it out on all of them",
         ) from failure
 
-    @in_phase(Phase.WAITING)
-    def _receive_all(self, mine: torch.Tensor, received: torch.Tensor) -> RuntimeError | None:
-        """Send `mine` to every other rank, and fill `received`; the first failure, or None."""
-        limit = timedelta(seconds=min(MONITORED_TIMEOUT_S, timeout_s(self._process_group)))
-        works: list[Any] = []
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        try:
-            receive, send = (getattr(self._process_group, name) for name in ("recv", "send"))
-            works += [receive([received[rank]], rank, _MONITORED_TAG) for rank in others]
-            works += [send([mine], rank, _MONITORED_TAG) for rank in others]
-            for work in works:
-                work.wait(limit)
-        except RuntimeError as error:
-            works.clear()
-            return error.with_traceback(None)
-        return None
-
     def watch(self, watcher: Callable[[], None]) -> None:
-        """Call `watcher` before each collective of this process group, through any `Group`.
-
-        Args:
-            watcher: a bound method; its object is not kept alive.
-        """
+        """See `process_group_backend.watch`."""
         if self._process_group is not None:
-            _watchers[self._process_group] = WeakMethod(watcher)
+            watch(self._process_group, watcher)
 
     def is_same_as(self, other: Group) -> bool:
         """Whether this object and `other` hold the same process group."""
@@ -479,8 +458,7 @@ class Group:
         self._refuse_given_up(what)
         if self._process_group is None:
             return True
-        if (watcher := _watchers.get(self._process_group)) is not None:
-            (watcher() or _nothing)()
+        call_watcher(self._process_group)
         return False
 
     def _start(self, what: str, method: str, *arguments: Sequence[Any] | Any) -> Pending:
@@ -504,10 +482,6 @@ def resolve_group(group: Any | Group | None = None) -> Group:
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     return Group(group)
-
-
-def _nothing() -> None:
-    """What a watcher does that is gone."""
 
 
 def _peer_lost(what: str, group: Group | None, error: RuntimeError) -> PeerLostError:

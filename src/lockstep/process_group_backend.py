@@ -1,17 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Properties of an existing process group that depend on its backend, gloo or NCCL.
 
-The device for metadata, the timeout of a collective, and the abort of collectives that run.
+The device for metadata, the timeout of a collective, the abort of collectives that run, messages
+between two ranks, and what is called before a collective.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 import torch.distributed as dist
 
 from lockstep._torch_compat import backend_of, backend_timeout_s, devices_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_MONITORED_TAG: Final = 0x10C5
+
+_watchers: Final[WeakKeyDictionary[Any, WeakMethod[Callable[[], None]]]] = WeakKeyDictionary()
 
 
 def metadata_device(process_group: Any | None) -> torch.device:
@@ -42,3 +52,45 @@ def abort_nccl(group: Any) -> None:
             backend_of(group, "cuda").abort()
     elif "nccl" in type(group).__name__.lower():
         group.abort()
+
+
+def receive_from_all(
+    process_group: Any, mine: torch.Tensor, received: torch.Tensor, limit_s: float
+) -> RuntimeError | None:
+    """Send `mine` to every other rank, and receive theirs; the first failure, or None.
+
+    Args:
+        mine: on the CPU.
+        received: one row for each rank; those that did not arrive stay as they are.
+        limit_s: how long to wait for each message.
+    """
+    limit = timedelta(seconds=min(limit_s, timeout_s(process_group)))
+    works: list[Any] = []
+    others = [rank for rank in range(process_group.size()) if rank != process_group.rank()]
+    try:
+        receive, send = (getattr(process_group, name) for name in ("recv", "send"))
+        works += [receive([received[rank]], rank, _MONITORED_TAG) for rank in others]
+        works += [send([mine], rank, _MONITORED_TAG) for rank in others]
+        for work in works:
+            work.wait(limit)
+    except RuntimeError as error:
+        works.clear()
+        return error.with_traceback(None)
+    return None
+
+
+def watch(process_group: Any, watcher: Callable[[], None]) -> None:
+    """Call `watcher` before each collective over `process_group` of any `Group`.
+
+    Args:
+        process_group: neither it nor the watcher is kept alive.
+        watcher: a bound method.
+    """
+    _watchers[process_group] = WeakMethod(watcher)
+
+
+def call_watcher(process_group: Any) -> None:
+    """Say that a collective over `process_group` is about to begin."""
+    reference = _watchers.get(process_group)
+    if reference is not None and (watcher := reference()) is not None:
+        watcher()
