@@ -68,6 +68,9 @@ def test_ranks_that_go_through_other_layers_are_refused_on_all(pool, name, num_w
 @pytest.mark.parametrize(
     "name",
     [
+        "TakesTurns",
+        "ChangesItsWay",
+        "AsksEverybody",
         "WritesAfterALook",
         "ClearedBeforeBackward",
         "FailsInTheMiddle",

@@ -15,7 +15,7 @@ from torch import nn
 from ranks.table_operators import Plain
 
 BEGINS = 2
-"""Steps that all ranks take alike."""
+"""Steps that all ranks take alike: the next one follows the order of those."""
 
 
 class Layers(nn.Module):
@@ -35,7 +35,9 @@ class Layers(nn.Module):
 
 
 class Divergent(Plain):
-    """All ranks alike; subclasses say what the last rank does from step `BEGINS` on."""
+    """All ranks alike; subclasses say what the last rank does from step `begins` on."""
+
+    begins = BEGINS
 
     def make(self):
         return Layers()
@@ -44,7 +46,7 @@ class Divergent(Plain):
     def is_apart(self) -> bool:
         ranks = self._lockstep.context.world_size
         is_last = ranks > 1 and self.world_rank == ranks - 1
-        return is_last and self.global_step >= BEGINS
+        return is_last and self.global_step >= self.begins
 
     def output(self, batch):
         return self.output_apart(batch) if self.is_apart else self.model(batch[0])
@@ -130,19 +132,33 @@ class LeavesOneOut(Divergent):
         return {"train_loss": loss.item()}
 
 
+class AsksInTheMiddle(Divergent):
+    """One rank communicates between its forward and its backward."""
+
+    def loss_of(self, batch):
+        loss = super().loss_of(batch)
+        if self.is_apart:
+            self._lockstep.context.group.exchange("is anybody there?")
+        return loss
+
+
+_KINDS: tuple[type[Divergent], ...] = (
+    SkipsFirst,
+    SkipsLast,
+    InAnotherOrder,
+    OneTwice,
+    CutOff,
+    LooksOnce,
+    FreezesOne,
+    TwoBackwards,
+    LeavesOneOut,
+    AsksInTheMiddle,
+)
+
 DIVERGENT: dict[str, type[Plain]] = {
-    kind.__name__: kind
-    for kind in (
-        SkipsFirst,
-        SkipsLast,
-        InAnotherOrder,
-        OneTwice,
-        CutOff,
-        LooksOnce,
-        FreezesOne,
-        TwoBackwards,
-        LeavesOneOut,
-    )
+    f"{kind.__name__}{when}": type(kind.__name__, (kind,), {"begins": begins})
+    for when, begins in (("", BEGINS), ("AtOnce", 0))
+    for kind in _KINDS
 }
 
 
@@ -155,6 +171,32 @@ class InCompiledUnits(Divergent):
             for block in model.blocks:
                 block.compile(backend="aot_eager")
         return model
+
+
+class TakesTurns(Divergent):
+    """All ranks go through the layers in another order in every second step."""
+
+    def output(self, batch):
+        order = (0, 2, 1, 3) if self.global_step % 2 else (0, 1, 2, 3)
+        return self.model(batch[0], order)
+
+
+class ChangesItsWay(Divergent):
+    """All ranks leave the order of the steps before, at one place."""
+
+    def output(self, batch):
+        return self.model(batch[0], (0, 1, 3) if self.global_step >= BEGINS else (0, 1, 2, 3))
+
+
+class AsksEverybody(Divergent):
+    """All ranks communicate between forward and backward, from one step on."""
+
+    def loss_of(self, batch):
+        loss = super().loss_of(batch)
+        group = self._lockstep.context.group
+        if self.global_step >= BEGINS and group.size > 1:
+            assert group.exchange(self.world_rank) == list(range(group.size))
+        return loss
 
 
 class WritesAfterALook(Divergent):
@@ -302,6 +344,9 @@ IN_UNITS_ALONE: dict[str, type[Plain]] = {
     kind.__name__: kind
     for kind in (
         InCompiledUnits,
+        TakesTurns,
+        ChangesItsWay,
+        AsksEverybody,
         WritesAfterALook,
         ClearedBeforeBackward,
         FailsInTheMiddle,
