@@ -71,6 +71,7 @@ def test_ranks_that_go_through_other_layers_are_refused_on_all(pool, name, num_w
         "TakesTurns",
         "ChangesItsWay",
         "AsksEverybody",
+        "OnMeta",
         "WritesAfterALook",
         "ClearedBeforeBackward",
         "FailsInTheMiddle",

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from ranks.table_operators import Plain
+from ranks.table_operators import Plain, sgd
 
 BEGINS = 2
 """Steps that all ranks take alike: the next one follows the order of those."""
@@ -199,6 +199,18 @@ class AsksEverybody(Divergent):
         return loss
 
 
+class OnMeta(Divergent):
+    """Built without memory: each layer gets its values, those of rank 0, before it is cut up."""
+
+    def build(self):
+        with torch.device("meta"):
+            model = self.make().double()
+            model.scale = nn.BatchNorm1d(4, dtype=torch.float64)
+        optimizer = sgd(model)
+        torch.manual_seed(7 + self.world_rank)
+        self.model, self.optimizer = self.register(models=model, optimizers=optimizer)
+
+
 class WritesAfterALook(Divergent):
     """Weights are written to after a forward that has no backward."""
 
@@ -347,6 +359,7 @@ IN_UNITS_ALONE: dict[str, type[Plain]] = {
         TakesTurns,
         ChangesItsWay,
         AsksEverybody,
+        OnMeta,
         WritesAfterALook,
         ClearedBeforeBackward,
         FailsInTheMiddle,

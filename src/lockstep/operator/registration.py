@@ -17,12 +17,13 @@ from torch.utils.data import DataLoader
 from lockstep._torch_compat import buffers_of, is_persistent, schedulers_within
 from lockstep.errors import ConfigurationError, UnknownParameterError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP_MANUAL
-from lockstep.operator.sync_setup import attach
+from lockstep.operator.sync_setup import attach, is_in_units
 from lockstep.operator.training_parts import TrainingParts
 from lockstep.operator.weight_averages import make_weight_averages
 from lockstep.sync import is_local
 from lockstep.sync.local_parameters import mark_copies
-from lockstep.sync.shard_units import check_policy
+from lockstep.sync.meta_device import initialise, is_on_meta
+from lockstep.sync.shard_units import check_policy, find_units
 
 if TYPE_CHECKING:
     from lockstep.operator.loop_protocols import Operator
@@ -153,7 +154,7 @@ def build_training_parts(
     for module in registered.modules():
         _refuse_buffers(module)
     for module in registered.modules():
-        module.to(context.device)
+        _move(module, registered, context)
     for optimizer in registered.optimizers:
         _move_state(optimizer)
     # Averages are made before the hooks: a copy of a model with hooks would have them, too.
@@ -166,6 +167,15 @@ def build_training_parts(
         if context.is_spare and context.group.is_alone:
             registered.leave_group()
     return registered
+
+
+def _move(module: nn.Module, registered: TrainingParts, context: RankContext) -> None:
+    """Move a module to the rank's device; what is on ``meta`` gets its values there."""
+    if not is_on_meta(module):
+        module.to(context.device)
+    elif not is_in_units(registered, context):
+        units = find_units(module, registered.sync_options.shard)
+        initialise(module, units.values(), context.device)
 
 
 def _parse_schedulers(schedulers: Any, step_freq: str | None) -> list[Any]:

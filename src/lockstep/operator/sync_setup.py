@@ -86,6 +86,17 @@ def rejoin(
         _compare(registered, context)
 
 
+def is_in_units(registered: TrainingParts, context: RankContext) -> bool:
+    """Whether `attach` cuts the models into shards, unit by unit."""
+    options = context.options
+    return (
+        options.sync == "fsdp"
+        and options.wrap_ddp
+        and registered.sync_options.shard != "whole"
+        and not context.group.is_alone
+    )
+
+
 def _synchroniser(registered: TrainingParts, context: RankContext) -> Synchroniser:
     sync, ddp_args = context.options.sync, registered.sync_options.ddp_args
     if ddp_args and sync not in ("ddp", ONE_PROCESS, ONE_PROCESS_BY_SHARD):
@@ -172,6 +183,7 @@ def _sharded(registered: TrainingParts, context: RankContext) -> Synchroniser:
         context.group,
         registered.optimizers,
         shard=registered.sync_options.shard,
+        device=context.device,
         buffers=registered.sync_options.buffers,
         averages=registered.sync_options.averages,
     )

@@ -28,10 +28,12 @@ from lockstep.local_rows import LocalRows
 from lockstep.sync.fsdp import require_default_group
 from lockstep.sync.gradient_sync import GradientSync
 from lockstep.sync.local_parameters import is_local
+from lockstep.sync.meta_device import initialise_parameters, is_on_meta, prepare
 from lockstep.sync.ordered_process_group import OrderedProcessGroup, make_ordered_group
 from lockstep.sync.parameter_shards import shard_like
 from lockstep.sync.shard_units import find_units, refuse_models, refuse_unshardable
 from lockstep.sync.sharded_transport import ShardedTransport
+from lockstep.sync.tensor_broadcast import broadcast_tensors
 from lockstep.sync.unit_order import UnitOrder
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ class ShardedSync(GradientSync):
         group: the ranks; its process group has to be torch's default group.
         optimizers: hold the sharded parameters afterwards, and of their states this rank's rows.
         shard: which submodules are units, see `lockstep.sync.shard_units`.
+        device: where parameters on the ``meta`` device get their memory, a unit at a time.
 
     Attributes:
         units: their names, those of the roots last; the same on every rank.
@@ -66,6 +69,7 @@ class ShardedSync(GradientSync):
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         shard: ShardPolicy = "auto",
+        device: torch.device | None = None,
         buffers: str = "after_backward",
         averages: bool = True,
         broadcast: bool = True,
@@ -88,6 +92,12 @@ class ShardedSync(GradientSync):
             self._units[prefix.rstrip(".") or "model"] = root
         self.units = tuple(self._units)
         self._load_hooks: list[RemovableHandle] = []
+        self._broadcasts = broadcast
+        first = next(param for root in self._roots for param in root.parameters())
+        self._device = device or first.device
+        for root in self._roots:
+            if is_on_meta(root):
+                prepare(root, self._device)
         self._order = UnitOrder(group, self.units)
         self._owns_order_group = False
         self._ordered: OrderedProcessGroup | None = None
@@ -97,7 +107,7 @@ class ShardedSync(GradientSync):
             group,
             buffers=buffers,
             averages=averages,
-            broadcast=broadcast,
+            broadcast=False,  # each unit before it is cut into shards
             make_transport=self._make_transport,
             settings=[list(self.units)],
         )
@@ -106,7 +116,9 @@ class ShardedSync(GradientSync):
         """Cut the parameters into shards, and hand those to the optimizers."""
         mesh = self._connect(group)
         try:
-            self._cut_up(mesh)
+            self._cut_up(mesh, group)
+            if self._broadcasts:
+                self._buffers.broadcast(group, cap_bytes=self._cap_bytes)
         except BaseException:
             self._disconnect()
             raise
@@ -124,8 +136,7 @@ class ShardedSync(GradientSync):
         self._order.group = group if on_cpu else Group(dist.new_group(backend="gloo"))
         self._ordered = make_ordered_group(self._order)
         group.watch(self._order.before_other_collective)
-        device = next(iter(self._found.parameters.values())).device
-        return DeviceMesh.from_group(self._ordered, device.type)
+        return DeviceMesh.from_group(self._ordered, self._device.type)
 
     def _disconnect(self) -> None:
         if self._ordered is not None:
@@ -133,10 +144,11 @@ class ShardedSync(GradientSync):
         if self._owns_order_group:
             self._order.group.close()
 
-    def _cut_up(self, mesh: DeviceMesh) -> None:
+    def _cut_up(self, mesh: DeviceMesh, group: Group) -> None:
         places = list(_places(self._roots))
         own = {param for _, _, param in places if is_local(param)}
         for module in self._units.values():
+            self._give_values(module, group)
             # Roots come after their units: torch shards what is not sharded yet. They are freed
             # after a forward as well: until a backward `model.parameters()` would be whole tensors,
             # of which a clip or `model.zero_grad()` says nothing to those that optimizers hold.
@@ -152,6 +164,18 @@ class ShardedSync(GradientSync):
             _hand_over(optimizer, sharded)
             hook = optimizer.register_load_state_dict_pre_hook(_with_own_rows)
             self._load_hooks.append(hook)
+
+    def _give_values(self, module: torch.nn.Module, group: Group) -> None:
+        """Give what is still whole of a unit the values that it has on rank 0.
+
+        Collective:
+            Every rank: broadcasts.
+        """
+        initialise_parameters(module, self._device)
+        whole = [param for param in module.parameters() if not isinstance(param, DTensor)]
+        if self._broadcasts:
+            synced = [param for param in whole if not is_local(param)]
+            broadcast_tensors(group, synced, cap_bytes=self._cap_bytes)
 
     def _make_transport(
         self, controller: RoundController, slots: Sequence[Slot], signature: int, cap_bytes: int
