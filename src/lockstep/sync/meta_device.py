@@ -58,11 +58,10 @@ def prepare(module: nn.Module, device: torch.device) -> None:
         held: dict[str, Any] = buffers_of(part)
         was_on_meta = _has_meta(part)
         for key, buffer in held.items():
-            if buffer is not None:
-                is_meta = buffer.is_meta
-                held[key] = (
-                    torch.empty_like(buffer, device=device) if is_meta else buffer.to(device)
-                )
+            if buffer is not None and buffer.is_meta:
+                held[key] = torch.empty_like(buffer, device=device)
+            elif buffer is not None:
+                held[key] = buffer.to(device)
         if was_on_meta and not _has_meta(part):
             _reset(part)  # it has buffers alone
 

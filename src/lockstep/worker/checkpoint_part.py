@@ -25,7 +25,9 @@ from lockstep.worker.state_dict import copy_own_rows
 from lockstep.worker.tensor_pool import TensorPool
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+    import torch
 
     from lockstep.checkpoint import StoredTensor, WrittenPart
     from lockstep.worker.state_access import StateAccess
@@ -47,28 +49,53 @@ class PartOnDisk(NamedTuple):
     sizes: dict[str, int] | None
 
 
+class _Held(NamedTuple):
+    """A part that waits to be written.
+
+    Attributes:
+        step: committed steps of the run.
+        state: as `StateAccess.own_state_dict` returns it.
+        pool: receives the memory of a copy when that has been written.
+    """
+
+    step: int
+    state: dict[str, Any]
+    pool: TensorPool | None
+
+
 class CheckpointPart:
     """The latest copy of a rank's part. The training thread takes it; another thread writes it."""
 
     def __init__(self, worker: StateAccess) -> None:
         self._worker = worker
         self._changed = threading.Condition()
-        self._held: tuple[int, dict[str, Any]] | None = None
+        self._held: _Held | None = None
         self._files: dict[str, int] = {}
         self._pool = TensorPool()
 
-    @in_phase(Phase.COPYING_STATE)
-    def hold(self) -> int:
+    def copy(self) -> int:
         """Copy this rank's part of the state as it is now; returns its step.
 
         Collective:
             None; where a user's `state_dict` returns shards, as `StateAccess.own_state_dict`.
         """
-        state = self._worker.own_state_dict(partial(copy_own_rows, clone=self._pool.copy_of))
+        return self._hold(self._pool.copy_of, self._pool)
+
+    def hold(self) -> int:
+        """As `copy`, without a copy of what is on the CPU: it is written before training goes on.
+
+        Collective:
+            As `copy`.
+        """
+        return self._hold(lambda tensor: tensor.to("cpu"), None)
+
+    @in_phase(Phase.COPYING_STATE)
+    def _hold(self, clone: Callable[[torch.Tensor], torch.Tensor], pool: TensorPool | None) -> int:
+        state = self._worker.own_state_dict(partial(copy_own_rows, clone=clone))
         self._pool.clear()
         step: int = state["global_step"]
         with self._changed:
-            self._held = step, state
+            self._held = _Held(step, state, pool)
             self._changed.notify_all()
         return step
 
@@ -87,14 +114,14 @@ class CheckpointPart:
         """
         with self._changed:
             self._changed.wait_for(lambda: self._has_come_to(step), _ARRIVAL_S)
-            if self._held is None or self._held[0] != step:
+            if self._held is None or self._held.step != step:
                 return None
-            state, self._held = self._held[1], None
+            held, self._held = self._held, None
         if os.path.isdir(folder):
-            return PartOnDisk(self._write(state, folder), None)
+            return PartOnDisk(self._write(held, folder), None)
         here = tempfile.mkdtemp(prefix="lockstep-")
         try:
-            part = self._write(state, here)
+            part = self._write(held, here)
             for name in part.files:
                 self._files[name] = os.open(os.path.join(here, name), os.O_RDONLY)
             sizes = {name: os.fstat(self._files[name]).st_size for name in part.files}
@@ -103,17 +130,19 @@ class CheckpointPart:
         return PartOnDisk(part, sizes)
 
     def _has_come_to(self, step: int) -> bool:
-        return self._held is not None and self._held[0] >= step
+        return self._held is not None and self._held.step >= step
 
-    def _write(self, state: Mapping[str, Any], folder: str) -> WrittenPart:
+    def _write(self, held: _Held, folder: str) -> WrittenPart:
         keeps_its_own = self._worker.operator._lockstep_overrides(TrainingOperator.state_dict)
         own = ("operator",) if keeps_its_own else ()
         try:
-            return checkpoint.write_part(folder, state, self._worker.rank, own)
+            return checkpoint.write_part(folder, held.state, self._worker.rank, own)
         finally:
-            self._pool.put_back(
-                [each.rows if isinstance(each, LocalRows) else each for each in leaves_of(state)]
-            )
+            if held.pool is not None:
+                leaves = leaves_of(held.state)
+                held.pool.put_back(
+                    [each.rows if isinstance(each, LocalRows) else each for each in leaves]
+                )
 
     def read(self, name: str, offset: int, size: int) -> bytes:
         """Some bytes of a file that waits here; after the last ones it is gone."""

@@ -168,7 +168,7 @@ class SnapshotTaker:
         worker = self._worker
         self._counted_to = self._committed
         if worker.spec.saves_parts:
-            step = worker.checkpoint_part.hold()
+            step = worker.checkpoint_part.copy()
             if worker.rank == 0:
                 self._keep(Snapshot(step, None))
             return
