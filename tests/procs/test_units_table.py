@@ -62,6 +62,9 @@ def test_ranks_that_go_through_other_layers_are_refused_on_all(pool, name, num_w
     results = pool.run("units", name, "uneven", num_workers)
     # A rank that has run out of steps hears of it at its next pass over the data.
     check(results, name, "uneven", (UnitOrderError, DataOrderError))
+    ranks = [seen for seen, _ in results]
+    (since,) = [seen.apart_since for seen in ranks if seen.apart_since is not None]
+    assert max(seen.refused_at for seen in ranks) - since < 1.0
 
 
 @pytest.mark.timeout(120)

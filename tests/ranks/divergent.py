@@ -6,6 +6,7 @@ All layers are of one size: a gather of one that met a gather of another would g
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from typing import ClassVar
 
@@ -38,6 +39,7 @@ class Divergent(Plain):
     """All ranks alike; subclasses say what the last rank does from step `begins` on."""
 
     begins = BEGINS
+    apart_since: float | None = None
 
     def make(self):
         return Layers()
@@ -46,7 +48,10 @@ class Divergent(Plain):
     def is_apart(self) -> bool:
         ranks = self._lockstep.context.world_size
         is_last = ranks > 1 and self.world_rank == ranks - 1
-        return is_last and self.global_step >= self.begins
+        is_apart = is_last and self.global_step >= self.begins
+        if is_apart and self.apart_since is None:
+            self.apart_since = time.monotonic()
+        return is_apart
 
     def output(self, batch):
         return self.output_apart(batch) if self.is_apart else self.model(batch[0])

@@ -6,6 +6,7 @@ The truth is written here: whole batches, torch's backward, nothing of lockstep'
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ class Seen:
     gradients: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
     also: dict[str, torch.Tensor] = field(default_factory=dict)
+    apart_since: float | None = None
+    refused_at: float = 0.0
 
 
 @dataclass
@@ -167,9 +170,11 @@ def train(worker: Worker) -> tuple[Seen, LockstepError | None]:
             worker.train(LoopRequest("train", None, False, {}))
     except LockstepError as error:
         refusal = error
+        watch.seen.refused_at = time.monotonic()
         # Peers may be waiting for this rank.
         worker.leave()
     watch.seen.weights.append(watch.weights())
+    watch.seen.apart_since = getattr(worker.operator, "apart_since", None)
     watch.seen.also = {name: held(value) for name, value in worker.operator.also().items()}
     return watch.seen, refusal
 

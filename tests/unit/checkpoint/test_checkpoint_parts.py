@@ -3,6 +3,8 @@
 
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -165,3 +167,56 @@ def test_a_host_sees_the_directory_or_another_one_in_its_place(tmp_path):
     other = tree_map(lambda leaf: leaf, WHOLE)
     checkpoint.write_directory(path, {**other, "more": torch.zeros(1)})
     assert not checkpoint.is_here(stored)
+
+
+KILLED_AT_ANY_MOMENT = """
+import os, signal, sys, torch
+from lockstep import checkpoint
+from lockstep.checkpoint import dcp_tensors
+from lockstep.checkpoint.rotation import Rotation
+from lockstep.local_rows import LocalRows
+
+SHAPE = torch.Size([2, 2000])
+
+def write(path, step):
+    with checkpoint.publish_directory(path) as folder:
+        parts = [
+            checkpoint.write_part(
+                folder,
+                {"step": step, "weight": LocalRows(torch.full((1, 2000), step), SHAPE, rank)},
+                rank,
+            )
+            for rank in range(2)
+        ]
+        checkpoint.finish_directory(folder, parts, parts[0].state)
+    return path
+
+for turn in range(20):
+    kept = Rotation(sys.argv[1], 2, checkpoint.read)
+    kept.prepare_folder()
+    first = kept.steps()[-1] + 1 if kept.steps() else 1
+    reader, notifier = os.pipe()
+    child = os.fork()
+    if child == 0:
+        for step in range(first, 100_000):
+            kept.write(step, lambda path: write(path, step))
+            os.write(notifier, b".")
+    os.close(notifier)
+    for _ in range(turn // 5 + 1):
+        assert os.read(reader, 1) == b"."
+    for _ in range(turn * 5000):  # another moment each time
+        pass
+    os.kill(child, signal.SIGKILL)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    os.close(reader)
+    path, state = kept.read_newest()
+    assert state["step"] >= first + turn // 5, (state["step"], first)
+    assert path == kept.path_of(kept.steps()[-1])
+    assert torch.equal(state["weight"], torch.full((2, 2000), state["step"]))
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_the_newest_directory_is_whole(tmp_path):
+    # In its own process, since this one has threads, and a fork with threads is no clean start.
+    subprocess.run([sys.executable, "-c", KILLED_AT_ANY_MOMENT, str(tmp_path)], check=True)
