@@ -6,6 +6,7 @@
 - `file_integrity`: the checksums that together cover every byte of that file.
 - `dcp_directory`: a checkpoint as a directory, whose tensors any program can read in shards.
 - `atomic_write`: replaces a file's content in one step.
+- `conversion`: makes a file of a directory, and back.
 - `rotation`: keeps the last few checkpoints of a run, and finds the newest good one.
 """
 
@@ -15,6 +16,7 @@ import os
 from typing import Any
 
 from lockstep.checkpoint.atomic_write import publish as publish
+from lockstep.checkpoint.conversion import convert as convert
 from lockstep.checkpoint.dcp_directory import StoredTensor as StoredTensor
 from lockstep.checkpoint.dcp_directory import WrittenPart as WrittenPart
 from lockstep.checkpoint.dcp_directory import finish_directory as finish_directory
@@ -30,7 +32,7 @@ from lockstep.checkpoint.file_format import write as write
 from lockstep.checkpoint.plain_values import plain_state as plain_state
 from lockstep.errors import CheckpointError, CheckpointNotFoundError
 
-__all__ = ["plain_state", "publish", "read", "serialise", "write", "write_directory"]
+__all__ = ["convert", "plain_state", "publish", "read", "serialise", "write", "write_directory"]
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from lockstep.local_rows import LocalRows
 from lockstep.tensor_tree import KeyPath, rebuild_container, tree_map, tree_map_with_path
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from lockstep.checkpoint.dcp_tensors import WrittenTensors
 
@@ -245,10 +245,20 @@ def is_here(stored: StoredTensor) -> bool:
     return os.path.isfile(path) and sha256(path) == stored.files.get(METADATA)
 
 
-def read_own_tensors(state: Any, rank: int = 0, num_ranks: int = 1) -> Any:
+def _empty(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def read_own_tensors(
+    state: Any,
+    rank: int = 0,
+    num_ranks: int = 1,
+    empty: Callable[[torch.Size, torch.dtype], torch.Tensor] = _empty,
+) -> Any:
     """`state`, with the values of each `StoredTensor` that `rank` among `num_ranks` ranks has.
 
-    For more than one rank these are `LocalRows` of what ranks have shared out; else whole tensors.
+    For more than one rank these are `LocalRows` of what ranks have shared out; else whole tensors,
+    in memory that `empty` makes.
 
     Raises:
         CheckpointError: a file is missing, damaged, or would run code.
@@ -264,7 +274,7 @@ def read_own_tensors(state: Any, rank: int = 0, num_ranks: int = 1) -> Any:
             found[leaf.name] = (
                 LocalRows.empty(leaf.shape, leaf.dtype, rank, num_ranks)
                 if leaf.in_rows and num_ranks > 1
-                else torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
+                else empty(leaf.shape, leaf.dtype)
             )
         return found[leaf.name]
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import checkpoint
 from lockstep.checkpoint import StoredTensor
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, NotAvailableError
+from lockstep.host_memory import available_memory
 from lockstep.operator import TrainingOperator
 from lockstep.tensor_tree import leaves_of
 from lockstep.trainer.snapshot_files import write_snapshot
@@ -71,6 +72,8 @@ class StateTransfer:
         spec = self._workers.spec
         if spec.options.sync != "fsdp" or spec.num_workers == 1:
             return self._workers.call_rank_0(Worker.models.with_args())
+        needed, available = self._workers.call_rank_0(Worker.room_for_models.with_args())
+        _refuse_large(needed, available)
         models = self._workers.call(Worker.gathered_models.with_args())[0]
         assert models is not None, "rank 0 answers"
         return models
@@ -143,6 +146,28 @@ class StateTransfer:
         absorb = self._workers.spec.operator_cls._lockstep_load_into_instance
         if absorb is not None and self._workers.local_operator() is None:
             absorb(self._state_of_rank_0(Worker.state_dict.with_args()))
+
+
+def _refuse_large(needed: int, available: float) -> None:
+    """Refuse a whole model for which this host, or rank 0's, has no room.
+
+    Args:
+        needed: bytes of the model.
+        available: bytes that rank 0's host has left.
+
+    Raises:
+        NotAvailableError: it would not fit.
+    """
+    # Here the model arrives, and then it is unpacked.
+    room = min(available, available_memory() / 2)
+    if needed > room:
+        raise NotAvailableError(
+            "the whole model does not fit into the memory of a host",
+            expected=f"{needed / 2**20:,.0f} MiB for one copy",
+            got=f"{max(room, 0.0) / 2**20:,.0f} MiB",
+            fix="trainer.save(path) writes it in parts, and lockstep.checkpoint.convert(path, file)"
+            " makes one file of them, which needs no memory for it",
+        )
 
 
 def refuse_another_run(state: Mapping[str, Any], explicit: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import read_own_tensors
 from lockstep.data import ShardAssignment, shards_of
+from lockstep.host_memory import available_memory
 from lockstep.local_rows import LocalRows
 from lockstep.operator import TrainingOperator
 from lockstep.operator.registration import registered_parts
@@ -222,6 +223,13 @@ class StateAccess:
         if by_rank is None or len(by_rank) != self.spec.num_workers:
             return state
         return {**state, "operator": by_rank[self.rank]}
+
+    @remote_method(Communication.NONE, OnFailure.REPEAT)
+    def room_for_models(self) -> tuple[int, float]:
+        """The bytes of the whole models, and those that this rank's host has left."""
+        held = [*self.run.parameters(), *self.run.buffers()]
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return needed, available_memory()
 
     @remote_method(Communication.RUN_GROUP, OnFailure.REPEAT)
     def gathered_models(self) -> nn.Module | list[nn.Module] | None:

@@ -220,3 +220,37 @@ for turn in range(20):
 def test_killed_at_any_moment_the_newest_directory_is_whole(tmp_path):
     # In its own process, since this one has threads, and a fork with threads is no clean start.
     subprocess.run([sys.executable, "-c", KILLED_AT_ANY_MOMENT, str(tmp_path)], check=True)
+
+
+def test_a_directory_becomes_a_file_and_a_file_a_directory(tmp_path):
+    path = written(tmp_path / "state", 3)
+    file = checkpoint.convert(path, tmp_path / "new" / "state.pt")
+    expected = checkpoint.read(path)
+    assert is_same(torch.load(file, weights_only=True), expected)
+    assert os.listdir(tmp_path / "new") == ["state.pt"]
+    back = checkpoint.convert(file, tmp_path / "back")
+    assert os.path.isdir(back)
+    assert is_same(checkpoint.read(back), expected)
+
+
+CONVERTED = """
+import resource, sys, torch
+from pathlib import Path
+from lockstep import checkpoint
+
+# A first one, so that imports and threads are there.
+small = checkpoint.write_directory(sys.argv[1] + "/small", {"a": torch.ones(1)})
+checkpoint.convert(small, sys.argv[1] + "/small.pt")
+lines = Path("/proc/self/status").read_text().splitlines()
+(line,) = [each for each in lines if each.startswith("VmData:")]
+limit = 1024 * int(line.split()[1]) + 100 * 2**20
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+checkpoint.convert(sys.argv[1] + "/large", sys.argv[1] + "/large.pt")
+"""
+
+
+def test_what_is_converted_need_not_fit_into_memory(tmp_path):
+    state = {str(number): torch.full((5 * 2**20,), float(number)) for number in range(8)}  # 160 MiB
+    checkpoint.write_directory(tmp_path / "large", state)
+    subprocess.run([sys.executable, "-c", CONVERTED, str(tmp_path)], check=True)
+    assert is_same(checkpoint.read(tmp_path / "large.pt"), state)
