@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much more memory this process may take: what its host has left, and what its cgroup allows."""
+"""How much more memory this process may take: what its host has left, and its cgroup allows."""
 
 from __future__ import annotations
 
