@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.plot`: the ratios of the latest `make bench` as docs/benchmark.svg.
 
+With the word ``memory`` it runs a step of a model in units, and of the same model whole, and draws
+the memory of a worker as docs/pictures/memory.svg.
+
 Run by the interpreter of the peers, which is where matplotlib is.
 """
 
@@ -8,12 +11,23 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from benchmarks.harness import run_once
 from benchmarks.page import PICTURE, RESULTS, ROOT
+from benchmarks.steps import torchrun
+from benchmarks.units import MODEL, PROGRAM, RANKS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MEMORY = ROOT / "docs" / "pictures" / "memory.svg"
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
+    if list(arguments) == ["memory"]:
+        draw_memory({side: _trace(side) for side in ("whole", "torch", "units")})
+        return 0
     results = RESULTS / "bench" / "results.json"
     if not results.is_file():
         print(f"no results in {results.parent.relative_to(ROOT)}: run `make bench` first")
@@ -23,8 +37,42 @@ def main() -> int:
     return 0
 
 
-def draw(rows: list[dict[str, Any]]) -> None:
-    """One line a row: the median ratio, its spread, and the goal as a tick."""
+def _trace(side: str) -> list[tuple[float, float]]:
+    options = ("--side", side, "--trace")
+    found = run_once(torchrun(PROGRAM, *options, ranks=RANKS, name=side))
+    trace: list[tuple[float, float]] = found["trace"]
+    return trace
+
+
+def draw_memory(traces: dict[str, list[tuple[float, float]]]) -> None:
+    """The memory of a worker over one step, the step's length as one."""
+    pyplot = _pyplot()
+    names = {"whole": "replicate", "torch": "fully_shard by hand", "units": 'sync="fsdp", in units'}
+    colours = {"whole": "#999999", "torch": "#d08020", "units": "#2060a0"}
+    figure, axes = pyplot.subplots(figsize=(8, 3.2), layout="constrained")
+    for side, trace in traces.items():
+        moments, sizes = zip(*trace, strict=True)
+        axes.plot([each / moments[-1] for each in moments], sizes, color=colours[side])
+        axes.annotate(
+            names[side],
+            (1.0, sizes[-1]),
+            xytext=(6, 0),
+            textcoords="offset points",
+            color=colours[side],
+            fontsize=8,
+            va="center",
+            annotation_clip=False,
+        )
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(f"one step: forward, backward, optimizer ({MODEL})", fontsize=8)
+    axes.set_ylabel("MiB of a worker", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.set_xticks([])
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(MEMORY, metadata={"Date": None})
+
+
+def _pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("svg")
@@ -32,6 +80,12 @@ def draw(rows: list[dict[str, Any]]) -> None:
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "lockstep"})
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def draw(rows: list[dict[str, Any]]) -> None:
+    """One line a row: the median ratio, its spread, and the goal as a tick."""
+    pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(9, 1 + 0.28 * len(rows)), layout="constrained")
     places = range(len(rows), 0, -1)
     results = [row["result"] for row in rows]
@@ -51,4 +105,4 @@ def draw(rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -2,13 +2,16 @@
 """A transformer whose blocks are units: lockstep's, torch's ``fully_shard`` by hand, and whole.
 
 Started by torchrun. Without ``--side`` it times one step of lockstep's against one of torch's, in
-neighbouring blocks. With it, it trains one side alone and reports by how much the process grew.
+neighbouring blocks. With it, it trains one side alone and reports by how much the process grew;
+with ``--trace``, how much memory it has from moment to moment of a step.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,10 +78,36 @@ def _memory(line: str) -> float:
     raise OSError(f"no {line} in /proc/self/status")
 
 
+def _private() -> float:
+    """What this process has for itself now, in MiB."""
+    resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def _trace(step: Callable[[], None], before: float) -> list[tuple[float, float]]:
+    """The milliseconds and the MiB above `before` of each moment of a step."""
+    moments: list[tuple[float, float]] = []
+    is_over = threading.Event()
+
+    def sample() -> None:
+        begun = time.perf_counter()
+        while not is_over.wait(0.002):
+            moments.append((1000 * (time.perf_counter() - begun), _private() - before))
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    step()
+    is_over.set()
+    sampler.join()
+    return moments
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--side", choices=("units", "torch", "whole"))
-    side = parser.parse_args().side
+    parser.add_argument("--trace", action="store_true")
+    given = parser.parse_args()
+    side = given.side
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if side is None:
@@ -89,13 +118,15 @@ def main() -> None:
             "step": {name: [1000 * t for t in values] for name, values in times.items()}
         }
     else:
-        before = _memory("VmRSS")
+        before, before_private = _memory("VmRSS"), _private()
         step = _step(side)
         # The whole model was there for a moment, on every side: the peak of training counts.
         Path("/proc/self/clear_refs").write_text("5")
         for _ in range(STEPS):
             step()
         found = {"peak": _memory("VmHWM") - before}
+        if given.trace:
+            found["trace"] = _trace(step, before_private)
     if dist.get_rank() == 0:
         report(**found)
     dist.barrier()
