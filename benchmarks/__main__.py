@@ -68,6 +68,7 @@ FAMILIES: dict[str, Family] = {
     "calls_full": calls.FULL_FAMILY,
     "audit": audit.FAMILY,
     "units": units.FAMILY,
+    "units_cuda": units.CUDA_FAMILY,
 }
 """In the order of the table. Those that need a Ray of the same size share one."""
 

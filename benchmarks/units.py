@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from benchmarks.harness import Family, PairedRow, Row, measure, measure_pairs
 from benchmarks.steps import torchrun
+from benchmarks.verdict import NotMeasured
 
 if TYPE_CHECKING:
     from benchmarks.verdict import Result
@@ -15,33 +19,39 @@ if TYPE_CHECKING:
 PROGRAM = str(Path(__file__).with_name("contenders") / "units.py")
 RANKS = 4
 MODEL = "24 blocks in units, 30 M, Adam, 4 ranks"
+_BY_HAND = "fully_shard by hand"
 
 
-def measure_units(rounds: int | None) -> list[Result]:
-    step = PairedRow(
-        key="step",
-        name=f"one step, {MODEL}",
-        against="fully_shard by hand",
-        unit="ms",
-        goal=1.03,
-    )
-    results = measure_pairs(
-        [step], torchrun(PROGRAM, ranks=RANKS, name="units"), rounds=rounds or 1
-    )
+def measure_units(
+    rounds: int | None, *, ranks: int = RANKS, device: str = "cpu", model: str = MODEL
+) -> list[Result]:
+    launched = partial(torchrun, PROGRAM, "--device", device, ranks=ranks)
+    step = PairedRow(key="step", name=f"one step, {model}", against=_BY_HAND, unit="ms", goal=1.03)
+    results = measure_pairs([step], launched(name="units"), rounds=rounds or 1)
 
     def peak(other: str, against: str, goal: float | None) -> Row:
         return Row(
-            name=f"peak of training, {MODEL}, against {against}",
-            ours=torchrun(PROGRAM, "--side", "units", ranks=RANKS, name="units"),
-            theirs=torchrun(PROGRAM, "--side", other, ranks=RANKS, name=against),
+            name=f"peak of training, {model}, against {against}",
+            ours=launched("--side", "units", name="units"),
+            theirs=launched("--side", other, name=against),
             value="peak",
             unit="MiB",
             goal=goal,
             rounds=rounds or 2,
         )
 
-    rows = [peak("torch", "fully_shard by hand", 1.05), peak("whole", "replicate", None)]
+    rows = [peak("torch", _BY_HAND, 1.05), peak("whole", "replicate", None)]
     return [*results, *(measure(row, rounds=rounds) for row in rows)]
 
 
+def _on_every_device(rounds: int | None) -> list[Result]:
+    count = torch.cuda.device_count()
+    model = f"24 blocks in units, 1.2 G, bf16, Adam, {count} devices"
+    if count < 2:
+        reason = "needs two CUDA devices"
+        return [NotMeasured(f"one step, {model}", _BY_HAND, "≤ 1.03", reason)]
+    return measure_units(rounds, ranks=count, device="cuda", model=model)
+
+
 FAMILY = Family(measure_units)
+CUDA_FAMILY = Family(_on_every_device, suites=frozenset({"gpu"}))

@@ -2,8 +2,9 @@
 """A transformer whose blocks are units: lockstep's, torch's ``fully_shard`` by hand, and whole.
 
 Started by torchrun. Without ``--side`` it times one step of lockstep's against one of torch's, in
-neighbouring blocks. With it, it trains one side alone and reports by how much the process grew;
-with ``--trace``, how much memory it has from moment to moment of a step.
+neighbouring blocks. With it, it trains one side alone and reports by how much its memory grew;
+with ``--trace``, how much memory it has from moment to moment of a step. On CUDA devices the model
+is larger, and computes in bf16.
 """
 
 from __future__ import annotations
@@ -29,27 +30,30 @@ from reporting import report
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-WIDTH, BLOCKS, ROWS, LENGTH = 320, 24, 2, 64
+BLOCKS, ROWS, LENGTH = 24, 2, 64
+WIDTH = {"cpu": 320, "cuda": 2048}
+"""30 M and 1.2 G parameters."""
 STEPS = 3
 PAIRS = 8
 
 
-def _model() -> nn.Module:
+def _model(device: torch.device) -> nn.Module:
     torch.manual_seed(0)
-    blocks = (
-        nn.TransformerEncoderLayer(WIDTH, 8, 4 * WIDTH, dropout=0.0, batch_first=True)
-        for _ in range(BLOCKS)
-    )
-    return nn.Sequential(*blocks)
+    width = WIDTH[device.type]
+    with device:
+        blocks = (
+            nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True)
+            for _ in range(BLOCKS)
+        )
+        return nn.Sequential(*blocks)
 
 
-def _step(side: str) -> Callable[[], None]:
+def _step(side: str, device: torch.device) -> Callable[[], None]:
     """One step of one side; the model and its optimizer are made first."""
-    model = _model()
+    model = _model(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-    features = torch.randn(
-        ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank())
-    )
+    random = torch.Generator().manual_seed(dist.get_rank())
+    features = torch.randn(ROWS, LENGTH, WIDTH[device.type], generator=random).to(device)
     backward: Callable[[torch.Tensor], object] = torch.Tensor.backward
     if side == "units":
         world = dist.group.WORLD
@@ -64,13 +68,48 @@ def _step(side: str) -> Callable[[], None]:
 
     def step() -> None:
         optimizer.zero_grad()
-        backward(model(features).square().mean())
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = model(features).square().mean()
+        backward(loss)
         optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
 
     return step
 
 
-def _memory(line: str) -> float:
+class _Memory:
+    """What this process has for itself, in MiB, since this object was made.
+
+    On the CPU the pages of the process, on CUDA what torch has allocated there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = self._now()
+
+    def now(self) -> float:
+        return self._now() - self._before
+
+    def forget_peak(self) -> None:
+        """The whole model was there for a moment, on every side: the peak of training counts."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def peak(self) -> float:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated() / 2**20 - self._before
+        return _status("VmHWM") - self._before
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            return torch.cuda.memory_allocated() / 2**20
+        return _status("VmRSS")
+
+
+def _status(line: str) -> float:
     """A line of ``/proc/self/status``, in MiB."""
     for each in Path("/proc/self/status").read_text().splitlines():
         if each.startswith(f"{line}:"):
@@ -78,21 +117,15 @@ def _memory(line: str) -> float:
     raise OSError(f"no {line} in /proc/self/status")
 
 
-def _private() -> float:
-    """What this process has for itself now, in MiB."""
-    resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
-    return (resident - shared) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def _trace(step: Callable[[], None], before: float) -> list[tuple[float, float]]:
-    """The milliseconds and the MiB above `before` of each moment of a step."""
+def _trace(step: Callable[[], None], memory: _Memory) -> list[tuple[float, float]]:
+    """The milliseconds and the MiB of each moment of a step."""
     moments: list[tuple[float, float]] = []
     is_over = threading.Event()
 
     def sample() -> None:
         begun = time.perf_counter()
         while not is_over.wait(0.002):
-            moments.append((1000 * (time.perf_counter() - begun), _private() - before))
+            moments.append((1000 * (time.perf_counter() - begun), memory.now()))
 
     sampler = threading.Thread(target=sample)
     sampler.start()
@@ -102,31 +135,34 @@ def _trace(step: Callable[[], None], before: float) -> list[tuple[float, float]]
     return moments
 
 
+def _measure(side: str | None, device: torch.device, *, trace: bool) -> dict[str, object]:
+    if side is None:
+        ours, theirs = _step("units", device), _step("torch", device)
+        ours(), theirs()
+        times = interleaved(ours, theirs, pairs=PAIRS, steps=STEPS, meet=dist.barrier)
+        return {"step": {name: [1000 * t for t in values] for name, values in times.items()}}
+    memory = _Memory(device)
+    step = _step(side, device)
+    memory.forget_peak()
+    for _ in range(STEPS):
+        step()
+    found: dict[str, object] = {"peak": memory.peak()}
+    return found | {"trace": _trace(step, memory)} if trace else found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--side", choices=("units", "torch", "whole"))
     parser.add_argument("--trace", action="store_true")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     given = parser.parse_args()
-    side = given.side
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    if side is None:
-        ours, theirs = _step("units"), _step("torch")
-        ours(), theirs()
-        times = interleaved(ours, theirs, pairs=PAIRS, steps=STEPS, meet=dist.barrier)
-        found: dict[str, object] = {
-            "step": {name: [1000 * t for t in values] for name, values in times.items()}
-        }
-    else:
-        before, before_private = _memory("VmRSS"), _private()
-        step = _step(side)
-        # The whole model was there for a moment, on every side: the peak of training counts.
-        Path("/proc/self/clear_refs").write_text("5")
-        for _ in range(STEPS):
-            step()
-        found = {"peak": _memory("VmHWM") - before}
-        if given.trace:
-            found["trace"] = _trace(step, before_private)
+    device = torch.device("cpu")
+    if given.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if given.device == "cuda" else "gloo")
+    found = _measure(given.side, device, trace=given.trace)
     if dist.get_rank() == 0:
         report(**found)
     dist.barrier()
