@@ -2,6 +2,7 @@
 """The table of `ranks/test_oracle_table.py` for models of which no rank ever holds all layers."""
 
 import pytest
+import torch
 from tests.procs.pool import Pool
 
 from lockstep.errors import (
@@ -12,7 +13,7 @@ from lockstep.errors import (
     UnitOrderError,
 )
 from ranks.divergent import DIVERGENT
-from ranks.table import SPLITS, cells, check, pairwise
+from ranks.table import SPLITS, cells, check, one_process, pairwise, put_together
 from ranks.table_operators import OPERATORS
 
 # By torch: gradients by hand of what is in shards, and SyncBatchNorm without a GPU.
@@ -84,6 +85,19 @@ def test_ranks_that_go_through_other_layers_are_refused_on_all(pool, name, num_w
 )
 def test_what_programs_do_between_the_collectives_is_not_lost(pool, name):
     check(pool.run("units", name, "uneven", 2), name, "uneven")
+
+
+@pytest.mark.timeout(120)
+def test_layers_may_compute_in_fewer_bits_than_gradients_are_summed_in(pool):
+    results = put_together(pool.run("units", "InHalfTheBits", "uneven", 2))
+    true = one_process("InHalfTheBits", "uneven")
+    for seen, refusal in results:
+        assert refusal is None
+        assert seen.also["in float32"] == 1.0
+        for name, expected in true.weights[-1].items():
+            assert seen.weights[-1][name].dtype is torch.float64
+            apart = (seen.weights[-1][name] - expected).abs().max()
+            assert 1e-12 < apart < 1e-6, name
 
 
 @pytest.mark.timeout(120)

@@ -12,8 +12,9 @@ from typing import ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ranks.table_operators import Plain, sgd
+from ranks.table_operators import Plain, reset, sgd
 
 BEGINS = 2
 """Steps that all ranks take alike: the next one follows the order of those."""
@@ -216,6 +217,27 @@ class OnMeta(Divergent):
         self.model, self.optimizer = self.register(models=model, optimizers=optimizer)
 
 
+class InHalfTheBits(Divergent):
+    """Layers compute in float32; sums of gradients, and what the optimizer steps, are float64."""
+
+    def build(self):
+        self.dtypes = set()
+        model = reset(self.make(), 7)
+        for block in model.blocks:
+            block.register_forward_pre_hook(self.note)
+        self.model, self.optimizer = self.register(
+            models=model,
+            optimizers=sgd(model),
+            mp_policy=MixedPrecisionPolicy(torch.float32, torch.float64, torch.float64),
+        )
+
+    def note(self, block, inputs):
+        self.dtypes.add(block.weight.dtype)
+
+    def also(self):
+        return {"in float32": torch.tensor(float(torch.float32 in self.dtypes))}
+
+
 class WritesAfterALook(Divergent):
     """Weights are written to after a forward that has no backward."""
 
@@ -365,6 +387,7 @@ IN_UNITS_ALONE: dict[str, type[Plain]] = {
         ChangesItsWay,
         AsksEverybody,
         OnMeta,
+        InHalfTheBits,
         WritesAfterALook,
         ClearedBeforeBackward,
         FailsInTheMiddle,

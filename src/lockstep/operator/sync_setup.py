@@ -147,6 +147,12 @@ def _fsdp(registered: TrainingParts, context: RankContext) -> Synchroniser:
         return _replicate(registered, context)  # one rank: there is nothing to shard
     if registered.sync_options.shard != "whole":
         return _sharded(registered, context)
+    if registered.sync_options.mp_policy is not None:
+        raise ConfigurationError(
+            "register(mp_policy=...) is for a model in shards",
+            got='shard="whole"',
+            fix='register(shard="auto", mp_policy=...), or TorchTrainer(precision="bf16")',
+        )
     # Imported only for sync="fsdp": the module brings torch's DTensor.
     from lockstep.sync.fsdp import FSDPSync
 
@@ -183,6 +189,7 @@ def _sharded(registered: TrainingParts, context: RankContext) -> Synchroniser:
         context.group,
         registered.optimizers,
         shard=registered.sync_options.shard,
+        mp_policy=registered.sync_options.mp_policy,
         device=context.device,
         buffers=registered.sync_options.buffers,
         averages=registered.sync_options.averages,

@@ -173,6 +173,7 @@ class TrainingOperator:
         ema: Any = None,
         ddp_args: dict[str, Any] | None = None,
         shard: Any = "whole",
+        mp_policy: Any = None,
         loss_reduction: str = DEFAULT_MEAN,
         **further: Any,
     ) -> tuple[Any, ...]:
@@ -200,6 +201,9 @@ class TrainingOperator:
                 freed after it: "auto" (the repeated members of a ``ModuleList``, ``ModuleDict`` or
                 ``Sequential``), a list of module classes, or a function that says it of a module.
                 Parameters become torch's `DTensor`s. "whole": weights stay whole on every rank.
+            mp_policy: torch's `MixedPrecisionPolicy` for models in shards: the dtype in which
+                weights are gathered and used, and that in which gradients are summed. The
+                optimizer steps weights of the dtype that they have.
             loss_reduction: "mean" or "sum"; if it is left out, the class's `loss_reduction`.
 
         Returns:
@@ -239,11 +243,13 @@ class TrainingOperator:
             criterion=criterion,
             schedulers=schedulers,
             ema=ema,
-            sync_options=self._lockstep_sync_options(ddp_args, shard),
+            sync_options=self._lockstep_sync_options(ddp_args, shard, mp_policy),
         )
         return in_given_containers(self._lockstep.registered, models, optimizers, schedulers)
 
-    def _lockstep_sync_options(self, ddp_args: dict[str, Any] | None, shard: Any) -> SyncOptions:
+    def _lockstep_sync_options(
+        self, ddp_args: dict[str, Any] | None, shard: Any, mp_policy: Any
+    ) -> SyncOptions:
         return SyncOptions(
             # The default step knows when a step's last forward is over, and that a shard starts
             # from the committed buffers; elsewhere backward's end is the moment.
@@ -251,6 +257,7 @@ class TrainingOperator:
             averages=self.loss_reduction == "mean",
             ddp_args=dict(ddp_args or {}),
             shard=shard,
+            mp_policy=mp_policy,
         )
 
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.optim.swa_utils import AveragedModel
 
     from lockstep.sync import Synchroniser
@@ -32,6 +33,7 @@ class SyncOptions:
         averages: False if the losses are sums over their batches.
         ddp_args: for torch's DistributedDataParallel.
         shard: which modules are units, see `lockstep.sync.shard_units`; "whole": none.
+        mp_policy: torch's `MixedPrecisionPolicy` for models in units; None for none.
         resume_step: steps of the run that have happened, where another generation of the group
             goes on: the ranks' values are equal already. None at the beginning: they become
             rank 0's.
@@ -41,6 +43,7 @@ class SyncOptions:
     averages: bool
     ddp_args: Mapping[str, Any] = field(default_factory=dict)
     shard: ShardPolicy = "whole"
+    mp_policy: MixedPrecisionPolicy | None = None
     resume_step: int | None = None
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lockstep._torch_compat import (
@@ -54,6 +54,7 @@ class ShardedSync(GradientSync):
         group: the ranks; its process group has to be torch's default group.
         optimizers: hold the sharded parameters afterwards, and of their states this rank's rows.
         shard: which submodules are units, see `lockstep.sync.shard_units`.
+        mp_policy: torch's, for all units; None for none.
         device: where parameters on the ``meta`` device get their memory, a unit at a time.
 
     Attributes:
@@ -69,6 +70,7 @@ class ShardedSync(GradientSync):
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         shard: ShardPolicy = "auto",
+        mp_policy: MixedPrecisionPolicy | None = None,
         device: torch.device | None = None,
         buffers: str = "after_backward",
         averages: bool = True,
@@ -92,6 +94,7 @@ class ShardedSync(GradientSync):
             self._units[prefix.rstrip(".") or "model"] = root
         self.units = tuple(self._units)
         self._load_hooks: list[RemovableHandle] = []
+        self._mp_policy = mp_policy or MixedPrecisionPolicy()
         self._broadcasts = broadcast
         first = next(param for root in self._roots for param in root.parameters())
         self._device = device or first.device
@@ -152,7 +155,13 @@ class ShardedSync(GradientSync):
             # Roots come after their units: torch shards what is not sharded yet. They are freed
             # after a forward as well: until a backward `model.parameters()` would be whole tensors,
             # of which a clip or `model.zero_grad()` says nothing to those that optimizers hold.
-            fully_shard(module, mesh=mesh, ignored_params=own, reshard_after_forward=True)
+            fully_shard(
+                module,
+                mesh=mesh,
+                ignored_params=own,
+                reshard_after_forward=True,
+                mp_policy=self._mp_policy,
+            )
         for root in self._roots:
             begin_as_root(root)  # also if the first call is one of a unit
         sharded = {id(old): parameters_of(owner)[key] for owner, key, old in places}
