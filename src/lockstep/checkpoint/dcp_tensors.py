@@ -221,14 +221,16 @@ def _read_items(
         CheckpointError: some are nowhere.
     """
     entry, wanted = metadata.state_dict_metadata.get(name), _values(target).numel()
-    if entry is None or entry.size != target.shape:
-        found, got = [], "nothing" if entry is None else f"a tensor of shape {tuple(entry.size)}"
-    else:
-        found = create_read_items_for_chunk_list(name, entry, [_chunk_of(target)]) if wanted else []
-        num_found = sum(item.lengths.numel() for item in found)
-        if num_found == wanted:
-            return found
-        got = f"{num_found} of {wanted} values"
+    got = "nothing"
+    if isinstance(entry, TensorStorageMetadata):
+        got = f"a tensor of shape {tuple(entry.size)}"
+        if entry.size == target.shape:
+            chunks = [_chunk_of(target)] if wanted else []
+            found = create_read_items_for_chunk_list(name, entry, chunks)
+            num_found = sum(item.lengths.numel() for item in found)
+            if num_found == wanted:
+                return found
+            got = f"{num_found} of {wanted} values"
     raise CheckpointError(
         "the checkpoint lacks a part of a tensor",
         where=os.path.join(folder, METADATA),

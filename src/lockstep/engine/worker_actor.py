@@ -153,7 +153,8 @@ class WorkerActor:
     @ray.method(concurrency_group="files")
     def write_part(self, step: int, folder: str) -> PartOnDisk | None:
         """See `CheckpointPart.write`."""
-        return self._worker and self._worker.checkpoint_part.write(step, folder)
+        worker = self._worker
+        return None if worker is None else worker.checkpoint_part.write(step, folder)
 
     @ray.method(concurrency_group="files")
     def read_part(self, name: str, offset: int, size: int) -> bytes:

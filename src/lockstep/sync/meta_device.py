@@ -69,7 +69,8 @@ def prepare(module: nn.Module, device: torch.device) -> None:
 def initialise_parameters(module: nn.Module, device: torch.device) -> None:
     """Give the parameters of `module` that are on ``meta`` memory on `device`, and initial values.
 
-    They stay the same objects, which optimizers hold.
+    They stay the same objects, which optimizers hold. A parameter that several modules share begins
+    as the first of them says.
     """
     owners = [part for part in _children_first(module) if _has_meta(part)]
     for part in owners:
@@ -79,8 +80,14 @@ def initialise_parameters(module: nn.Module, device: torch.device) -> None:
                 new = nn.Parameter(filled, requires_grad=param.requires_grad)
                 vars(new).update(vars(param))
                 torch.utils.swap_tensors(param, new)
+    done: set[int] = set()
     for part in owners:
+        own = [param for param in parameters_of(part).values() if param is not None]
+        shared = [(param, param.detach().clone()) for param in own if id(param) in done]
         _reset(part)
+        for param, value in shared:
+            param.data.copy_(value)
+        done.update(map(id, own))
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
