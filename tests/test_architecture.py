@@ -26,7 +26,8 @@ LIMITS = {
 }
 """The most files that a way leads through. The other ways have no limit."""
 
-WAYS = {*LIMITS, "a remote call", "a metric", "a failure", "a checkpoint", "a checkpoint back"}
+WAYS = {*LIMITS, "a remote call", "a metric", "a failure", "a checkpoint"}
+WAYS |= {"a part of a checkpoint", "a checkpoint back"}
 
 VERIFY = {"worker.parity_trial.verify", "trainer.verification.verify_steps"}
 """`TorchTrainer.verify` hands its own `num_steps` to these, and not to a loop."""
@@ -311,16 +312,16 @@ def test_a_way_that_leads_nowhere_is_found() -> None:
 def test_more_files_than_its_limit_are_found() -> None:
     page = (
         "## The way of num_steps\n\n"
-        "1. `checkpoint.read`: reads.\n2. `checkpoint.file_format.read_file`: one file.\n"
+        "1. `checkpoint.open_checkpoint`: reads.\n"
+        "2. `checkpoint.file_format.read_file`: one file.\n"
     )
     assert problems(page) == []
     longer = [
         "`trainer.torch_trainer.TorchTrainer.load`",
         "`trainer.state_transfer.StateTransfer.read`",
-        "`checkpoint.read`",
+        "`checkpoint.open_checkpoint`",
         "`checkpoint.file_format.read_file`",
-        "`checkpoint.file_format.write` "
-        "(called by `trainer.checkpoint_directory.CheckpointDirectory.__init__`)",
+        "`checkpoint.file_format.write` (called by `trainer.snapshot_files.write_snapshot`)",
         "`checkpoint.plain_values.plain_state`",
         "`checkpoint.atomic_write.publish` (called by 5)",
     ]

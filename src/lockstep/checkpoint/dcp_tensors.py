@@ -104,6 +104,17 @@ def write_tensors(folder: str, tensors: Tensors, rank: int) -> WrittenTensors:
 def write_metadata(folder: str, written: Sequence[WrittenTensors]) -> None:
     """Write torch's index of what the ranks have written into `folder`."""
     _, metadata = create_default_global_save_plan([each.plan for each in written])
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata), "tensors were written"
+        num_written = sum(chunk.sizes.numel() for chunk in entry.chunks)
+        if num_written != entry.size.numel():
+            raise CheckpointError(
+                "the ranks have not written the whole of a tensor",
+                expected=f"{entry.size.numel()} values of {name}",
+                got=str(num_written),
+                cause="their parts are of different moments of the run",
+                fix="nothing: the next checkpoint will be whole",
+            )
     writer = FileSystemWriter(folder)
     writer.set_up_storage_writer(is_coordinator=True)
     writer.finish(metadata, [each.results for each in written])

@@ -64,7 +64,7 @@ def write_parts(
 
 def _ask(member: WorkerHandle, step: int, folder: str) -> Any:
     if member.worker is not None:
-        return member.worker.checkpoint_part.write(step, folder)
+        return member.worker.snapshots.part.write(step, folder)
     assert member.actor is not None, "a worker is in this process or in an actor"
     return member.actor.write_part.remote(step, folder)
 

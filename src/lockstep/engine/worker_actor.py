@@ -154,13 +154,13 @@ class WorkerActor:
     def write_part(self, step: int, folder: str) -> PartOnDisk | None:
         """See `CheckpointPart.write`."""
         worker = self._worker
-        return None if worker is None else worker.checkpoint_part.write(step, folder)
+        return None if worker is None else worker.snapshots.part.write(step, folder)
 
     @ray.method(concurrency_group="files")
     def read_part(self, name: str, offset: int, size: int) -> bytes:
         """See `CheckpointPart.read`."""
         assert self._worker is not None, "it has written the part"
-        return self._worker.checkpoint_part.read(name, offset, size)
+        return self._worker.snapshots.part.read(name, offset, size)
 
     @ray.method(concurrency_group="control")
     def kill_process(self, pid: int) -> None:

@@ -196,14 +196,12 @@ class TrainingOperator:
             ema: an average of each model's weights: a decay (True: 0.999), torch `AveragedModel`s,
                 or a function from a model to one. Updated once after each global batch in which an
                 optimizer stepped; in eval mode; ``trainer.get_averaged_model()`` is a copy.
-            ddp_args: arguments for torch's `DistributedDataParallel`; only with ``sync="ddp"``.
+            ddp_args: for torch's `DistributedDataParallel`; only with ``sync="ddp"``.
             shard: for ``sync="fsdp"``: the submodules that are gathered before their forward and
                 freed after it: "auto" (the repeated members of a ``ModuleList``, ``ModuleDict`` or
                 ``Sequential``), a list of module classes, or a function that says it of a module.
                 Parameters become torch's `DTensor`s. "whole": weights stay whole on every rank.
-            mp_policy: torch's `MixedPrecisionPolicy` for models in shards: the dtype in which
-                weights are gathered and used, and that in which gradients are summed. The
-                optimizer steps weights of the dtype that they have.
+            mp_policy: torch's `MixedPrecisionPolicy`, for models in units.
             loss_reduction: "mean" or "sum"; if it is left out, the class's `loss_reduction`.
 
         Returns:
@@ -218,8 +216,7 @@ class TrainingOperator:
 
         Raises:
             WrongTypeError: something is not a module, an optimizer, or cannot step.
-            ConfigurationError: registered twice, schedulers without `scheduler_step_freq`,
-                arguments for apex.
+            ConfigurationError: registered twice, schedulers without `scheduler_step_freq`.
             UnknownParameterError: an optimizer holds a parameter of no registered module.
             ReplicasDifferError: the workers built different models, optimizers or schedulers.
         """

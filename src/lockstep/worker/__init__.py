@@ -2,13 +2,8 @@
 """One rank of a run: remote methods, process group, position in the data, undo of a step."""
 
 from lockstep.worker.call_outcome import Outcome, add_rank, error_text, failed_outcome, is_peer_lost
-from lockstep.worker.checkpoint_part import (
-    CheckpointPart,
-    PartOnDisk,
-    can_read,
-    hold_part,
-    receive_state,
-)
+from lockstep.worker.checkpoint_calls import can_read, hold_part, receive_state
+from lockstep.worker.checkpoint_part import PartOnDisk
 from lockstep.worker.checkpoint_snapshot import Snapshot
 from lockstep.worker.group_rejoin import (
     Formation,
@@ -44,7 +39,6 @@ from lockstep.worker.worker_status import WorkerStatus, status_of
 
 __all__ = [
     "CallContract",
-    "CheckpointPart",
     "Communication",
     "Formation",
     "LoopCounts",

@@ -20,18 +20,16 @@ from lockstep.local_rows import LocalRows
 from lockstep.operator import TrainingOperator
 from lockstep.phases import Phase, in_phase
 from lockstep.tensor_tree import leaves_of
-from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 from lockstep.worker.state_dict import copy_own_rows
 from lockstep.worker.tensor_pool import TensorPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     import torch
 
-    from lockstep.checkpoint import StoredTensor, WrittenPart
+    from lockstep.checkpoint import WrittenPart
     from lockstep.worker.state_access import StateAccess
-    from lockstep.worker.worker import Worker
 
 _ARRIVAL_S: Final = 10.0
 """How long a rank may be behind rank 0 with its copy."""
@@ -100,7 +98,7 @@ class CheckpointPart:
         return step
 
     def drop(self) -> None:
-        """Forget the copy: the run has gone back, and its step may come again."""
+        """Forget the copy: its step may come again, on other ranks."""
         with self._changed:
             self._held = None
 
@@ -113,10 +111,11 @@ class CheckpointPart:
             None if this rank has no copy of that step any more.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._has_come_to(step), _ARRIVAL_S)
-            if self._held is None or self._held.step != step:
+            self._changed.wait_for(lambda: self._holds(step), _ARRIVAL_S)
+            if not self._holds(step):
                 return None
             held, self._held = self._held, None
+        assert held is not None, "this rank holds the step"
         if os.path.isdir(folder):
             return PartOnDisk(self._write(held, folder), None)
         here = tempfile.mkdtemp(prefix="lockstep-")
@@ -129,8 +128,8 @@ class CheckpointPart:
             shutil.rmtree(here)  # open files stay readable, and nothing is left of a killed process
         return PartOnDisk(part, sizes)
 
-    def _has_come_to(self, step: int) -> bool:
-        return self._held is not None and self._held.step >= step
+    def _holds(self, step: int) -> bool:
+        return self._held is not None and self._held.step == step
 
     def _write(self, held: _Held, folder: str) -> WrittenPart:
         keeps_its_own = self._worker.operator._lockstep_overrides(TrainingOperator.state_dict)
@@ -150,21 +149,3 @@ class CheckpointPart:
         if len(data) < size:
             os.close(self._files.pop(name))
         return data
-
-
-@remote_method(Communication.RUN_GROUP, OnFailure.REPEAT)
-def hold_part(worker: Worker) -> int:
-    """See `CheckpointPart.hold`."""
-    return worker.checkpoint_part.hold()
-
-
-@remote_method(Communication.NONE, OnFailure.REPEAT)
-def can_read(worker: Worker, stored: StoredTensor) -> bool:
-    """Whether this rank's host sees the checkpoint directory that `stored` is in."""
-    return checkpoint.is_here(stored)
-
-
-@remote_method(Communication.NONE, OnFailure.REPEAT)
-def receive_state(worker: Worker, state: Mapping[str, Any]) -> None:
-    """Keep what this rank has of a checkpoint that its host does not see, for `apply_state`."""
-    worker.incoming = state

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.operator import TrainingOperator
 from lockstep.worker import state_broadcast
+from lockstep.worker.checkpoint_part import CheckpointPart
 from lockstep.worker.state_dict import copy_to_cpu
 from lockstep.worker.tensor_pool import TensorPool
 
@@ -53,6 +54,7 @@ class SnapshotTaker:
     `pop_latest` and `request` alone may be called from another thread.
 
     Attributes:
+        part: this rank's part of the latest snapshot, where no rank has the whole state.
         give: called with each snapshot in the worker's own process, instead of holding it.
     """
 
@@ -65,6 +67,7 @@ class SnapshotTaker:
         self._latest: Snapshot | None = None
         self._pool = TensorPool()
         self._in_transit: Snapshot | None = None
+        self.part = CheckpointPart(worker)
 
     # ---------------------------------------------------------------- from another thread
 
@@ -92,6 +95,7 @@ class SnapshotTaker:
 
     def forget(self) -> None:
         """Restart the count, because ranks may have taken different snapshots before a recovery."""
+        self.part.drop()
         self._counted_to = None
         self.begin()
 
@@ -168,7 +172,7 @@ class SnapshotTaker:
         worker = self._worker
         self._counted_to = self._committed
         if worker.spec.saves_parts:
-            step = worker.checkpoint_part.copy()
+            step = self.part.copy()
             if worker.rank == 0:
                 self._keep(Snapshot(step, None))
             return

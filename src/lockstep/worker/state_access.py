@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lockstep.operator.training_parts import TrainingParts
-    from lockstep.worker.checkpoint_part import CheckpointPart
     from lockstep.worker.dataset_switch import DatasetSwitch
     from lockstep.worker.rollback import Rollback
     from lockstep.worker.spec import WorkerSpec
@@ -38,7 +37,6 @@ class StateAccess:
     rank: int
     num_batches_to_recompute: int
     before_call: dict[str, Any] | None
-    checkpoint_part: CheckpointPart
     incoming: Mapping[str, Any] | None
     _before_load: tuple[dict[str, Any], int] | None
     _dataset_switch: DatasetSwitch
@@ -191,7 +189,6 @@ class StateAccess:
         """Load the `state_dict` of a worker of the same run, without a way back."""
         operator = self.operator
         self.num_batches_to_recompute = 0
-        self.checkpoint_part.drop()
         operator._lockstep.forget_step()
         if self._rollback is not None:
             self._rollback.forget()

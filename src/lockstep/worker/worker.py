@@ -22,7 +22,6 @@ from lockstep.operator.optimizer_step_hooks import add_step_hooks
 from lockstep.operator.rank_context import RankContext
 from lockstep.operator.registration import conclude_setup, registered_parts, update_schedulers
 from lockstep.randomness import derive_seed, preserve_rng_state
-from lockstep.worker.checkpoint_part import CheckpointPart
 from lockstep.worker.checkpoint_snapshot import SnapshotTaker
 from lockstep.worker.committed_counts import CommittedCounts
 from lockstep.worker.dataset_switch import DatasetSwitch
@@ -91,7 +90,6 @@ class Worker(StateAccess):
         has_state: it has the state of the run; a spare gets the state when it joins.
         loop_run: the latest `train` or `validate`.
         snapshots: takes copies of its state for checkpoints.
-        checkpoint_part: its part of the latest copy, where weights or states are in shards.
         incoming: its part of a state that is about to be loaded, if the driver has sent it.
         before_call: the state before a call of a user's `train_epoch`; None with `memory`.
         memory: its memory checkpoints; None where every rank has the whole state.
@@ -125,7 +123,6 @@ class Worker(StateAccess):
         self.has_state = False
         self.loop_run: LoopRun | None = None
         self.snapshots = SnapshotTaker(self)
-        self.checkpoint_part = CheckpointPart(self)
         self.incoming = None
         self._audit = RunAudit(spec)
         self.on_commit: Callable[[], None] | None = None

@@ -101,7 +101,8 @@ def test_the_arguments_of_register_and_their_defaults():
     empty = inspect.Parameter.empty
     assert defaults(TrainingOperator.register) == {
         "models": empty, "optimizers": empty, "criterion": None, "schedulers": None,
-        "ema": None, "ddp_args": None, "shard": "whole", "loss_reduction": "mean",
+        "ema": None, "ddp_args": None, "shard": "whole", "mp_policy": None,
+        "loss_reduction": "mean",
     }  # fmt: skip
     loaders = {"train_loader": None, "validation_loader": None}
     assert defaults(TrainingOperator.register_data) == loaders
