@@ -141,7 +141,7 @@ class Engine(Protocol):
             What each rank wrote; None if a rank has no copy of that step any more.
 
         Raises:
-            WorkerDiedError: a worker died meanwhile.
+            CheckpointWriteError: a worker died meanwhile.
         """
 
     def local_operator(self) -> TrainingOperator | None:

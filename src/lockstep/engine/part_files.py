@@ -9,12 +9,12 @@ at a time: the driver never holds a part, let alone the whole state.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ray.exceptions import RayActorError, RayTaskError
 
 import ray
-from lockstep.errors import WorkerDiedError
+from lockstep.errors import CheckpointWriteError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,17 +32,25 @@ def write_parts(
     """Let each of `members` write its copy of the state at `step` into `folder`.
 
     Returns:
-        What each rank wrote; None if a rank has no copy of that step any more.
+        What each rank wrote; None if a rank has no copy of that step any more, or there is none.
 
     Raises:
-        WorkerDiedError: a worker died meanwhile.
+        CheckpointWriteError: a worker died meanwhile.
         Exception: what a worker raised, a full disk for example.
     """
     try:
-        answers = [_ask(member, step, folder) for member in members]
+        asked = [
+            None if each.actor is None else each.actor.write_part.remote(step, folder)
+            for each in members
+        ]
+        # A worker in this process writes while the others do.
+        here = [
+            None if each.worker is None else each.worker.snapshots.part.write(step, folder)
+            for each in members
+        ]
         parts: list[PartOnDisk | None] = [
-            each if member.actor is None else ray.get(each)
-            for member, each in zip(members, answers, strict=True)
+            mine if answer is None else ray.get(answer)
+            for mine, answer in zip(here, asked, strict=True)
         ]
         written: list[WrittenPart] = []
         for member, part in zip(members, parts, strict=True):
@@ -51,22 +59,15 @@ def write_parts(
             for name, size in (part.sizes or {}).items():
                 _fetch(member, name, size, folder)
             written.append(part.part)
-        return written
+        return written or None
     except RayActorError as error:
-        raise WorkerDiedError(
+        raise CheckpointWriteError(
             "a worker died while it wrote its part of a checkpoint",
             where=folder,
             fix="nothing: the run goes on, and the next checkpoint will be whole",
         ) from error
     except RayTaskError as error:
         raise error.cause from error
-
-
-def _ask(member: WorkerHandle, step: int, folder: str) -> Any:
-    if member.worker is not None:
-        return member.worker.snapshots.part.write(step, folder)
-    assert member.actor is not None, "a worker is in this process or in an actor"
-    return member.actor.write_part.remote(step, folder)
 
 
 def _fetch(member: WorkerHandle, name: str, size: int, folder: str) -> None:

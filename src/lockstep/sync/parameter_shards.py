@@ -14,8 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from lockstep._torch_compat import forget_groups, storage_key, version_of
-from lockstep.errors import NotAvailableError
-from lockstep.local_rows import LocalRows, rows_of
+from lockstep.errors import CheckpointError, NotAvailableError
+from lockstep.local_rows import LocalRows, first_row, rows_of
 from lockstep.sync.local_parameters import is_local, local
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def shard_like(whole: torch.Tensor | LocalRows, shard: DTensor) -> DTensor:
         return whole
     mesh = shard.device_mesh
     if isinstance(whole, LocalRows):
+        _refuse_rows_of_another(whole, mesh)
         return as_shard(whole.rows.to(shard.device, shard.dtype), _like(whole), mesh)
     rows = rows_of(whole.detach(), mesh.get_local_rank(), mesh.size())
     return as_shard(rows.to(shard.device, shard.dtype, copy=True), whole.contiguous(), mesh)
@@ -64,6 +65,25 @@ def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
         Every rank of a shard's mesh. One all-gather; none for a tensor that is no shard.
     """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _refuse_rows_of_another(rows: LocalRows, mesh: DeviceMesh) -> None:
+    """Refuse rows that another rank has, or that this rank had among other ranks.
+
+    Raises:
+        CheckpointError: they are.
+    """
+    length, rank, size = rows.shape[0], mesh.get_local_rank(), mesh.size()
+    first, end = first_row(length, rank, size), first_row(length, rank + 1, size)
+    if (rows.first, len(rows.rows)) != (first, end - first):
+        raise CheckpointError(
+            "the state has the rows of another rank",
+            where=f"rank {rank} of {size}",
+            expected=f"rows {first} to {end} of {length}",
+            got=f"rows {rows.first} to {rows.first + len(rows.rows)}",
+            cause="the group has formed anew since the state was taken or read",
+            fix="load it again",
+        )
 
 
 def _like(rows: LocalRows) -> torch.Tensor:
@@ -103,6 +123,7 @@ class ParameterShards:
 
     def _shard_of_copy(self, value: torch.Tensor | LocalRows, param: torch.Tensor) -> DTensor:
         if isinstance(value, LocalRows):
+            _refuse_rows_of_another(value, self._mesh)
             return as_shard(value.rows.to(param.device), _like(value), self._mesh)
         rows = rows_of(value.detach(), self._mesh.get_local_rank(), self._mesh.size())
         return as_shard(rows.to(param.device, copy=True), value, self._mesh)

@@ -224,7 +224,7 @@ class UnitOrder:
         is_known = all(isinstance(each, list) and len(each) == _NUMBERS + 1 for each in rows)
         if not is_known:
             return "is elsewhere" if not isinstance(row, list) else f"is at {row}"
-        what, unit, size, step, left, _ = row
+        what, unit, size, step, left, follows = row
         if what in _WORDS:
             told = _WORDS[what].format(unit=f"`{self._names[unit]}`")
         elif what == _ELSEWHERE:
@@ -235,6 +235,8 @@ class UnitOrder:
             told += " where earlier steps did not"
         if any(other[:2] != row[:2] or other[4] != left for other in rows):
             return told
+        if any(other[5] != follows for other in rows):
+            return f"{told}, {'for a step of training' if follows else 'for something else'}"
         if any(other[3] != step for other in rows):
             return f"{told}, in another step" if step != rows[0][3] else f"{told}, in one step"
         return f"{told}: {size} elements"

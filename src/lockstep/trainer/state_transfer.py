@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import checkpoint
 from lockstep.checkpoint import StoredTensor
-from lockstep.errors import CheckpointError, NotAvailableError
+from lockstep.errors import CheckpointError, CheckpointWriteError, NotAvailableError
 from lockstep.host_memory import available_memory
 from lockstep.operator import TrainingOperator
 from lockstep.tensor_tree import leaves_of
@@ -128,11 +128,18 @@ class StateTransfer:
 
     def save(self, path: str | os.PathLike[str]) -> str:
         """See `TorchTrainer.save`."""
+        try:
+            return self._save(os.fspath(path))
+        except CheckpointWriteError:
+            if not self._workers.spec.saves_parts:
+                raise
+            # A worker may have died while it wrote: the next call goes on without it.
+            return self._save(os.fspath(path))
+
+    def _save(self, path: str) -> str:
         snapshot, engine = self.snapshot(), self._workers.open_engine()
         in_shards = self._workers.spec.options.sync == "fsdp"
-        return write_snapshot(
-            snapshot, os.fspath(path), in_shards=in_shards, write_parts=engine.write_parts
-        )
+        return write_snapshot(snapshot, path, in_shards=in_shards, write_parts=engine.write_parts)
 
     def read(self, path: str | os.PathLike[str]) -> None:
         """See `TorchTrainer.load`."""
