@@ -2,6 +2,7 @@
 """``TorchTrainer(sync="fsdp")`` with ``register(shard=...)``: no worker ever holds all layers."""
 
 import os
+import signal
 import tempfile
 
 import pytest
@@ -20,7 +21,7 @@ from tests.ray.operators import (
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import TorchTrainer
+from lockstep import TorchTrainer, checkpoint
 from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.keys import BATCH_SIZE
 
@@ -149,6 +150,36 @@ def test_parts_travel_where_a_host_does_not_see_the_folder(tmp_path):
         assert again.apply_all_operators(lambda operator: operator.loaded) == [0, 1]
         again.train(num_steps=STEPS - 5)
         assert farthest(again.get_model(), one_process()) < 1e-12
+
+
+class DiesWhileItWrites(InUnits):
+    """The second worker is killed in the middle of its first part of a checkpoint."""
+
+    def setup(self, config):
+        super().setup(config)
+        if self.world_rank == 1:
+            write_part, died = checkpoint.write_part, config["died"]
+
+            def die_once(*arguments):
+                if not died.exists():
+                    died.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return write_part(*arguments)
+
+            checkpoint.write_part = die_once
+
+
+def test_a_worker_dies_while_it_writes_its_part_and_all_write_again(tmp_path):
+    config = {"died": tmp_path / "died"}
+    with trainer(DiesWhileItWrites, config, num_workers=2, spare_workers=1) as run:
+        run.train(num_steps=5)
+        path = run.save(tmp_path / "state")
+        assert len(run.status()["recoveries"]) == 1
+        trained = run.get_model()
+    assert sorted(os.listdir(tmp_path)) == ["died", "state"]
+    with trainer(num_workers=2) as again:
+        again.load(path)
+        assert farthest(again.get_model(), trained) == 0.0
 
 
 @pytest.mark.parametrize(
