@@ -33,15 +33,15 @@ class ShardedUnit:
     Args:
         module: an `FSDPModule`.
         before: called before the unit's backward gathers its weights.
-        after: called before the unit reduces its gradients, with the parameters that got one;
-            returns whether those without one are to be reduced, too, as zeros.
+        after: called before the unit reduces its gradients, with the unit and the parameters that
+            got one; returns whether those without one are to be reduced, too, as zeros.
     """
 
     def __init__(
         self,
         module: nn.Module,
         before: Callable[[], None],
-        after: Callable[[list[nn.Parameter]], bool],
+        after: Callable[[ShardedUnit, list[nn.Parameter]], bool],
     ) -> None:
         self._after = after
         self._group = _state_of(module)._fsdp_param_group
@@ -78,11 +78,18 @@ class ShardedUnit:
                 used.append(held.sharded_param)
             else:
                 unused.append(leaf)
-        if self._after(used):
+        if self._after(self, used):
             for leaf in unused:
                 # Torch leaves it out of the message: gradients of different layers would be added
                 # up where ranks have used different parameters.
                 leaf.grad = torch.zeros_like(leaf)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply what the unit is about to reduce, for torch reduces nothing on one rank."""
+        for held, leaf in self._leaves():
+            for gradient in (leaf.grad, held.unsharded_accumulated_grad):
+                if gradient is not None:
+                    gradient.mul_(factor)
 
     @property
     def has_late_gradients(self) -> bool:

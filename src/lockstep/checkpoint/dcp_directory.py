@@ -220,6 +220,7 @@ def open_directory(path: str) -> dict[str, Any]:
     Raises:
         CheckpointError: a file is missing or damaged.
     """
+    path = os.path.abspath(path)  # a worker's own directory is another one
     index = read_file(os.path.join(path, INDEX))
     files, in_rows = index["files"], set(index.get("in_rows", []))
     if files:

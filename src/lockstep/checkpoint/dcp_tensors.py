@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import os
 import pickle
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -106,18 +107,30 @@ def write_metadata(folder: str, written: Sequence[WrittenTensors]) -> None:
     _, metadata = create_default_global_save_plan([each.plan for each in written])
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata), "tensors were written"
-        num_written = sum(chunk.sizes.numel() for chunk in entry.chunks)
-        if num_written != entry.size.numel():
-            raise CheckpointError(
-                "the ranks have not written the whole of a tensor",
-                expected=f"{entry.size.numel()} values of {name}",
-                got=str(num_written),
-                cause="their parts are of different moments of the run",
-                fix="nothing: the next checkpoint will be whole",
-            )
+        _refuse_gaps(name, entry)
     writer = FileSystemWriter(folder)
     writer.set_up_storage_writer(is_coordinator=True)
     writer.finish(metadata, [each.results for each in written])
+
+
+def _refuse_gaps(name: str, entry: TensorStorageMetadata) -> None:
+    """Refuse a tensor of which rows are missing, or written twice.
+
+    Raises:
+        CheckpointError: some are.
+    """
+    if not entry.size:
+        return
+    chunks = sorted(entry.chunks, key=lambda chunk: chunk.offsets[0])
+    ends = [0, *itertools.accumulate(chunk.sizes[0] for chunk in chunks)]
+    if [*(chunk.offsets[0] for chunk in chunks), entry.size[0]] != ends:
+        raise CheckpointError(
+            "the ranks have not written the whole of a tensor",
+            expected=f"{entry.size[0]} rows of {name}, each once",
+            got=", ".join(f"{each.sizes[0]} from {each.offsets[0]}" for each in chunks),
+            cause="their parts are of different moments of the run",
+            fix="save again",
+        )
 
 
 def read_tensors(folder: str, targets: Tensors, files: Mapping[str, str]) -> None:

@@ -38,6 +38,7 @@ def write_parts(
         CheckpointWriteError: a worker died meanwhile.
         Exception: what a worker raised, a full disk for example.
     """
+    members = list(members)  # a recovery may change it meanwhile
     try:
         asked = [
             None if each.actor is None else each.actor.write_part.remote(step, folder)
@@ -48,6 +49,9 @@ def write_parts(
             None if each.worker is None else each.worker.snapshots.part.write(step, folder)
             for each in members
         ]
+        # No rank may write any more when an error of another one has removed the folder.
+        answers = [each for each in asked if each is not None]
+        ray.wait(answers, num_returns=len(answers))
         parts: list[PartOnDisk | None] = [
             mine if answer is None else ray.get(answer)
             for mine, answer in zip(here, asked, strict=True)
@@ -64,7 +68,7 @@ def write_parts(
         raise CheckpointWriteError(
             "a worker died while it wrote its part of a checkpoint",
             where=folder,
-            fix="nothing: the run goes on, and the next checkpoint will be whole",
+            fix="save again; the run goes on without that worker",
         ) from error
     except RayTaskError as error:
         raise error.cause from error

@@ -174,7 +174,8 @@ def _move(module: nn.Module, registered: TrainingParts, context: RankContext) ->
     if not is_on_meta(module):
         module.to(context.device)
     elif not is_in_units(registered, context):
-        units = find_units(module, registered.sync_options.shard)
+        has_units = any(True for _ in module.parameters())
+        units = find_units(module, registered.sync_options.shard) if has_units else {}
         initialise(module, units.values(), context.device)
 
 

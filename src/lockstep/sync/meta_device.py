@@ -2,13 +2,16 @@
 """Gives models that were built on torch's ``meta`` device memory and initial values.
 
 A model that does not fit on one device is built without memory (``with torch.device("meta")``), and
-gets its weights unit by unit, each of which is cut into shards before the next one. As in the
-constructors of modules, ``reset_parameters()`` of a module's children comes before its own.
+gets its weights unit by unit, each of which is cut into shards before the next one.
+``reset_parameters()`` of each module that holds parameters or buffers gives them their values, that
+of a module's children before its own, as in constructors. What else a constructor does to values
+(``self.apply(init)``, a buffer that it computes) did not happen on ``meta``: memory that nobody has
+written to is refused.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -17,9 +20,12 @@ from lockstep._torch_compat import buffers_of, parameters_of
 from lockstep.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
-_NAMES = ("reset_parameters", "_reset_parameters")  # the latter in torch's transformers
+_NAMES: Final = ("reset_parameters", "_reset_parameters")  # the latter in torch's transformers
+
+_UNWRITTEN: Final = 0xA5
+"""The byte in memory that nobody has written to."""
 
 
 def is_on_meta(module: nn.Module) -> bool:
@@ -58,36 +64,82 @@ def prepare(module: nn.Module, device: torch.device) -> None:
         held: dict[str, Any] = buffers_of(part)
         was_on_meta = _has_meta(part)
         for key, buffer in held.items():
-            if buffer is not None and buffer.is_meta:
-                held[key] = torch.empty_like(buffer, device=device)
-            elif buffer is not None:
-                held[key] = buffer.to(device)
-        if was_on_meta and not _has_meta(part):
-            _reset(part)  # it has buffers alone
+            if buffer is not None:
+                held[key] = _unwritten(buffer, device) if buffer.is_meta else buffer.to(device)
+        if was_on_meta and not _has_meta(part):  # it has buffers alone
+            _reset(part, kept=[each for each in parameters_of(part).values() if each is not None])
 
 
-def initialise_parameters(module: nn.Module, device: torch.device) -> None:
+def initialise_parameters(module: nn.Module, device: torch.device) -> list[nn.Parameter]:
     """Give the parameters of `module` that are on ``meta`` memory on `device`, and initial values.
 
     They stay the same objects, which optimizers hold. A parameter that several modules share begins
     as the first of them says.
+
+    Returns:
+        The parameters that have memory now.
+
+    Raises:
+        ConfigurationError: `reset_parameters` left a value out.
     """
     owners = [part for part in _children_first(module) if _has_meta(part)]
+    filled: list[nn.Parameter] = []
+    done: set[int] = set()
     for part in owners:
         for param in parameters_of(part).values():
             if param is not None and param.is_meta:
-                filled = torch.empty_like(param, device=device)
-                new = nn.Parameter(filled, requires_grad=param.requires_grad)
+                memory = _unwritten(param, device)
+                new = nn.Parameter(memory, requires_grad=param.requires_grad)
                 vars(new).update(vars(param))
                 torch.utils.swap_tensors(param, new)
-    done: set[int] = set()
+                filled.append(param)
+            elif param is not None and all(param is not each for each in filled):
+                done.add(id(param))
     for part in owners:
         own = [param for param in parameters_of(part).values() if param is not None]
-        shared = [(param, param.detach().clone()) for param in own if id(param) in done]
-        _reset(part)
-        for param, value in shared:
-            param.data.copy_(value)
+        _reset(part, kept=[param for param in own if id(param) in done])
         done.update(map(id, own))
+    return filled
+
+
+def _unwritten(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory that shows whether somebody has written to it."""
+    memory = torch.empty_like(like, device=device)
+    _bytes_of(memory).fill_(_UNWRITTEN)
+    return memory
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of each element, as rows."""
+    return tensor.detach().reshape(-1).view(torch.uint8).view(-1, tensor.element_size())
+
+
+def _reset(part: nn.Module, kept: Sequence[torch.Tensor]) -> None:
+    """Let a module give its tensors their values, but for `kept`, which have theirs.
+
+    Raises:
+        ConfigurationError: it left a value out.
+    """
+    before = [(tensor, tensor.detach().clone()) for tensor in kept]
+    name = next(each for each in _NAMES if callable(getattr(part, each, None)))
+    with torch.no_grad():
+        getattr(part, name)()
+        for target, value in before:
+            target.copy_(value)
+    held: dict[str, torch.Tensor | None] = {**parameters_of(part), **buffers_of(part)}
+    for key, tensor in held.items():
+        if tensor is None or not tensor.numel():
+            continue
+        is_unwritten = (_bytes_of(tensor) == _UNWRITTEN).all(dim=1)
+        # Of one byte's values each may be meant.
+        if is_unwritten.all() if tensor.element_size() == 1 else is_unwritten.any():
+            raise ConfigurationError(
+                "a tensor of a module on the meta device has no value",
+                where=f"`{key}` of {type(part).__name__}",
+                expected=f"values that {name}() writes",
+                cause="the constructor makes it, which did not happen on the meta device",
+                fix=f"write all of `{key}` in {name}(), and call that in __init__",
+            )
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
@@ -120,9 +172,3 @@ def _require_reset(name: str, part: nn.Module) -> None:
             fix="write reset_parameters(self), and call it in __init__; or build the model"
             ' without torch.device("meta")',
         )
-
-
-def _reset(part: nn.Module) -> None:
-    name = next(each for each in _NAMES if callable(getattr(part, each, None)))
-    with torch.no_grad():
-        getattr(part, name)()

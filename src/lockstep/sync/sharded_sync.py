@@ -98,9 +98,11 @@ class ShardedSync(GradientSync):
         self._broadcasts = broadcast
         first = next(param for root in self._roots for param in root.parameters())
         self._device = device or first.device
-        for root in self._roots:
-            if is_on_meta(root):
-                prepare(root, self._device)
+        for module in modules:
+            if is_on_meta(module):
+                prepare(module, self._device)
+                if module not in self._roots:  # nothing of it is cut up
+                    initialise_parameters(module, self._device)
         self._order = UnitOrder(group, self.units)
         self._owns_order_group = False
         self._ordered: OrderedProcessGroup | None = None
@@ -112,7 +114,7 @@ class ShardedSync(GradientSync):
             averages=averages,
             broadcast=False,  # each unit before it is cut into shards
             make_transport=self._make_transport,
-            settings=[list(self.units)],
+            settings=[list(self.units), repr(self._mp_policy)],
         )
 
     def _prepare(self, group: Group) -> None:
@@ -151,7 +153,7 @@ class ShardedSync(GradientSync):
         places = list(_places(self._roots))
         own = {param for _, _, param in places if is_local(param)}
         for module in self._units.values():
-            self._give_values(module, group)
+            filled = self._give_values(module, group)
             # Roots come after their units: torch shards what is not sharded yet. They are freed
             # after a forward as well: until a backward `model.parameters()` would be whole tensors,
             # of which a clip or `model.zero_grad()` says nothing to those that optimizers hold.
@@ -162,6 +164,10 @@ class ShardedSync(GradientSync):
                 reshard_after_forward=True,
                 mp_policy=self._mp_policy,
             )
+            for param in filled:
+                if not is_local(param):
+                    # The optimizers hold it until all is cut up: it must not hold its memory.
+                    param.data = param.data.new_empty(0)
         for root in self._roots:
             begin_as_root(root)  # also if the first call is one of a unit
         sharded = {id(old): parameters_of(owner)[key] for owner, key, old in places}
@@ -174,17 +180,21 @@ class ShardedSync(GradientSync):
             hook = optimizer.register_load_state_dict_pre_hook(_with_own_rows)
             self._load_hooks.append(hook)
 
-    def _give_values(self, module: torch.nn.Module, group: Group) -> None:
+    def _give_values(self, module: torch.nn.Module, group: Group) -> list[torch.nn.Parameter]:
         """Give what is still whole of a unit the values that it has on rank 0.
 
         Collective:
             Every rank: broadcasts.
+
+        Returns:
+            The parameters that had no memory before.
         """
-        initialise_parameters(module, self._device)
+        filled = initialise_parameters(module, self._device)
         whole = [param for param in module.parameters() if not isinstance(param, DTensor)]
         if self._broadcasts:
             synced = [param for param in whole if not is_local(param)]
             broadcast_tensors(group, synced, cap_bytes=self._cap_bytes)
+        return filled
 
     def _make_transport(
         self, controller: RoundController, slots: Sequence[Slot], signature: int, cap_bytes: int

@@ -187,8 +187,10 @@ class ShardedTransport(Transport):
         finally:
             self._is_unit = False
 
-    def _before_reduction(self, used: list[nn.Parameter]) -> bool:
+    def _before_reduction(self, unit: ShardedUnit, used: list[nn.Parameter]) -> bool:
         """Note which parameters a unit's backward has used; False in ``torch.autograd.grad``."""
+        if self._accumulates and self._controller.attached_group().size == 1:
+            unit.scale_gradients(0.0 if self._sends_zeros else self._scale)
         if not self._controller.weights.is_borrowed:
             self._used.update(map(self._known_slot, used))
         return self._accumulates

@@ -15,12 +15,16 @@ their sizes are equal, and hangs where they are not. Two ways lead to one order:
   raises the error before an optimizer steps. Where all ranks have left the plan at one place for
   one thing, the program has changed, and they go on by comparing.
 
+What goes around `Group` and DTensor (``torch.distributed`` called by hand in a forward) is seen by
+neither.
+
 Rejected: the integers inside the payload itself (payloads of unequal size hang), and one comparison
 of the whole order at the end of a step without a plan (a hang comes before it).
 """
 
 from __future__ import annotations
 
+import zlib
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -159,24 +163,24 @@ class UnitOrder:
                     return
             else:
                 left = self._leave_plan()
-        plan = None if self._is_open else self._begin_plan(action)
+        # A forward without gradients, in an evaluation, has no backward that would end a step.
+        is_first = not self._is_open and action.what == GATHER and torch.is_grad_enabled()
+        plan = self._plans.expected(action) if is_first else None
         row = [action.what, action.unit, action.size, self.step(), left]
-        with self.own_collective():
-            # As other values that ranks exchange: what meets them is refused, too, and no crash.
-            everyone = self.group.exchange([*row, plan is not None])
-        if any(one != everyone[0] for one in everyone):
+        try:
+            with self.own_collective():
+                # As other values that ranks exchange: what meets them is refused, and no crash.
+                everyone = self.group.exchange([*row, is_first, _digest(plan)])
+            if any(not isinstance(one, list) or one[:_NUMBERS] != row for one in everyone):
+                raise self._error(everyone)
+        except BaseException:
             self.reset()
-            raise self._error(everyone)
-        self._note(action, plan)
-
-    def _begin_plan(self, action: UnitAction) -> Plan | None:
-        """The plan of the step that begins with `action`; None where none begins."""
-        # A forward without gradients, in an evaluation, has no backward that would end a plan.
-        if action.what != GATHER or not torch.is_grad_enabled():
-            return None
-        self._is_open, self._seen = True, []
-        plan = self._plans.expected()
-        return plan if plan is not None and plan[0] == action else None
+            raise
+        if any(one[_NUMBERS] != is_first for one in everyone):
+            is_first = False  # one rank evaluates what another one trains on, so far alike
+        if any(one[_NUMBERS + 1] != _digest(plan) for one in everyone):
+            self._plans, plan = _Plans(), None
+        self._note(action, plan, is_first=is_first)
 
     def _leave_plan(self) -> int:
         """Take part in what the plan has left before its end; the place where this rank left it."""
@@ -189,8 +193,15 @@ class UnitOrder:
                 self.take_part(action)
         return place
 
-    def _note(self, action: UnitAction, plan: Plan | None) -> None:
-        """Note an action that all ranks are about to take."""
+    def _note(self, action: UnitAction, plan: Plan | None, *, is_first: bool) -> None:
+        """Note an action that all ranks are about to take.
+
+        Args:
+            plan: what the step that begins with it is to follow.
+            is_first: a step begins.
+        """
+        if is_first:
+            self._is_open, self._seen = True, []
         if action.what == ROUND:
             if self._plan is not None:
                 self._plans.follow(self._plan)
@@ -198,10 +209,11 @@ class UnitOrder:
                 self._plans.learn((*self._seen, action))
             self._plan = self._seen = None
             self._is_open = False
-        elif plan is not None:
+        elif plan is not None and is_first:
             self._plan, self._place = plan, 1
         elif action.what >= _ELSEWHERE:
-            self._plans.lose_track()
+            if self._is_open:
+                self._plans.lose_track()
             self._seen = None
         elif self._seen is not None:
             self._seen.append(action)
@@ -221,10 +233,10 @@ class UnitOrder:
         )
 
     def _describe(self, row: Any, rows: list[Any]) -> str:
-        is_known = all(isinstance(each, list) and len(each) == _NUMBERS + 1 for each in rows)
+        is_known = all(isinstance(each, list) and len(each) == _NUMBERS + 2 for each in rows)
         if not is_known:
             return "is elsewhere" if not isinstance(row, list) else f"is at {row}"
-        what, unit, size, step, left, follows = row
+        what, unit, size, step, left = row[:_NUMBERS]
         if what in _WORDS:
             told = _WORDS[what].format(unit=f"`{self._names[unit]}`")
         elif what == _ELSEWHERE:
@@ -235,11 +247,14 @@ class UnitOrder:
             told += " where earlier steps did not"
         if any(other[:2] != row[:2] or other[4] != left for other in rows):
             return told
-        if any(other[5] != follows for other in rows):
-            return f"{told}, {'for a step of training' if follows else 'for something else'}"
         if any(other[3] != step for other in rows):
             return f"{told}, in another step" if step != rows[0][3] else f"{told}, in one step"
         return f"{told}: {size} elements"
+
+
+def _digest(plan: Plan | None) -> int:
+    """A number that tells plans apart."""
+    return 0 if plan is None else zlib.crc32(repr(plan).encode())
 
 
 class _Plans:
@@ -254,14 +269,15 @@ class _Plans:
         self._last: Plan | None = None
         self._num_followed = self._num_left = 0
 
-    def expected(self) -> Plan | None:
-        """The order that the next step is expected to take; None without one.
+    def expected(self, first: UnitAction) -> Plan | None:
+        """The order that a step which begins with `first` is expected to take; None without one.
 
         To leave a plan costs the collectives that it has left: a program that does so often had
         better compare.
         """
         is_too_often = self._num_left * _FOLLOWED_FOR_EACH_LEFT > self._num_followed + _FREE
-        return None if is_too_often else self._after.get(self._last)
+        plan = None if is_too_often else self._after.get(self._last)
+        return plan if plan is not None and plan[0] == first else None
 
     def learn(self, plan: Plan) -> None:
         """Note that a step has gone in the order of `plan`, on all ranks."""

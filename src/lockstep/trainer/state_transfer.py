@@ -14,7 +14,7 @@ from lockstep.host_memory import available_memory
 from lockstep.operator import TrainingOperator
 from lockstep.tensor_tree import leaves_of
 from lockstep.trainer.snapshot_files import write_snapshot
-from lockstep.worker import Snapshot, Worker, can_read, hold_part, receive_state
+from lockstep.worker import Snapshot, Worker, begin_load, hold_part, receive_state
 
 if TYPE_CHECKING:
     from torch import nn
@@ -104,13 +104,12 @@ class StateTransfer:
 
     def _send_what_is_not_seen(self, state: Mapping[str, Any]) -> None:
         """Send its part of a state to each worker whose host does not see the directory."""
-        stored = next((leaf for leaf in leaves_of(state) if isinstance(leaf, StoredTensor)), None)
-        if stored is None:
+        if not self._workers.spec.saves_parts:
             return
-        seen = self._workers.call(can_read.with_args(stored))
-        for rank, is_seen in enumerate(seen):
-            if not is_seen:
-                part = checkpoint.read_own_tensors(state, rank, len(seen))
+        stored = next((leaf for leaf in leaves_of(state) if isinstance(leaf, StoredTensor)), None)
+        for rank, place in enumerate(self._workers.call(begin_load.with_args(stored))):
+            if place is not None:
+                part = checkpoint.read_own_tensors(state, *place)
                 self._workers.call_rank(rank, receive_state.with_args(part))
 
     def snapshot(self) -> Snapshot:

@@ -2,7 +2,7 @@
 """One rank of a run: remote methods, process group, position in the data, undo of a step."""
 
 from lockstep.worker.call_outcome import Outcome, add_rank, error_text, failed_outcome, is_peer_lost
-from lockstep.worker.checkpoint_calls import can_read, hold_part, receive_state
+from lockstep.worker.checkpoint_calls import begin_load, hold_part, receive_state
 from lockstep.worker.checkpoint_part import PartOnDisk
 from lockstep.worker.checkpoint_snapshot import Snapshot
 from lockstep.worker.group_rejoin import (
@@ -64,7 +64,7 @@ __all__ = [
     "WorkerStatus",
     "add_rank",
     "arrival_key",
-    "can_read",
+    "begin_load",
     "error_text",
     "failed_outcome",
     "find_restore",

@@ -22,9 +22,20 @@ def hold_part(worker: Worker) -> int:
 
 
 @remote_method(Communication.NONE, OnFailure.REPEAT)
-def can_read(worker: Worker, stored: StoredTensor) -> bool:
-    """Whether this rank's host sees the checkpoint directory that `stored` is in."""
-    return checkpoint.is_here(stored)
+def begin_load(worker: Worker, stored: StoredTensor | None) -> tuple[int, int] | None:
+    """Forget what an earlier load or save has left.
+
+    Args:
+        stored: a tensor of the directory that is loaded; None if it is none.
+
+    Returns:
+        None if this rank needs nothing from the driver; else its rank among the ranks that share
+        tensors out, and their number: its host does not see the directory.
+    """
+    worker.incoming = None
+    worker.snapshots.part.drop()
+    is_seen = stored is None or checkpoint.is_here(stored)
+    return None if is_seen else worker.place_in_shards
 
 
 @remote_method(Communication.NONE, OnFailure.REPEAT)

@@ -15,6 +15,8 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import torch
+
 from lockstep import checkpoint
 from lockstep.local_rows import LocalRows
 from lockstep.operator import TrainingOperator
@@ -25,8 +27,6 @@ from lockstep.worker.tensor_pool import TensorPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     from lockstep.checkpoint import WrittenPart
     from lockstep.worker.state_access import StateAccess
@@ -60,14 +60,26 @@ class _Held(NamedTuple):
     state: dict[str, Any]
     pool: TensorPool | None
 
+    def give_back(self) -> None:
+        """Let another copy use the memory of this one."""
+        if self.pool is not None:
+            leaves = leaves_of(self.state)
+            self.pool.put_back(
+                [each.rows if isinstance(each, LocalRows) else each for each in leaves]
+            )
+
 
 class CheckpointPart:
-    """The latest copy of a rank's part. The training thread takes it; another thread writes it."""
+    """The latest copies of a rank's part. The training thread takes them; another one writes them.
+
+    The driver asks for a copy a moment after rank 0 has taken it, and the next one may have been
+    taken by then: two are kept.
+    """
 
     def __init__(self, worker: StateAccess) -> None:
         self._worker = worker
         self._changed = threading.Condition()
-        self._held: _Held | None = None
+        self._held: list[_Held] = []
         self._files: dict[str, int] = {}
         self._pool = TensorPool()
 
@@ -89,18 +101,24 @@ class CheckpointPart:
 
     @in_phase(Phase.COPYING_STATE)
     def _hold(self, clone: Callable[[torch.Tensor], torch.Tensor], pool: TensorPool | None) -> int:
-        state = self._worker.own_state_dict(partial(copy_own_rows, clone=clone))
+        is_read = self._worker.rank == 0 or self._keeps_its_own
+        whole = clone if is_read else _leave_out
+        copy = partial(copy_own_rows, clone=clone, clone_whole=whole)
+        state = self._worker.own_state_dict(copy)
         self._pool.clear()
         step: int = state["global_step"]
         with self._changed:
-            self._held = _Held(step, state, pool)
+            outdated = self._held[:-1]
+            self._held = [*self._held[-1:], _Held(step, state, pool)]
             self._changed.notify_all()
+        for each in outdated:
+            each.give_back()
         return step
 
     def drop(self) -> None:
-        """Forget the copy: its step may come again, on other ranks."""
+        """Forget the copies: their steps may come again, with other values or on other ranks."""
         with self._changed:
-            self._held = None
+            self._held = []
 
     # ---------------------------------------------------------------- from another thread
 
@@ -110,12 +128,14 @@ class CheckpointPart:
         Returns:
             None if this rank has no copy of that step any more.
         """
+        for name in list(self._files):  # of a part that nobody has fetched
+            os.close(self._files.pop(name))
         with self._changed:
-            self._changed.wait_for(lambda: self._holds(step), _ARRIVAL_S)
-            if not self._holds(step):
-                return None
-            held, self._held = self._held, None
-        assert held is not None, "this rank holds the step"
+            self._changed.wait_for(lambda: any(e.step >= step for e in self._held), _ARRIVAL_S)
+            held = next((each for each in self._held if each.step == step), None)
+            self._held = [each for each in self._held if each.step > step]
+        if held is None:
+            return None
         if os.path.isdir(folder):
             return PartOnDisk(self._write(held, folder), None)
         here = tempfile.mkdtemp(prefix="lockstep-")
@@ -128,20 +148,16 @@ class CheckpointPart:
             shutil.rmtree(here)  # open files stay readable, and nothing is left of a killed process
         return PartOnDisk(part, sizes)
 
-    def _holds(self, step: int) -> bool:
-        return self._held is not None and self._held.step == step
-
     def _write(self, held: _Held, folder: str) -> WrittenPart:
-        keeps_its_own = self._worker.operator._lockstep_overrides(TrainingOperator.state_dict)
-        own = ("operator",) if keeps_its_own else ()
+        own = ("operator",) if self._keeps_its_own else ()
         try:
             return checkpoint.write_part(folder, held.state, self._worker.rank, own)
         finally:
-            if held.pool is not None:
-                leaves = leaves_of(held.state)
-                held.pool.put_back(
-                    [each.rows if isinstance(each, LocalRows) else each for each in leaves]
-                )
+            held.give_back()
+
+    @property
+    def _keeps_its_own(self) -> bool:
+        return self._worker.operator._lockstep_overrides(TrainingOperator.state_dict)
 
     def read(self, name: str, offset: int, size: int) -> bytes:
         """Some bytes of a file that waits here; after the last ones it is gone."""
@@ -149,3 +165,8 @@ class CheckpointPart:
         if len(data) < size:
             os.close(self._files.pop(name))
         return data
+
+
+def _leave_out(tensor: torch.Tensor) -> torch.Tensor:
+    """In the place of what rank 0 writes: nothing."""
+    return torch.empty(0)

@@ -42,6 +42,10 @@ _BY_SHARD: Final = (
 _RANKS_ONLY: Final = (
     f"{_DRAWS}: the workers were held against each other only, not against one process"
 )
+_MP_POLICY: Final = (
+    "the model computes by an mp_policy, which one process does not know: the workers were held"
+    " against each other only"
+)
 _DROPOUT: Final = "dropout is off in what calls it as a function, attention for one"
 
 
@@ -166,6 +170,8 @@ class _OneProcessReference:
         self.is_comparable = True
         self._trial = self._open_copy(ONE_PROCESS)
         self._is_whole = True
+        if worker.run.sync_options.mp_policy is not None:
+            self.is_comparable, self.inconclusive = False, _MP_POLICY
 
     def _open_copy(self, way: str) -> _TrialCopy:
         spec = self._worker.spec

@@ -167,7 +167,7 @@ class StateAccess:
         """
         incoming, self.incoming = self.incoming, None
         if incoming is None:
-            incoming = read_own_tensors(state, self.rank, self.spec.num_workers)
+            incoming = read_own_tensors(self._own_part(state), *self.place_in_shards)
         before = self.own_state_dict()
         # `before` lies at the start of the open window: batches after it are computed again, and
         # must not be counted again.
@@ -215,11 +215,22 @@ class StateAccess:
             elif purpose == "train":
                 self._dataset_switch.position = place
 
+    @property
+    def place_in_shards(self) -> tuple[int, int]:
+        """This rank among those that share a state's tensors out, and their number.
+
+        Where weights are whole on every rank, so is what is loaded: optimizers take their rows.
+        """
+        sync = self.operator._lockstep.sync
+        has_units = sync is not None and bool(sync.units)
+        return (self.rank, self.spec.num_workers) if has_units else (0, 1)
+
     def _own_part(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         by_rank = state.get("operator_by_rank")
         if by_rank is None or len(by_rank) != self.spec.num_workers:
             return state
-        return {**state, "operator": by_rank[self.rank]}
+        rest = {key: value for key, value in state.items() if key != "operator_by_rank"}
+        return {**rest, "operator": by_rank[self.rank]}
 
     @remote_method(Communication.NONE, OnFailure.REPEAT)
     def room_for_models(self) -> tuple[int, float]:

@@ -110,14 +110,23 @@ def copy_to_cpu(value: Any, clone: Callable[[torch.Tensor], torch.Tensor] = _clo
     return _convert(value, clone, copy.deepcopy)
 
 
-def copy_own_rows(value: Any, clone: Callable[[torch.Tensor], torch.Tensor] = _clone_to_cpu) -> Any:
-    """As `copy_to_cpu`, with `LocalRows` in the place of shards. Communicates nothing."""
+def copy_own_rows(
+    value: Any,
+    clone: Callable[[torch.Tensor], torch.Tensor] = _clone_to_cpu,
+    clone_whole: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Any:
+    """As `copy_to_cpu`, with `LocalRows` in the place of shards. Communicates nothing.
+
+    Args:
+        clone: copies rows to the CPU.
+        clone_whole: copies what is no shard; by default as `clone`.
+    """
 
     def copy_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return copy.deepcopy(leaf)
         if not is_shard(leaf):
-            return clone(leaf.detach())
+            return (clone_whole or clone)(leaf.detach())
         shard: Any = leaf
         rows = clone(shard.to_local().detach())
         if not shard.dim() or not shard.placements[0].is_shard():
