@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import TorchTrainer, checkpoint
-from lockstep.errors import ConfigurationError, NotAvailableError
+from lockstep.errors import CheckpointError, ConfigurationError, NotAvailableError
 from lockstep.keys import BATCH_SIZE
 
 
@@ -150,6 +150,38 @@ def test_parts_travel_where_a_host_does_not_see_the_folder(tmp_path):
         assert again.apply_all_operators(lambda operator: operator.loaded) == [0, 1]
         again.train(num_steps=STEPS - 5)
         assert farthest(again.get_model(), one_process()) < 1e-12
+
+
+def test_a_state_in_units_is_loaded_where_weights_are_whole_and_back(tmp_path):
+    with trainer(num_workers=2) as run:
+        run.train(num_steps=5)
+        path = run.save(tmp_path / "units")
+        trained = run.get_model()
+    with trainer(config={"shard": "whole"}, num_workers=2) as whole:
+        whole.load(path)
+        assert farthest(whole.get_model(), trained) == 0.0
+        whole.train(num_steps=STEPS - 5)
+        back = whole.save(tmp_path / "whole")
+    with trainer(num_workers=2) as again:
+        again.load(back)
+        assert farthest(again.get_model(), one_process()) < 1e-12
+
+
+def test_a_load_that_failed_leaves_nothing_for_the_next_one(tmp_path):
+    temporary, hidden = tmp_path / "temporary", tmp_path / "hidden"
+    temporary.mkdir()
+    config = {"temporary": temporary, "hidden": hidden}
+    with trainer(OnAnotherHost, config, num_workers=2) as run:
+        run.train(num_steps=2)
+        early = run.save(tmp_path / "seen")
+        before = run.get_model()
+        run.train(num_steps=3)
+        state = checkpoint.open_checkpoint(run.save(hidden / "state"))
+        state["optimizers"] = []  # of another run: refused when the parts are there
+        with pytest.raises(CheckpointError):
+            run.load_state_dict(state)
+        run.load(early)
+        assert farthest(run.get_model(), before) == 0.0
 
 
 class DiesWhileItWrites(InUnits):

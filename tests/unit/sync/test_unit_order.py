@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from lockstep.errors import UnitOrderError
+from lockstep.errors import PeerLostError, UnitOrderError
 from lockstep.sync.unit_order import GATHER, REDUCE, ROUND, UnitAction, UnitOrder
 from lockstep.testing import run_ranks
 
@@ -151,3 +151,49 @@ def test_an_evaluation_is_compared_and_changes_nothing():
         return evaluation, rank.go([FORTH])
 
     assert run_ranks(2, work) == [([2, 2], [2])] * 2
+
+
+def test_ranks_that_expect_different_orders_follow_none():
+    def work(group):
+        rank = Rank(group)
+        # One rank evaluates, another one trains, so far alike.
+        with torch.set_grad_enabled(group.rank == 0):
+            rank.go([FORTH[:2]])
+        counts = rank.go([FORTH] * 4)
+        return counts, rank.taken_part
+
+    counts = run_ranks(2, work)
+    assert counts[0] == counts[1]
+    assert counts[0][0][-2:] == [2, 2]
+    assert counts[0][1] == []
+
+
+def test_a_lost_peer_leaves_no_order_behind():
+    def work(group):
+        rank = Rank(group)
+        rank.go([FORTH] * 3)
+        for each in FORTH[:-1]:
+            rank.order.compare(each)
+        if group.rank == 1:
+            group.close()
+            return True
+        with pytest.raises(PeerLostError):
+            rank.order.compare(FORTH[-1])
+        # Not an IndexError of the order's own.
+        with pytest.raises(PeerLostError):
+            group.exchange("anybody?")
+        return True
+
+    assert all(run_ranks(2, work))
+
+
+def test_a_norm_between_steps_does_not_hide_the_order():
+    def work(group):
+        rank = Rank(group)
+        counts = []
+        for step in [FORTH, BACK] * 4:
+            counts += rank.go([step])
+            rank.order.compare_collective("allreduce", 1)
+        return counts
+
+    assert run_ranks(2, work) == [[5, 5, 5, 2, 2, 2, 2, 2]] * 2
