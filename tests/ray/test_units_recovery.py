@@ -225,6 +225,17 @@ def test_ranks_agree_on_the_measured_interval_after_a_spare_has_joined():
         assert len(trainer.status()["recoveries"]) == 2
 
 
+@pytest.mark.slow
+def test_a_loop_of_ones_own_goes_on_with_one_worker():
+    """A plain backward on the last batch, which is smaller, when nothing is reduced any more."""
+    expected, whole, _ = undisturbed(EveryOther, num_workers=2)
+    with trainer_of(EveryOther, [kill(1, 5)], num_workers=2) as trainer:
+        results, model = run(trainer)
+        assert trainer.status()["workers"] == 1
+    assert counts(results) == counts(expected)
+    assert farthest(model, whole) < 1e-12
+
+
 def _many_steps(trainer):
     for _ in range(3):
         until_complete(trainer, workers=4)
