@@ -73,8 +73,16 @@ class UnitAction(NamedTuple):
     dtype: torch.dtype | None = None
 
 
-Plan = tuple[UnitAction, ...]
-"""What the ranks do from the first forward of a step until its backward has ended."""
+class Plan(NamedTuple):
+    """What the ranks do from the first forward of a step until its backward has ended.
+
+    Attributes:
+        actions: in their order.
+        digest: a number that tells plans apart.
+    """
+
+    actions: tuple[UnitAction, ...]
+    digest: int
 
 
 class UnitOrder:
@@ -157,7 +165,7 @@ class UnitOrder:
         """
         left = -1
         if self._plan is not None:
-            if action == self._plan[self._place]:
+            if action == self._plan.actions[self._place]:
                 self._place += 1
                 if action.what != ROUND:
                     return
@@ -166,11 +174,12 @@ class UnitOrder:
         # A forward without gradients, in an evaluation, has no backward that would end a step.
         is_first = not self._is_open and action.what == GATHER and torch.is_grad_enabled()
         plan = self._plans.expected(action) if is_first else None
+        digest = 0 if plan is None else plan.digest
         row = [action.what, action.unit, action.size, self.step(), left]
         try:
             with self.own_collective():
                 # As other values that ranks exchange: what meets them is refused, and no crash.
-                everyone = self.group.exchange([*row, is_first, _digest(plan)])
+                everyone = self.group.exchange([*row, is_first, digest])
             if any(not isinstance(one, list) or one[:_NUMBERS] != row for one in everyone):
                 raise self._error(everyone)
         except BaseException:
@@ -178,7 +187,7 @@ class UnitOrder:
             raise
         if any(one[_NUMBERS] != is_first for one in everyone):
             is_first = False  # one rank evaluates what another one trains on, so far alike
-        if any(one[_NUMBERS + 1] != _digest(plan) for one in everyone):
+        if any(one[_NUMBERS + 1] != digest for one in everyone):
             self._plans, plan = _Plans(), None
         self._note(action, plan, is_first=is_first)
 
@@ -188,7 +197,7 @@ class UnitOrder:
         place, plan = self._place, self._plan
         self._plan = self._seen = None
         self._plans.leave()
-        for action in plan[place:-1]:
+        for action in plan.actions[place:-1]:
             with self.own_collective():
                 self.take_part(action)
         return place
@@ -252,11 +261,6 @@ class UnitOrder:
         return f"{told}: {size} elements"
 
 
-def _digest(plan: Plan | None) -> int:
-    """A number that tells plans apart."""
-    return 0 if plan is None else zlib.crc32(repr(plan).encode())
-
-
 class _Plans:
     """The orders in which steps have gone, by the order of the step before.
 
@@ -265,8 +269,8 @@ class _Plans:
     """
 
     def __init__(self) -> None:
-        self._after: dict[Plan | None, Plan] = {}
-        self._last: Plan | None = None
+        self._after: dict[int, Plan] = {}  # by the digest of the plan before; 0 for no plan
+        self._last = 0
         self._num_followed = self._num_left = 0
 
     def expected(self, first: UnitAction) -> Plan | None:
@@ -277,26 +281,27 @@ class _Plans:
         """
         is_too_often = self._num_left * _FOLLOWED_FOR_EACH_LEFT > self._num_followed + _FREE
         plan = None if is_too_often else self._after.get(self._last)
-        return plan if plan is not None and plan[0] == first else None
+        return plan if plan is not None and plan.actions[0] == first else None
 
-    def learn(self, plan: Plan) -> None:
-        """Note that a step has gone in the order of `plan`, on all ranks."""
+    def learn(self, actions: tuple[UnitAction, ...]) -> None:
+        """Note in which order a step has gone, on all ranks."""
         if len(self._after) >= _MOST_PLANS:
             self._after.clear()
+        plan = Plan(actions, zlib.crc32(repr(actions).encode()))
         self._after[self._last] = plan
-        self._last = plan
+        self._last = plan.digest
 
     def follow(self, plan: Plan) -> None:
         """Note that a step has gone as it was expected to."""
         self._num_followed += 1
-        self._last = plan
+        self._last = plan.digest
 
     def leave(self) -> None:
         """Note that a step has not gone as it was expected to."""
         self._num_left += 1
         self._after.pop(self._last, None)
-        self._last = None
+        self._last = 0
 
     def lose_track(self) -> None:
         """Note that a step goes in an order that no plan can hold."""
-        self._last = None
+        self._last = 0

@@ -132,7 +132,7 @@ class CheckpointPart:
             os.close(self._files.pop(name))
         with self._changed:
             self._changed.wait_for(lambda: any(e.step >= step for e in self._held), _ARRIVAL_S)
-            held = next((each for each in self._held if each.step == step), None)
+            held = next((each for each in self._held[::-1] if each.step == step), None)
             self._held = [each for each in self._held if each.step > step]
         if held is None:
             return None
