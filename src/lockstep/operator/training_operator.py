@@ -200,7 +200,7 @@ class TrainingOperator:
             shard: for ``sync="fsdp"``: the submodules that are gathered before their forward and
                 freed after it: "auto" (the repeated members of a ``ModuleList``, ``ModuleDict`` or
                 ``Sequential``), a list of module classes, or a function that says it of a module.
-                Parameters become torch's `DTensor`s. "whole": weights stay whole on every rank.
+                Parameters become torch's `DTensor`. "whole": weights stay whole on every rank.
             mp_policy: torch's `MixedPrecisionPolicy`, for models in units.
             loss_reduction: "mean" or "sum"; if it is left out, the class's `loss_reduction`.
 
