@@ -32,7 +32,9 @@ class ShardedUnit:
 
     Args:
         module: an `FSDPModule`.
-        before: called before the unit's backward gathers its weights.
+        before_forward: called before the unit's forward gathers its weights, which torch does
+            without gradients: here they are on if those of the forward are.
+        before_backward: called before the unit's backward gathers its weights.
         after: called before the unit reduces its gradients, with the unit and the parameters that
             got one; returns whether those without one are to be reduced, too, as zeros.
     """
@@ -40,21 +42,23 @@ class ShardedUnit:
     def __init__(
         self,
         module: nn.Module,
-        before: Callable[[], None],
+        before_forward: Callable[[], None],
+        before_backward: Callable[[], None],
         after: Callable[[ShardedUnit, list[nn.Parameter]], bool],
     ) -> None:
         self._after = after
         self._group = _state_of(module)._fsdp_param_group
         if self._group is not None:
-            self._replace("pre_backward", before)
+            self._replace("pre_forward", before_forward)
+            self._replace("pre_backward", before_backward)
             self._replace("post_backward", self._before_reduction)
 
     def _replace(self, name: str, ours: Callable[[], None]) -> None:
         theirs = getattr(self._group, name)
 
-        def both(*arguments: Any) -> None:
+        def both(*arguments: Any) -> Any:
             ours()
-            theirs(*arguments)
+            return theirs(*arguments)
 
         setattr(self._group, name, disable_dynamo_at_first_call(both))
 
@@ -141,7 +145,7 @@ class ShardedUnit:
     def release(self) -> None:
         """Call neither function any more."""
         if self._group is not None:
-            for name in ("pre_backward", "post_backward"):
+            for name in ("pre_forward", "pre_backward", "post_backward"):
                 vars(self._group).pop(name, None)
 
 

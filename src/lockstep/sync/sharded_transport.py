@@ -94,7 +94,7 @@ class ShardedTransport(Transport):
         self._is_unit = False  # a unit's backward begins
         self._used: set[Slot] = set()
         self._units = [
-            ShardedUnit(module, self._before_backward, self._before_reduction)
+            ShardedUnit(module, self._before_forward, self._before_backward, self._before_reduction)
             for module in units.values()
         ]
         self._exchanges: list[_Exchange] = []
@@ -167,8 +167,13 @@ class ShardedTransport(Transport):
 
     # ------------------------------------------------------------------ what torch calls
 
+    def _before_forward(self) -> None:
+        """Before a unit's forward: tell the order whether a backward may follow."""
+        self._order.may_begin_step = torch.is_grad_enabled()
+
     def _before_backward(self) -> None:
         """Before a unit's backward: tell the controller of a backward that it does not know of."""
+        self._order.may_begin_step = False
         if is_first := (task := current_graph_task()) != self._task:
             # A parameter that this backward does not reach does not tell it from autograd.grad.
             leaves = chain.from_iterable(unit.leaves for unit in self._units)

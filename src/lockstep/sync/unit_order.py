@@ -28,13 +28,13 @@ import zlib
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import torch
-
 from lockstep._torch_compat.fully_shard import COLLECTIVES
 from lockstep.errors import UnitOrderError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    import torch
 
     from lockstep.group import Group
 
@@ -94,6 +94,8 @@ class UnitOrder:
 
     Attributes:
         group: the same.
+        may_begin_step: the next gather is for a forward with gradients: without them, in an
+            evaluation, no backward would end the step.
         step: tells the number of this rank's step: a forward of another step gathers weights of
             another step.
         take_part: joins the other ranks in an action of the plan that this rank does not need.
@@ -110,6 +112,7 @@ class UnitOrder:
         self._seen: list[UnitAction] | None = None
         self._is_open = False  # between the first forward of a step and the end of its backward
         self._is_own = False
+        self.may_begin_step = False
 
     def reset(self) -> None:
         """Forget all plans: the group has ranks now that know of none."""
@@ -171,8 +174,7 @@ class UnitOrder:
                     return
             else:
                 left = self._leave_plan()
-        # A forward without gradients, in an evaluation, has no backward that would end a step.
-        is_first = not self._is_open and action.what == GATHER and torch.is_grad_enabled()
+        is_first = not self._is_open and action.what == GATHER and self.may_begin_step
         plan = self._plans.expected(action) if is_first else None
         digest = 0 if plan is None else plan.digest
         row = [action.what, action.unit, action.size, self.step(), left]

@@ -41,6 +41,7 @@ class Rank:
         self.counted = Counted(group)
         self.order = UnitOrder(self.counted, NAMES)
         self.order.take_part = self.take_part
+        self.order.may_begin_step = True
         self.taken_part = []
         group.watch(self.order.before_other_collective)
 
@@ -146,8 +147,9 @@ def test_an_evaluation_is_compared_and_changes_nothing():
     def work(group):
         rank = Rank(group)
         rank.go([FORTH] * 3)
-        with torch.no_grad():
-            evaluation = rank.go([FORTH[:2]] * 2)
+        rank.order.may_begin_step = False
+        evaluation = rank.go([FORTH[:2]] * 2)
+        rank.order.may_begin_step = True
         return evaluation, rank.go([FORTH])
 
     assert run_ranks(2, work) == [([2, 2], [2])] * 2
@@ -157,8 +159,9 @@ def test_ranks_that_expect_different_orders_follow_none():
     def work(group):
         rank = Rank(group)
         # One rank evaluates, another one trains, so far alike.
-        with torch.set_grad_enabled(group.rank == 0):
-            rank.go([FORTH[:2]])
+        rank.order.may_begin_step = group.rank == 0
+        rank.go([FORTH[:2]])
+        rank.order.may_begin_step = True
         counts = rank.go([FORTH] * 4)
         return counts, rank.taken_part
 
