@@ -18,11 +18,15 @@ from torch import nn
 
 from lockstep._torch_compat import buffers_of, parameters_of
 from lockstep.errors import ConfigurationError
+from lockstep.sync.local_parameters import is_local
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 _NAMES: Final = ("reset_parameters", "_reset_parameters")  # the latter in torch's transformers
+
+_ALIGNMENT: Final = 64
+"""Bytes at a multiple of which each parameter begins."""
 
 _UNWRITTEN: Final = 0xA5
 """The byte in memory that nobody has written to."""
@@ -70,11 +74,53 @@ def prepare(module: nn.Module, device: torch.device) -> None:
             _reset(part, kept=[each for each in parameters_of(part).values() if each is not None])
 
 
-def initialise_parameters(module: nn.Module, device: torch.device) -> list[nn.Parameter]:
+class ReusedMemory:
+    """One block in which the parameters of one unit lie until they are cut up, then the next one's.
+
+    Fresh memory for each would leave the heap full of gaps between the shards, as large as the
+    whole model (measured with glibc).
+
+    Args:
+        units: in their order; a root after those that it holds, which are cut up by then.
+        device: of the block.
+    """
+
+    def __init__(self, units: Iterable[nn.Module], device: torch.device) -> None:
+        seen: set[nn.Parameter] = set()
+        sizes: list[int] = []
+        for unit in units:
+            own = {param for param in unit.parameters() if param.is_meta} - seen
+            sizes.append(sum(map(_aligned, own)))
+            seen |= own
+        self._block = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
+        self._taken = 0
+
+    def free(self) -> None:
+        """Let the next parameters lie where the last ones did."""
+        self._taken = 0
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """Memory for a tensor like `like`, which shows whether somebody has written to it."""
+        num_bytes = like.numel() * like.element_size()
+        part = self._block[self._taken : self._taken + num_bytes].fill_(_UNWRITTEN)
+        self._taken += _aligned(like)
+        return part.view(like.dtype).view(like.shape)
+
+
+def _aligned(tensor: torch.Tensor) -> int:
+    return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+
+
+def initialise_parameters(
+    module: nn.Module, device: torch.device, memory: ReusedMemory | None = None
+) -> list[nn.Parameter]:
     """Give the parameters of `module` that are on ``meta`` memory on `device`, and initial values.
 
     They stay the same objects, which optimizers hold. A parameter that several modules share begins
     as the first of them says.
+
+    Args:
+        memory: where they lie, but for those of `lockstep.local`; None for memory of their own.
 
     Returns:
         The parameters that have memory now.
@@ -88,8 +134,12 @@ def initialise_parameters(module: nn.Module, device: torch.device) -> list[nn.Pa
     for part in owners:
         for param in parameters_of(part).values():
             if param is not None and param.is_meta:
-                memory = _unwritten(param, device)
-                new = nn.Parameter(memory, requires_grad=param.requires_grad)
+                values = (
+                    _unwritten(param, device)
+                    if memory is None or is_local(param)
+                    else memory.take(param)
+                )
+                new = nn.Parameter(values, requires_grad=param.requires_grad)
                 vars(new).update(vars(param))
                 torch.utils.swap_tensors(param, new)
                 filled.append(param)

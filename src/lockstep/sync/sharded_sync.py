@@ -28,7 +28,12 @@ from lockstep.local_rows import LocalRows
 from lockstep.sync.fsdp import require_default_group
 from lockstep.sync.gradient_sync import GradientSync
 from lockstep.sync.local_parameters import is_local
-from lockstep.sync.meta_device import initialise_parameters, is_on_meta, prepare
+from lockstep.sync.meta_device import (
+    ReusedMemory,
+    initialise_parameters,
+    is_on_meta,
+    prepare,
+)
 from lockstep.sync.ordered_process_group import OrderedProcessGroup, make_ordered_group
 from lockstep.sync.parameter_shards import shard_like
 from lockstep.sync.shard_units import find_units, refuse_models, refuse_unshardable
@@ -152,8 +157,9 @@ class ShardedSync(GradientSync):
     def _cut_up(self, mesh: DeviceMesh, group: Group) -> None:
         places = list(_places(self._roots))
         own = {param for _, _, param in places if is_local(param)}
+        memory = ReusedMemory(self._units.values(), self._device)
         for module in self._units.values():
-            filled = self._give_values(module, group)
+            filled = self._give_values(module, group, memory)
             # Roots come after their units: torch shards what is not sharded yet. They are freed
             # after a forward as well: until a backward `model.parameters()` would be whole tensors,
             # of which a clip or `model.zero_grad()` says nothing to those that optimizers hold.
@@ -168,6 +174,7 @@ class ShardedSync(GradientSync):
                 if not is_local(param):
                     # The optimizers hold it until all is cut up: it must not hold its memory.
                     param.data = param.data.new_empty(0)
+            memory.free()
         for root in self._roots:
             begin_as_root(root)  # also if the first call is one of a unit
         sharded = {id(old): parameters_of(owner)[key] for owner, key, old in places}
@@ -180,7 +187,9 @@ class ShardedSync(GradientSync):
             hook = optimizer.register_load_state_dict_pre_hook(_with_own_rows)
             self._load_hooks.append(hook)
 
-    def _give_values(self, module: torch.nn.Module, group: Group) -> list[torch.nn.Parameter]:
+    def _give_values(
+        self, module: torch.nn.Module, group: Group, memory: ReusedMemory
+    ) -> list[torch.nn.Parameter]:
         """Give what is still whole of a unit the values that it has on rank 0.
 
         Collective:
@@ -189,7 +198,7 @@ class ShardedSync(GradientSync):
         Returns:
             The parameters that had no memory before.
         """
-        filled = initialise_parameters(module, self._device)
+        filled = initialise_parameters(module, self._device, memory)
         whole = [param for param in module.parameters() if not isinstance(param, DTensor)]
         if self._broadcasts:
             synced = [param for param in whole if not is_local(param)]
