@@ -102,7 +102,7 @@ class ShardedSync(GradientSync):
         self._mp_policy = mp_policy or MixedPrecisionPolicy()
         self._broadcasts = broadcast
         first = next(param for root in self._roots for param in root.parameters())
-        self._device = device or first.device
+        self._device = device or (group.device if first.is_meta else first.device)
         for module in modules:
             if is_on_meta(module):
                 prepare(module, self._device)
@@ -144,6 +144,7 @@ class ShardedSync(GradientSync):
         on_cpu = group.device.type == "cpu"
         self._owns_order_group = not on_cpu
         self._order.group = group if on_cpu else Group(dist.new_group(backend="gloo"))
+        self._order.agree_on_number()
         self._ordered = make_ordered_group(self._order)
         group.watch(self._order.before_other_collective)
         return DeviceMesh.from_group(self._ordered, self._device.type)

@@ -49,12 +49,16 @@ _WORDS: Final = {
 }
 _ELSEWHERE: Final = len(_WORDS)
 _OTHERS: Final = _ELSEWHERE + 1
-_NUMBERS: Final = 5
+_NUMBERS: Final = 6
 
 _MOST_PLANS: Final = 16
 _FOLLOWED_FOR_EACH_LEFT: Final = 20
 _FREE: Final = 80
 """A plan may be left once in so many steps, and a few times before that."""
+
+
+_last_number = 0
+"""The number of the models that this process has put into units last."""
 
 
 class UnitAction(NamedTuple):
@@ -94,6 +98,7 @@ class UnitOrder:
 
     Attributes:
         group: the same.
+        number: of the models among those that the ranks have in units; the same on every rank.
         may_begin_step: the next gather is for a forward with gradients: without them, in an
             evaluation, no backward would end the step.
         step: tells the number of this rank's step: a forward of another step gathers weights of
@@ -113,6 +118,17 @@ class UnitOrder:
         self._is_open = False  # between the first forward of a step and the end of its backward
         self._is_own = False
         self.may_begin_step = False
+        self.number = 0
+
+    def agree_on_number(self) -> None:
+        """Give these models a number that no others of the group have: they may look alike.
+
+        Collective:
+            Every rank. One small exchange.
+        """
+        global _last_number
+        # A process that has joined later has made fewer.
+        self.number = _last_number = 1 + max(self.group.exchange(_last_number))
 
     def reset(self) -> None:
         """Forget all plans: the group has ranks now that know of none."""
@@ -177,7 +193,7 @@ class UnitOrder:
         is_first = not self._is_open and action.what == GATHER and self.may_begin_step
         plan = self._plans.expected(action) if is_first else None
         digest = 0 if plan is None else plan.digest
-        row = [action.what, action.unit, action.size, self.step(), left]
+        row = [action.what, action.unit, action.size, self.step(), left, self.number]
         try:
             with self.own_collective():
                 # As other values that ranks exchange: what meets them is refused, and no crash.
@@ -247,7 +263,7 @@ class UnitOrder:
         is_known = all(isinstance(each, list) and len(each) == _NUMBERS + 2 for each in rows)
         if not is_known:
             return "is elsewhere" if not isinstance(row, list) else f"is at {row}"
-        what, unit, size, step, left = row[:_NUMBERS]
+        what, unit, size, step, left, number = row[:_NUMBERS]
         if what in _WORDS:
             told = _WORDS[what].format(unit=f"`{self._names[unit]}`")
         elif what == _ELSEWHERE:
@@ -258,6 +274,8 @@ class UnitOrder:
             told += " where earlier steps did not"
         if any(other[:2] != row[:2] or other[4] != left for other in rows):
             return told
+        if any(other[5] != number for other in rows):
+            return f"{told} of the models in its sync number {number}"
         if any(other[3] != step for other in rows):
             return f"{told}, in another step" if step != rows[0][3] else f"{told}, in one step"
         return f"{told}: {size} elements"

@@ -200,3 +200,18 @@ def test_a_norm_between_steps_does_not_hide_the_order():
         return counts
 
     assert run_ranks(2, work) == [[5, 5, 5, 2, 2, 2, 2, 2]] * 2
+
+
+def test_models_that_look_alike_are_told_apart():
+    def work(group):
+        orders = [UnitOrder(group, NAMES) for _ in range(2)]
+        for order in orders:
+            order.agree_on_number()
+        for order in orders:
+            order.compare(action(GATHER))
+        with pytest.raises(UnitOrderError, match="sync number"):
+            orders[group.rank].compare(action(GATHER))
+        return orders[1].number - orders[0].number
+
+    # The ranks are threads, which share the count of their process.
+    assert all(apart > 0 for apart in run_ranks(2, work))
