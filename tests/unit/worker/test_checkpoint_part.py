@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank's part of a checkpoint waits until the driver asks for it, and leaves nothing behind."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lockstep import checkpoint
+from lockstep.checkpoint import finish_directory, publish_directory
+from lockstep.local_rows import LocalRows
+from lockstep.worker.checkpoint_part import CheckpointPart
+
+SHAPE = torch.Size([4, 3])
+
+
+class Trained:
+    """As much of a worker as a part is taken from; each step changes its rows in place."""
+
+    def __init__(self):
+        self.rank, self.step = 0, 0
+        self.operator = SimpleNamespace(_lockstep_overrides=lambda method: False)
+        self.rows = torch.zeros(4, 3)
+
+    def own_state_dict(self, copy):
+        rows = LocalRows(copy(self.rows), SHAPE, 0)
+        return {"global_step": self.step, "rows": rows, "operator": None}
+
+    def train(self):
+        self.step += 1
+        self.rows.fill_(self.step)
+
+
+@pytest.fixture
+def worker():
+    return Trained()
+
+
+@pytest.fixture
+def part(worker):
+    return CheckpointPart(worker)
+
+
+def written(part, step, path):
+    with publish_directory(path) as folder:
+        on_disk = part.write(step, folder)
+        finish_directory(folder, [on_disk.part], on_disk.part.state)
+    return checkpoint.read(path)["rows"]
+
+
+def test_training_goes_on_and_the_copy_stays(worker, part, tmp_path):
+    worker.train()
+    part.copy()
+    worker.train()
+    assert written(part, 1, tmp_path / "state").unique().tolist() == [1.0]
+
+
+def test_one_that_is_asked_for_late_is_still_there(worker, part, tmp_path):
+    for _ in range(3):
+        worker.train()
+        part.copy()
+    folder = str(tmp_path)
+    # Of three the last two are kept, and an older one is not waited for.
+    assert part.write(1, folder) is None
+    assert written(part, 2, tmp_path / "two").unique().tolist() == [2.0]
+    assert written(part, 3, tmp_path / "three").unique().tolist() == [3.0]
+
+
+def test_memory_is_used_again_and_never_that_of_a_copy_that_waits(worker, part, tmp_path):
+    for step in range(1, 6):
+        worker.train()
+        part.copy()
+        if step > 1:
+            assert written(part, step - 1, tmp_path / str(step)).unique().tolist() == [step - 1]
+    assert worker.rows.unique().tolist() == [5.0]
+
+
+def test_after_a_load_nothing_of_before_is_written(worker, part, tmp_path):
+    worker.train()
+    part.copy()
+    part.drop()
+    worker.step, worker.rows = 0, torch.full((4, 3), 7.0)
+    worker.step = 1  # the same number, in another run
+    part.copy()
+    assert written(part, 1, tmp_path / "state").unique().tolist() == [7.0]
+
+
+def test_what_is_held_between_calls_is_not_copied_and_stays_the_workers(worker, part, tmp_path):
+    worker.train()
+    part.hold()
+    assert written(part, 1, tmp_path / "state").unique().tolist() == [1.0]
+    worker.train()
+    part.copy()  # into memory of its own, and not into the live rows
+    worker.train()
+    assert written(part, 2, tmp_path / "later").unique().tolist() == [2.0]
+
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_where_the_folder_is_not_there_the_driver_reads_the_file_by_pieces(worker, part, tmp_path):
+    before = open_files()
+    for fetch in (False, True):  # a part that nobody fetches goes with the next one
+        worker.train()
+        part.copy()
+        on_disk = part.write(worker.step, str(tmp_path / "elsewhere"))
+        ((name, size),) = on_disk.sizes.items()
+        assert open_files() == before + 1
+        if fetch:
+            pieces = [part.read(name, offset, 100) for offset in range(0, size + 1, 100)]
+            assert sum(map(len, pieces)) == size
+    assert open_files() == before
+    (tmp_path / name).write_bytes(b"".join(pieces))
+    finish_directory(str(tmp_path), [on_disk.part], on_disk.part.state)
+    assert checkpoint.read(tmp_path)["rows"].unique().tolist() == [2.0]
