@@ -8,7 +8,7 @@
     .metadata, *.distcp   the tensors, for `torch.distributed.checkpoint` of any program
 
 Each rank writes a file with what it alone has (`write_part`), and one process ties them together
-(`publish_directory`). Reading is in two steps as well: `open_directory` returns the state with a
+(`finish_directory`) in a folder that then gets its name (`publish_directory`). Reading is in two steps as well: `open_directory` returns the state with a
 `StoredTensor` in the place of each tensor, and each rank reads what it is to have
 (`read_own_tensors`). So no process ever holds more than its part.
 
@@ -264,14 +264,15 @@ def read_own_tensors(
     Raises:
         CheckpointError: a file is missing, damaged, or would run code.
     """
-    found: dict[str, torch.Tensor | LocalRows] = {}
-    sources: list[StoredTensor] = []
+    targets: dict[str, dict[str, torch.Tensor | LocalRows]] = {}  # by folder and name
+    files: dict[str, Mapping[str, str]] = {}
 
     def make_target(leaf: Any) -> Any:
         if not isinstance(leaf, StoredTensor):
             return leaf
+        files[leaf.folder] = leaf.files
+        found = targets.setdefault(leaf.folder, {})
         if leaf.name not in found:
-            sources.append(leaf)
             found[leaf.name] = (
                 LocalRows.empty(leaf.shape, leaf.dtype, rank, num_ranks)
                 if leaf.in_rows and num_ranks > 1
@@ -280,10 +281,10 @@ def read_own_tensors(
         return found[leaf.name]
 
     filled = tree_map(make_target, state)
-    if sources:
+    for folder, found in targets.items():
         from lockstep.checkpoint.dcp_tensors import read_tensors
 
-        read_tensors(sources[0].folder, found, sources[0].files)
+        read_tensors(folder, found, files[folder])
     return filled
 
 

@@ -155,6 +155,15 @@ def test_parts_that_do_not_make_a_whole_are_no_checkpoint(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_state_of_two_directories_has_the_values_of_each(tmp_path):
+    checkpoint.write_directory(tmp_path / "one", {"weight": torch.ones(3)})
+    checkpoint.write_directory(tmp_path / "two", {"weight": torch.full((3,), 2.0)})
+    both = {name: checkpoint.open_checkpoint(tmp_path / name) for name in ("one", "two")}
+    state = checkpoint.read_own_tensors(both)
+    assert state["one"]["weight"].tolist() == [1.0] * 3
+    assert state["two"]["weight"].tolist() == [2.0] * 3
+
+
 def test_a_host_sees_the_directory_or_another_one_in_its_place(tmp_path):
     path = written(tmp_path / "state", 2)
     stored = next(
