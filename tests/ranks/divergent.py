@@ -224,9 +224,12 @@ class OnMeta(Divergent):
         with torch.device("meta"):
             model = self.make().double()
             model.scale = nn.BatchNorm1d(4, dtype=torch.float64)
-        optimizer = sgd(model)
+        optimizer, before = sgd(model), list(model.parameters())
         torch.manual_seed(7 + self.world_rank)
         self.model, self.optimizer = self.register(models=model, optimizers=optimizer)
+        held = set(map(id, model.parameters()))
+        # Those that shards have replaced show nothing, and not what lies in their memory now.
+        assert all(param.numel() == 0 for param in before if id(param) not in held)
 
 
 class InHalfTheBits(Divergent):

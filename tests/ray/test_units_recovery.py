@@ -226,14 +226,18 @@ def test_ranks_agree_on_the_measured_interval_after_a_spare_has_joined():
 
 
 @pytest.mark.slow
-def test_a_loop_of_ones_own_goes_on_with_one_worker():
+def test_a_loop_of_ones_own_goes_on_with_one_worker(tmp_path):
     """A plain backward on the last batch, which is smaller, when nothing is reduced any more."""
     expected, whole, _ = undisturbed(EveryOther, num_workers=2)
     with trainer_of(EveryOther, [kill(1, 5)], num_workers=2) as trainer:
         results, model = run(trainer)
         assert trainer.status()["workers"] == 1
+        path = trainer.save(tmp_path / "state")
     assert counts(results) == counts(expected)
     assert farthest(model, whole) < 1e-12
+    with trainer_of(EveryOther, num_workers=2) as again:
+        again.load(path)
+        assert farthest(again.get_model(), model) == 0.0
 
 
 def _many_steps(trainer):

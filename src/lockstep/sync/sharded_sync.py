@@ -173,7 +173,7 @@ class ShardedSync(GradientSync):
             )
             for param in filled:
                 if not is_local(param):
-                    # The optimizers hold it until all is cut up: it must not hold its memory.
+                    # A list of parameters from before must not show values of the next unit.
                     param.data = param.data.new_empty(0)
             memory.free()
         for root in self._roots:

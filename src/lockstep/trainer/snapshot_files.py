@@ -44,7 +44,7 @@ def write_snapshot(
                 where=path,
                 got=f"step {snapshot.step}",
                 cause="the run went back, or a worker was lost, before the part was written",
-                fix="nothing: the next checkpoint will be whole",
+                fix="save again; in checkpoint_dir the next one that is due will be whole",
             )
         checkpoint.finish_directory(folder, parts, _state_of(parts))
     return path
