@@ -8,9 +8,10 @@
     .metadata, *.distcp   the tensors, for `torch.distributed.checkpoint` of any program
 
 Each rank writes a file with what it alone has (`write_part`), and one process ties them together
-(`finish_directory`) in a folder that then gets its name (`publish_directory`). Reading is in two steps as well: `open_directory` returns the state with a
-`StoredTensor` in the place of each tensor, and each rank reads what it is to have
-(`read_own_tensors`). So no process ever holds more than its part.
+(`finish_directory`) in a folder that then gets its name (`publish_directory`). Reading is in two
+steps as well: `open_directory` returns the state with a `StoredTensor` in the place of each tensor,
+and each rank reads what it is to have (`read_own_tensors`). So no process ever holds more than its
+part.
 
 The directory is written under another name and then renamed, so it exists whole or not at all. To
 replace a directory takes two renames: a process that is killed between them leaves the old
