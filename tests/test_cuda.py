@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.group import Group
 from lockstep.sync import DataParallelModel, replicate
+from lockstep.sync.sharded_sync import ShardedSync
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -20,7 +21,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 class OnGpu(TrainingOperator):
     def setup(self, config):
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        # Without a bias, whose gradient is zero under a norm: Adam would scale up its rounding.
+        self.model = nn.Sequential(nn.Linear(3, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 2))
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.register(models=self.model, optimizers=self.optimizer, criterion=nn.MSELoss())
         data = TensorDataset(torch.randn(22, 3), torch.randn(22, 2))
@@ -135,3 +137,31 @@ def _normalised_over_ranks(rank: int, port: int) -> None:
 def test_sync_batch_norm_over_uneven_ranks_is_one_batch():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     torch.multiprocessing.spawn(_normalised_over_ranks, (store.port,), nprocs=2)
+
+
+def _alone_in_units(rank: int, port: int) -> None:
+    """A rank alone over NCCL, its default group bound to its device as a worker's is."""
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=1, device_id=device)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device).double()
+    model = copy.deepcopy(plain)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    group = Group(dist.group.WORLD, device)
+    sync = ShardedSync([model], group, optimizers[:1], shard=lambda module: module is model[0])
+    rows = torch.randn(5, 3, dtype=torch.float64, device=device)
+    for _ in range(3):
+        sync.backward(model(rows).square().mean())
+        plain(rows).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(model(rows), plain(rows), rtol=0, atol=1e-13)
+    sync.detach()
+    dist.destroy_process_group()
+
+
+def test_units_over_nccl_train_as_the_plain_model():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torch.multiprocessing.spawn(_alone_in_units, (store.port,), nprocs=1)

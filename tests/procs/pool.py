@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import traceback
 from typing import Any
 
 import torch
@@ -19,19 +20,20 @@ def serve(rank: int, port: int, pipe: Any) -> None:
     """Run cell after cell, each in a group of its own."""
     torch.set_num_threads(1)
     while (job := pipe.recv()) is not None:
-        generation, cell, num_workers = job
+        generation, cell = job
         try:
-            pipe.send(_run(rank, port, generation, cell, num_workers))
+            pipe.send(_run(rank, port, generation, cell))
         except BaseException as error:
-            pipe.send(RuntimeError(f"rank {rank}: {type(error).__name__}: {error}"))
+            pipe.send(RuntimeError(f"rank {rank}: {''.join(traceback.format_exception(error))}"))
 
 
-def _run(rank: int, port: int, generation: int, cell: Any, num_workers: int) -> Any:
+def _run(rank: int, port: int, generation: int, cell: Any) -> Any:
     torch.compiler.reset()
+    spec = spec_of(*cell)
     rendezvous = Rendezvous("127.0.0.1", port, generation, "gloo", one_node=True, timeout_s=30)
-    worker = Worker(spec_of(*cell, num_workers), rank, rank)
+    worker = Worker(spec, rank, rank)
     try:
-        worker.start(rendezvous if num_workers > 1 else None)
+        worker.start(rendezvous if spec.num_workers > 1 else None)
         return train(worker)
     finally:
         worker.stop()
@@ -55,12 +57,15 @@ class Pool:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, sync: str, name: str, split: str, num_workers: int) -> list[Any]:
+    def run(
+        self, sync: str, name: str, split: str, num_workers: int, use_gpu: bool = False
+    ) -> list[Any]:
         """As `ranks.table.on_threads`."""
         self._generation += 1
+        cell = (sync, name, split, num_workers, use_gpu)
         taking_part = self._pipes[:num_workers]
         for pipe in taking_part:
-            pipe.send((self._generation, (sync, name, split), num_workers))
+            pipe.send((self._generation, cell))
         for rank, pipe in enumerate(taking_part):
             assert pipe.poll(ANSWER_WITHIN_S), f"rank {rank} hangs"
         return [pipe.recv() for pipe in taking_part]

@@ -56,9 +56,9 @@ class Rows:
 
 
 def held(tensor: torch.Tensor) -> Any:
-    """A copy of what this rank holds."""
+    """A copy, on the CPU, of what this rank holds."""
     own = getattr(tensor, "to_local", None)
-    return tensor.clone() if own is None else Rows(own().clone())
+    return tensor.cpu().clone() if own is None else Rows(own().cpu().clone())
 
 
 def put_together(results: Sequence[Any]) -> list[Any]:
@@ -211,15 +211,39 @@ def in_units(operator_cls: type[Plain]) -> type[Plain]:
     return in_shards
 
 
+def on_gpu(operator_cls: type[Plain]) -> type[Plain]:
+    """The operator, which moves its batches itself where it has a loop of its own."""
+
+    def moved(batch):
+        return [column.to("cuda") for column in batch]
+
+    def train_batch(self, batch, batch_info):
+        return operator_cls.train_batch(self, moved(batch), batch_info)
+
+    def train_epoch(self, iterator, info):
+        return operator_cls.train_epoch(self, map(moved, iterator), info)
+
+    own = {
+        loop.__name__: loop
+        for loop in (train_batch, train_epoch)
+        if getattr(operator_cls, loop.__name__) is not getattr(TrainingOperator, loop.__name__)
+    }
+    return type(operator_cls.__name__, (operator_cls,), own)
+
+
 def num_processes(sync: str, num_workers: int) -> int:
     """Under `data_parallel` the workers are replicas in one process."""
     return 1 if sync == "data_parallel" else num_workers
 
 
-def spec_of(sync: str, name: str, split: str, num_workers: int) -> WorkerSpec:
+def spec_of(
+    sync: str, name: str, split: str, num_workers: int, use_gpu: bool = False
+) -> WorkerSpec:
     operator_cls = EVERY_OPERATOR[name]
     if sync == "units":
         sync, operator_cls = "fsdp", in_units(operator_cls)
+    if use_gpu:
+        operator_cls = on_gpu(operator_cls)
     num_rows, per_batch = EVERY_SPLIT[split]
     # Small buckets: several are on their way while backward still runs.
     arguments = {"bucket_cap_mb": 1e-4, **operator_cls.arguments}
@@ -233,6 +257,7 @@ def spec_of(sync: str, name: str, split: str, num_workers: int) -> WorkerSpec:
         # One worker carries several shards; several carry one each.
         num_shards=3 if num_workers == 1 else num_workers,
         seed=0,
+        use_gpu=use_gpu,
         options=Options(sync=sync, **arguments),
     )
 
@@ -249,9 +274,16 @@ def server_for(sync: str, num_workers: int) -> Iterator[Any]:
         yield address
 
 
-def on_threads(sync: str, name: str, split: str, num_workers: int) -> list[Any]:
-    """What each rank saw and what was refused there; or its exception."""
-    spec = spec_of(sync, name, split, num_workers)
+def on_threads(
+    sync: str, name: str, split: str, num_workers: int, use_gpu: bool = False
+) -> list[Any]:
+    """What each rank saw and what was refused there; or its exception.
+
+    Args:
+        use_gpu: all ranks share the first CUDA device, over gloo: NCCL wants a device for each.
+    """
+    spec = spec_of(sync, name, split, num_workers, use_gpu)
+    device = torch.device("cuda", 0) if use_gpu else torch.device("cpu")
     with server_for(sync, num_workers) as address:
 
         def one_rank(rank: int, make_group: Callable[[], Any]) -> Any:
@@ -269,7 +301,7 @@ def on_threads(sync: str, name: str, split: str, num_workers: int) -> list[Any]:
                     server_address=address,
                 )
             try:
-                worker._build_operator(torch.device("cpu"))
+                worker._build_operator(device)
                 return train(worker)
             finally:
                 worker.stop()

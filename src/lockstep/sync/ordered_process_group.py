@@ -7,6 +7,7 @@ whatever else torch's DTensor sends for a program, cannot meet a gather of weigh
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -16,7 +17,7 @@ from lockstep._torch_compat.fully_shard import COLLECTIVES
 from lockstep.errors import PeerLostError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from lockstep.sync.unit_order import UnitOrder
 
@@ -106,10 +107,26 @@ def make_ordered_group(order: UnitOrder) -> OrderedProcessGroup:
         dist.Backend.register_backend(_BACKEND, _create, devices=["cpu", "cuda"])
     _waiting.append(create)
     try:
-        dist.new_group(backend=_BACKEND)
+        with _without_bound_device():
+            dist.new_group(backend=_BACKEND)
     finally:
         _waiting.clear()
     return made[0]
+
+
+@contextmanager
+def _without_bound_device() -> Iterator[None]:
+    """Hide the device that the default group is bound to.
+
+    Torch would ask the new group for its backend on that device, to connect it at once, and a group
+    written in Python has none.
+    """
+    world: Any = dist.group.WORLD
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 _waiting: Final[list[Callable[..., OrderedProcessGroup]]] = []

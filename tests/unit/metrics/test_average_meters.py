@@ -323,6 +323,7 @@ def test_user_results_need_one_weight_each() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_cuda_metrics_wait_for_the_device_only_when_read() -> None:
     meters = AverageMeterCollection()
     values = [torch.tensor(float(i), device="cuda") for i in range(4)]
