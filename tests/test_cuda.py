@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import TorchTrainer, TrainingOperator
+from lockstep.errors import PeerLostError
 from lockstep.group import Group
 from lockstep.sync import DataParallelModel, replicate
 from lockstep.sync.sharded_sync import ShardedSync
@@ -68,24 +69,38 @@ def test_mixed_precision_trains():
         assert losses[-1] < losses[0]
 
 
-def test_C21_timeout_reaches_nccl():
+@pytest.fixture
+def group_of_a_worker():
+    """As a worker forms it, of one rank."""
     from lockstep.worker.process_group import Rendezvous, form_group, leave_group
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rendezvous = Rendezvous("127.0.0.1", store.port, 0, "nccl", True, 77.0)
-    device = torch.device("cuda", 0)
-    group = form_group(rendezvous, 0, 1, device)
-    try:
-        options = group._get_backend(device).options
+    group = form_group(rendezvous, 0, 1, torch.device("cuda", 0))
+    yield group
+    leave_group([group]).join()
+
+
+def test_C21_timeout_reaches_nccl(group_of_a_worker):
+    for device in ("cuda", "cpu"):
+        options = group_of_a_worker._get_backend(torch.device(device)).options
         assert options._timeout == datetime.timedelta(seconds=77)
-        model = nn.Linear(3, 2).to(device)
-        sync = replicate(model, group=Group(group, device))
-        sync.backward(model(torch.ones(4, 3, device=device)).square().mean(), weight=4)
-        first = model.weight.grad.clone()
-        assert first.abs().sum() > 0
-        sync.detach()
-    finally:
-        leave_group([group])
+
+
+def test_gradients_travel_by_nccl_and_metadata_on_the_cpu(group_of_a_worker):
+    group = Group(group_of_a_worker)
+    assert group.device == torch.device("cpu")
+    assert group.exchange("here") == ["here"]
+    assert group.monitored_all_gather([2.0]) == [[2.0]]
+    model = nn.Linear(3, 2).to("cuda")
+    sync = replicate(model, group=group)
+    sync.backward(model(torch.ones(4, 3, device="cuda")).square().mean(), weight=4)
+    group.confirm()
+    assert model.weight.grad.abs().sum() > 0
+    sync.detach()
+    group.give_up()
+    with pytest.raises(PeerLostError, match="given up"):
+        group.all_reduce(torch.ones(1, device="cuda"))
 
 
 @pytest.mark.parametrize("sync", ["parameter_server", "data_parallel"])
@@ -139,17 +154,14 @@ def test_sync_batch_norm_over_uneven_ranks_is_one_batch():
     torch.multiprocessing.spawn(_normalised_over_ranks, (store.port,), nprocs=2)
 
 
-def _alone_in_units(rank: int, port: int) -> None:
-    """A rank alone over NCCL, its default group bound to its device as a worker's is."""
+def test_units_over_nccl_train_as_the_plain_model(group_of_a_worker):
     device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=1, device_id=device)
     plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device).double()
     model = copy.deepcopy(plain)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-    group = Group(dist.group.WORLD, device)
-    sync = ShardedSync([model], group, optimizers[:1], shard=lambda module: module is model[0])
+    first = model[0]
+    group = Group(group_of_a_worker)
+    sync = ShardedSync([model], group, optimizers[:1], shard=lambda module: module is first)
     rows = torch.randn(5, 3, dtype=torch.float64, device=device)
     for _ in range(3):
         sync.backward(model(rows).square().mean())
@@ -159,9 +171,3 @@ def _alone_in_units(rank: int, port: int) -> None:
             optimizer.zero_grad()
         torch.testing.assert_close(model(rows), plain(rows), rtol=0, atol=1e-13)
     sync.detach()
-    dist.destroy_process_group()
-
-
-def test_units_over_nccl_train_as_the_plain_model():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torch.multiprocessing.spawn(_alone_in_units, (store.port,), nprocs=1)

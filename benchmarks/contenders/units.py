@@ -161,7 +161,7 @@ def main() -> None:
     if given.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if given.device == "cuda" else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if given.device == "cuda" else "gloo")
     found = _measure(given.side, device, trace=given.trace)
     if dist.get_rank() == 0:
         report(**found)

@@ -50,6 +50,8 @@ _AWAITED: Final = {
     "backward or step": "a backward, or to a step of an optimizer that is sharded",
 }
 
+_CPU: Final = torch.device("cpu")
+
 _LENGTH: Final = struct.Struct("<q")
 
 _ENVELOPE: Final = 504
@@ -59,7 +61,7 @@ _ENVELOPE: Final = 504
 class Pending:
     """A collective in flight. `wait` makes the current stream (on CPU: the caller) wait for it."""
 
-    __slots__ = ("_group", "_stash", "_what", "_work")
+    __slots__ = ("_device", "_group", "_stash", "_what", "_work")
 
     def __init__(
         self,
@@ -67,11 +69,13 @@ class Pending:
         what: str,
         stash: TensorStash | None = None,
         group: Group | None = None,
+        device: torch.device = _CPU,
     ) -> None:
         self._work = work
         self._what = what
         self._stash = stash
         self._group = group
+        self._device = device
 
     def wait(self) -> None:
         """Wait for the collective; a second call returns at once.
@@ -92,7 +96,7 @@ class Pending:
             if self._stash is not None:
                 self._stash.wait_released()
         if self._group is not None:
-            self._group._has_waited(self._what)
+            self._group._has_waited(self._what, self._device)
 
     def then(self, rest: Callable[[Any], Any]) -> Pending:
         """Replace the ``Work`` by the result of `rest`, and return this object."""
@@ -123,7 +127,7 @@ class Group:
         self._process_group = process_group
         self._closed = False
         self._is_given_up = False
-        self._is_unconfirmed = False
+        self._unconfirmed_on: torch.device | None = None
         self.rank: int = 0 if process_group is None else process_group.rank()
         self.size: int = 1 if process_group is None else process_group.size()
         self.place = f"rank {self.rank} of {self.size}"  # as errors say where
@@ -426,16 +430,17 @@ class Group:
         Raises:
             PeerLostError: the group was given up meanwhile.
         """
-        if not self._is_unconfirmed:
+        if self._unconfirmed_on is None:
             return
-        self._is_unconfirmed = False
-        if self.device.type == "cuda":
+        device, self._unconfirmed_on = self._unconfirmed_on, None
+        if device.type == "cuda":
             with in_phase(Phase.WAITING):
-                torch.cuda.synchronize(self.device)
+                torch.cuda.synchronize(device)
         self._refuse_given_up("a step")
 
-    def _has_waited(self, what: str) -> None:
-        self._is_unconfirmed = True
+    def _has_waited(self, what: str, device: torch.device) -> None:
+        if self._unconfirmed_on is None or device.type == "cuda":
+            self._unconfirmed_on = device
         self._refuse_given_up(what)
 
     def _refuse_given_up(self, what: str) -> None:
@@ -467,7 +472,8 @@ class Group:
             # The first collective of a group connects the ranks.
             with in_phase(Phase.WAITING):
                 work = getattr(self._process_group, method)(*arguments)
-            return Pending(work, what, stash, self)
+            first = arguments[0] if isinstance(arguments[0], torch.Tensor) else arguments[0][0]
+            return Pending(work, what, stash, self, first.device)
         except RuntimeError as error:
             raise _peer_lost(what, self, error) from error
 

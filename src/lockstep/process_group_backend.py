@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
-import torch.distributed as dist
 
 from lockstep._torch_compat import backend_of, backend_timeout_s, devices_of
 
@@ -43,15 +42,15 @@ def timeout_s(process_group: Any) -> float:
 
 
 def abort_nccl(group: Any) -> None:
-    """Abort the collectives that run on `group`, if its backend is NCCL; from any thread.
+    """Abort the collectives of NCCL that run on `group`, if it has that; from any thread.
 
     For gloo see `GlooSockets`.
     """
-    if isinstance(group, dist.ProcessGroup):
-        if dist.get_backend(group) == "nccl":
-            backend_of(group, "cuda").abort()
-    elif "nccl" in type(group).__name__.lower():
-        group.abort()
+    devices = devices_of(group)
+    if devices is None or torch.device("cuda") in devices:
+        backend = backend_of(group, "cuda")
+        if "nccl" in type(backend).__name__.lower():
+            backend.abort()
 
 
 def receive_from_all(

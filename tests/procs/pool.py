@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.worker import Rendezvous, Worker
-from ranks.table import spec_of, train
+from ranks.table import server_for, spec_of, train
 
 ANSWER_WITHIN_S = 40
 
@@ -20,17 +20,24 @@ def serve(rank: int, port: int, pipe: Any) -> None:
     """Run cell after cell, each in a group of its own."""
     torch.set_num_threads(1)
     while (job := pipe.recv()) is not None:
-        generation, cell = job
         try:
-            pipe.send(_run(rank, port, generation, cell))
+            pipe.send(_run(rank, port, *job))
         except BaseException as error:
             pipe.send(RuntimeError(f"rank {rank}: {''.join(traceback.format_exception(error))}"))
 
 
-def _run(rank: int, port: int, generation: int, cell: Any) -> Any:
+def _run(rank: int, port: int, generation: int, cell: Any, server_address: Any) -> Any:
     torch.compiler.reset()
     spec = spec_of(*cell)
-    rendezvous = Rendezvous("127.0.0.1", port, generation, "gloo", one_node=True, timeout_s=30)
+    rendezvous = Rendezvous(
+        "127.0.0.1",
+        port,
+        generation,
+        "gloo",
+        one_node=True,
+        timeout_s=30,
+        server_address=server_address,
+    )
     worker = Worker(spec, rank, rank)
     try:
         worker.start(rendezvous if spec.num_workers > 1 else None)
@@ -60,15 +67,21 @@ class Pool:
     def run(
         self, sync: str, name: str, split: str, num_workers: int, use_gpu: bool = False
     ) -> list[Any]:
-        """As `ranks.table.on_threads`."""
+        """As `ranks.table.on_threads`.
+
+        Args:
+            use_gpu: all ranks share the first CUDA device, over gloo: NCCL wants a device for each.
+                Threads would share one that runs their backwards, and wait for each other there.
+        """
         self._generation += 1
         cell = (sync, name, split, num_workers, use_gpu)
         taking_part = self._pipes[:num_workers]
-        for pipe in taking_part:
-            pipe.send((self._generation, cell))
-        for rank, pipe in enumerate(taking_part):
-            assert pipe.poll(ANSWER_WITHIN_S), f"rank {rank} hangs"
-        return [pipe.recv() for pipe in taking_part]
+        with server_for(sync, num_workers) as address:
+            for pipe in taking_part:
+                pipe.send((self._generation, cell, address))
+            for rank, pipe in enumerate(taking_part):
+                assert pipe.poll(ANSWER_WITHIN_S), f"rank {rank} hangs"
+            return [pipe.recv() for pipe in taking_part]
 
     def close(self) -> None:
         for pipe, process in zip(self._pipes, self._processes, strict=True):

@@ -274,16 +274,9 @@ def server_for(sync: str, num_workers: int) -> Iterator[Any]:
         yield address
 
 
-def on_threads(
-    sync: str, name: str, split: str, num_workers: int, use_gpu: bool = False
-) -> list[Any]:
-    """What each rank saw and what was refused there; or its exception.
-
-    Args:
-        use_gpu: all ranks share the first CUDA device, over gloo: NCCL wants a device for each.
-    """
-    spec = spec_of(sync, name, split, num_workers, use_gpu)
-    device = torch.device("cuda", 0) if use_gpu else torch.device("cpu")
+def on_threads(sync: str, name: str, split: str, num_workers: int) -> list[Any]:
+    """What each rank saw and what was refused there; or its exception."""
+    spec = spec_of(sync, name, split, num_workers)
     with server_for(sync, num_workers) as address:
 
         def one_rank(rank: int, make_group: Callable[[], Any]) -> Any:
@@ -301,7 +294,7 @@ def on_threads(
                     server_address=address,
                 )
             try:
-                worker._build_operator(device)
+                worker._build_operator(torch.device("cpu"))
                 return train(worker)
             finally:
                 worker.stop()

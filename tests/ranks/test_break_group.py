@@ -123,7 +123,7 @@ def test_a_group_beside_the_run_is_broken_with_it(pair):
     def one(rank):
         worker = both.workers[rank]
         copies[rank] = worker.make_copy(worker.spec, alone=False)
-        copies[rank].build_as_trial()
+        copies[rank].build_as_trial(torch.device("cpu"))
         groups[rank] = copies[rank].operator._lockstep.context.group
 
     side_by_side(one, 2)

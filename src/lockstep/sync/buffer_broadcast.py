@@ -118,7 +118,7 @@ class BufferBroadcast:
                 self._send_blocks(group, cap_bytes, is_reshaped=False)
             for place, shape in zip(self._places, self._known, strict=True):
                 if shape == _FILE:
-                    _broadcast_file(group, place)
+                    _broadcast_file(group, place, self._device)
                 elif shape is None and place.tensor() is not None:
                     buffers_of(place.owner)[place.key] = None
 
@@ -129,12 +129,14 @@ class BufferBroadcast:
         for place, shape in zip(self._places, self._known, strict=True):
             if isinstance(shape, tuple):
                 held = place.tensor()
-                block = held if _shape_of(held) == shape else _empty_block(shape, held, group)
-                assert block is not None
-                blocks.append(block)
-                places[id(block)] = place
+                if held is None or _shape_of(held) != shape:
+                    dtype, size = shape
+                    device = self._device if held is None else held.device
+                    held = torch.empty(size, dtype=dtype, device=device)
+                blocks.append(held)
+                places[id(held)] = place
         parts = list(split_into_messages(blocks, cap_bytes)) or [[]]
-        first = parts[0][0].device if parts[0] else group.device
+        first = parts[0][0].device if parts[0] else self._device
         flag = torch.full((1,), is_reshaped, dtype=torch.uint8, device=first)
         parts[0].insert(0, flag)
         for part in parts:
@@ -152,6 +154,12 @@ class BufferBroadcast:
                     return True
         return False
 
+    @property
+    def _device(self) -> torch.device:
+        """That of the first buffer; a rank may have lost the others."""
+        held = (place.tensor() for place in self._places)
+        return next((each.device for each in held if each is not None), torch.device("cpu"))
+
     def _shapes(self) -> list[_Shape]:
         return [_shape_of(place.tensor()) for place in self._places]
 
@@ -160,7 +168,7 @@ class BufferBroadcast:
             return False
         pairs = zip(self._places, shapes, self._known, strict=True)
         names = [place.key for place, shape, known in pairs if shape != known]
-        if group.device.type == "cpu":
+        if self._device.type == "cpu":
             return True
         # To learn of another shape, the ranks would have to wait for the device in every step.
         raise NotAvailableError(
@@ -178,21 +186,14 @@ def _shape_of(tensor: torch.Tensor | None) -> _Shape:
     return (tensor.dtype, tensor.shape) if is_block(tensor) else _FILE
 
 
-def _empty_block(
-    shape: tuple[torch.dtype, torch.Size], held: torch.Tensor | None, group: Group
-) -> torch.Tensor:
-    device = group.device if held is None else held.device
-    return torch.empty(shape[1], dtype=shape[0], device=device)
-
-
-def _broadcast_file(group: Group, place: BufferPlace) -> None:
+def _broadcast_file(group: Group, place: BufferPlace, device: torch.device) -> None:
     tensor = place.tensor()
     file = io.BytesIO()
     torch.save(tensor, file)
     mine = file.getvalue()
     theirs = _broadcast_bytes(group, mine)
     if theirs != mine:
-        device = group.device if tensor is None else tensor.device
+        device = device if tensor is None else tensor.device
         buffers_of(place.owner)[place.key] = torch.load(io.BytesIO(theirs), map_location=device)
 
 

@@ -108,8 +108,8 @@ class FSDPSync(GradientSync):
         """Raise if the ranks are at different places: one in a step, another one in a backward.
 
         A rank that left a step out would read the messages of the step as those of a backward.
-        On accelerators the host would have to wait for the device, so there only the backend's own
-        timeout finds a missing rank.
+        Over a group that carries no CPU tensors (NCCL alone) the host would have to wait for the
+        device, so there only the backend's own timeout finds a missing rank.
 
         Gradient:
             None: metadata only.

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -23,7 +22,6 @@ from lockstep._torch_compat import (
 )
 from lockstep._torch_compat.fully_shard import NEEDED_METHODS, begin_as_root
 from lockstep.errors import NotAvailableError
-from lockstep.group import Group
 from lockstep.local_rows import LocalRows
 from lockstep.sync.fsdp import require_default_group
 from lockstep.sync.gradient_sync import GradientSync
@@ -46,6 +44,7 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
+    from lockstep.group import Group
     from lockstep.sync.buckets import Slot
     from lockstep.sync.shard_units import ShardPolicy
     from lockstep.sync.transport_protocol import RoundController
@@ -109,7 +108,6 @@ class ShardedSync(GradientSync):
                 if module not in self._roots:  # nothing of it is cut up
                     initialise_parameters(module, self._device)
         self._order = UnitOrder(group, self.units)
-        self._owns_order_group = False
         self._ordered: OrderedProcessGroup | None = None
         self._transport: ShardedTransport | None = None
         super().__init__(
@@ -137,13 +135,10 @@ class ShardedSync(GradientSync):
         """The mesh of `group`, over which the ranks compare what they are about to do.
 
         Collective:
-            Every rank: torch registers the mesh's group, and on CUDA a group for comparisons.
+            Every rank: torch registers the mesh's group.
         """
         require_default_group(group)
-        # What the ranks compare travels on the CPU, where NCCL's group cannot.
-        on_cpu = group.device.type == "cpu"
-        self._owns_order_group = not on_cpu
-        self._order.group = group if on_cpu else Group(dist.new_group(backend="gloo"))
+        self._order.group = group
         self._order.agree_on_number()
         self._ordered = make_ordered_group(self._order)
         group.watch(self._order.before_other_collective)
@@ -152,8 +147,6 @@ class ShardedSync(GradientSync):
     def _disconnect(self) -> None:
         if self._ordered is not None:
             self._ordered.close()
-        if self._owns_order_group:
-            self._order.group.close()
 
     def _cut_up(self, mesh: DeviceMesh, group: Group) -> None:
         places = list(_places(self._roots))

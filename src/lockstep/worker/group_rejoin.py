@@ -122,7 +122,7 @@ def undo_without_peers(worker: Worker, interrupted: str | None) -> SurvivorState
     if survivor.position is None:
         return survivor
     state = worker.operator._lockstep
-    state.context = replace(state.context, group=Group(None, state.context.device))
+    state.context = replace(state.context, group=Group(None))
     worker.snapshots.forget()
     rejoin(worker.run, state.context, state.committed)
     worker.expect_usual_weight()

@@ -28,6 +28,8 @@ from lockstep.worker.remote_method import Communication, OnFailure, remote_metho
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
+
     from lockstep.group import Group
     from lockstep.worker.worker import Worker
 
@@ -80,7 +82,7 @@ def verify(worker: Worker, num_steps: int) -> Trial:
         An error of the operator's own; the run is as it was.
     """
     with preserve_rng_state(), ExitStack() as ends:
-        workers = _TrialCopy(worker.make_copy(worker.spec, alone=False))
+        workers = _TrialCopy(worker.make_copy(worker.spec, alone=False), worker.operator.device)
         ends.callback(workers.copy.stop)
         workers.copy.load_state(worker.own_state_dict())
         # The state of a user's own class may differ between ranks; the one process gets rank 0's.
@@ -110,11 +112,11 @@ def verify(worker: Worker, num_steps: int) -> Trial:
 class _TrialCopy:
     """A copy of a worker without dropout, and the recorder of its optimizers' steps."""
 
-    def __init__(self, copy: Worker) -> None:
+    def __init__(self, copy: Worker, device: torch.device) -> None:
         self.copy = copy
         try:
             with copy.as_default_group():
-                copy.build_as_trial()
+                copy.build_as_trial(device)
             run = copy.run
             self._pinned = [
                 note
@@ -177,7 +179,7 @@ class _OneProcessReference:
         spec = self._worker.spec
         options = replace(spec.options, sync=way, reproducible=False)
         alone = replace(spec, num_workers=1, options=options)
-        return _TrialCopy(self._worker.make_copy(alone, alone=True))
+        return _TrialCopy(self._worker.make_copy(alone, alone=True), self._worker.operator.device)
 
     def step(self, state: Mapping[str, Any]) -> StepRecord:
         try:

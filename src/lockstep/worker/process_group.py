@@ -85,7 +85,7 @@ def form_group(rendezvous: Rendezvous, rank: int, world_size: int, device: torch
 
 def form_group_of_one(device: torch.device) -> Any:
     """A default group of this process alone, in which a spare cuts its model into shards."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = _backends("nccl" if device.type == "cuda" else "gloo")
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return dist.group.WORLD
 
@@ -106,7 +106,7 @@ def _connect(rendezvous: Rendezvous, rank: int, world_size: int, device: torch.d
     store = PrefixStore(f"generation-{rendezvous.generation}", tcp_store)
     if rendezvous.as_default:
         dist.init_process_group(
-            rendezvous.backend,
+            _backends(rendezvous.backend),
             store=store,
             rank=rank,
             world_size=world_size,
@@ -115,6 +115,15 @@ def _connect(rendezvous: Rendezvous, rank: int, world_size: int, device: torch.d
         )
         return dist.group.WORLD
     return _raw_group(rendezvous, store, rank, world_size)
+
+
+def _backends(backend: str) -> str:
+    """What torch's group of the ranks consists of: beside NCCL gloo, for tensors on the CPU.
+
+    So metadata travels on the CPU with either: no host waits for its device, and a rank that does
+    not come is named.
+    """
+    return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
 
 
 def _connect_to_store(rendezvous: Rendezvous) -> TCPStore:
@@ -156,7 +165,7 @@ def form_second_group(
                 return dist.new_group(
                     [rank] if alone else None,
                     timeout=timeout,
-                    backend=rendezvous.backend,
+                    backend=_backends(rendezvous.backend),
                     use_local_synchronization=alone,
                 )
             if alone:

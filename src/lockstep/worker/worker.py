@@ -186,7 +186,7 @@ class Worker(StateAccess):
     ) -> None:
         spec = self.spec
         if self._group_handle is None:
-            self._group_handle = Group(self._group, device)
+            self._group_handle = Group(self._group)
         context = RankContext(
             world_rank=self.rank,
             world_size=spec.num_workers,
@@ -242,7 +242,7 @@ class Worker(StateAccess):
         self._sockets = GlooSockets(rendezvous.generation)
         with self._sockets.record_new_sockets():
             self._group = form_group(rendezvous, self.rank, self.spec.num_workers, device)
-        self._group_handle = Group(self._group, device)
+        self._group_handle = Group(self._group)
         self._sockets.find_peer_sockets(self._group_handle)
         return self._group_handle
 
@@ -382,16 +382,15 @@ class Worker(StateAccess):
                 copy._group = form_second_group(
                     self._rendezvous, name, self.rank, self.spec.num_workers, alone=alone
                 )
-        copy._group_handle = Group(copy._group, self.operator.device)
+        copy._group_handle = Group(copy._group)
         if self._rendezvous is not None and not alone:
             self._sockets.find_peer_sockets(copy._group_handle)
             copy._rendezvous = self._rendezvous
         return copy
 
-    def build_as_trial(self) -> None:
+    def build_as_trial(self, device: torch.device) -> None:
         """Run `setup` again, for an operator that is dropped after a few steps."""
-        assert self._group_handle is not None, "only a copy is a trial"
-        self._build_operator(self._group_handle.device, is_trial=True)
+        self._build_operator(device, is_trial=True)
 
     def as_default_group(self) -> AbstractContextManager[None]:
         """Inside, torch's default group is this worker's group, for the user's code."""
