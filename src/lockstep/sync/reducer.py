@@ -221,12 +221,15 @@ class Reducer:
     def _divide(self, sums: RoundTotals | None) -> None:
         if not self._divides or (sums is not None and self.layout.is_unit_weight(sums.weight)):
             return
-        for bucket in self.layout.buckets:
-            if sums is not None:
+        if sums is not None and self.reads_are_free:
+            for bucket in self.layout.buckets:
                 bucket.payload.div_(sums.weight)
-            else:
-                weight = self.layout.sums_on_device[0]
-                bucket.payload.div_(weight.to(bucket.payload.device, non_blocking=True))
+            return
+        # By a tensor, also on ranks that have read its value: on CUDA a division by a number is a
+        # multiplication by its inverse, and some ranks' weights would differ in the last bit.
+        weight = self.layout.divisor
+        for bucket in self.layout.buckets:
+            bucket.payload.div_(weight.to(bucket.payload.device))
 
     def _flags(self) -> list[bool]:
         if self.used_all():
