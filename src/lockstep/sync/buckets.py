@@ -13,7 +13,6 @@ hold weights exactly, so where the last bucket is of low precision the tail is a
 from __future__ import annotations
 
 import weakref
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,14 +32,6 @@ if TYPE_CHECKING:
     from lockstep.group import Pending
 
 _EXACT = (torch.float32, torch.float64)
-
-_ALIGNMENT = 64
-"""Bytes: every gradient begins at such a place, as a tensor of its own does on the CPU.
-
-Kernels add up numbers in another order where memory is not aligned (CUDA's vector loads, BLAS). On
-some ranks a gradient is a tensor of its own, on others a view: without this, the norms that they
-clip by would differ in the last bit, and so would their weights from then on.
-"""
 
 _LONG = 2**15
 """Elements from which a gradient is worth a call of its own, to be scaled while it is copied."""
@@ -124,8 +115,9 @@ class Bucket:
     def __init__(
         self, slots: Sequence[Slot], device: torch.device, dtype: torch.dtype, tail: int
     ) -> None:
-        self.slots = list(slots)
-        self._size = sum(_room(slot.param, dtype) for slot in slots)
+        self._size = sum(_length(slot.param) for slot in slots)
+        # Complex numbers first: as pairs of reals they must start at an even place.
+        self.slots = sorted(slots, key=lambda slot: not slot.param.is_complex())
         self.numbers = frozenset(slot.number for slot in slots)
         self._params = [slot.param for slot in self.slots]
         self._all_used = [True] * len(self.slots)
@@ -139,7 +131,7 @@ class Bucket:
         self._take_memory(device, dtype, tail)
 
     def _take_memory(self, device: torch.device, dtype: torch.dtype, tail: int) -> None:
-        # Not zeros: `pack` writes every gradient before the bucket is sent.
+        # Not zeros: `pack` writes the whole bucket before it is sent.
         self.flat = torch.empty(self._size + tail, device=device, dtype=dtype)
         self.payload = self.flat[: self._size]
         self.tail = self.flat[self._size :]
@@ -147,23 +139,12 @@ class Bucket:
         self.reduced_version = 0
         offset = 0
         for slot in self.slots:
-            end = offset + _length(slot.param)
+            length = _length(slot.param)
             slot.bucket = self
-            slot.view = _view_like(slot.param, self.flat[offset:end])
+            slot.view = _view_like(slot.param, self.flat[offset : offset + length])
             self.views.append(slot.view)
-            offset += _room(slot.param, dtype)
-        self._clear_gaps()
+            offset += length
         self._held_by_us = self._references()
-
-    def _clear_gaps(self) -> None:
-        """Write zeros where no gradient lies, for what is uninitialised may be anything."""
-        ends = accumulate(_room(slot.param, self.flat.dtype) for slot in self.slots)
-        gaps = [
-            self.flat[end - _room(slot.param, self.flat.dtype) + _length(slot.param) : end]
-            for slot, end in zip(self.slots, ends, strict=True)
-        ]
-        if gaps:
-            zero_each(gaps)
 
     def _references(self) -> tuple[list[int], list[int], int]:
         """The numbers of references to each view from Python and from C++, and to the memory."""
@@ -357,12 +338,6 @@ def _cut_into_buckets(slots: list[Slot], cap_bytes: int, item_bytes: int) -> lis
 
 def _length(param: torch.Tensor) -> int:
     return param.numel() * (2 if param.is_complex() else 1)
-
-
-def _room(param: torch.Tensor, dtype: torch.dtype) -> int:
-    """Elements of a bucket from the beginning of one gradient to the beginning of the next."""
-    step = _ALIGNMENT // dtype.itemsize
-    return -(-_length(param) // step) * step
 
 
 def _view_like(param: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:

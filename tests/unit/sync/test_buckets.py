@@ -38,15 +38,3 @@ def test_a_large_gradient_does_not_wait_for_the_layer_below():
 
 def test_the_last_gradient_needs_no_empty_bucket_behind_it():
     assert buckets(400, 1200) == [[400, 1200]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-def test_gradients_begin_where_tensors_of_their_own_do(dtype):
-    """Kernels add up in another order elsewhere: a norm would depend on where a gradient lies."""
-    parameters = [torch.empty(size, dtype=dtype) for size in (1, 3, 17, 64)]
-    slots = [Slot(number, f"p{number}", param) for number, param in enumerate(parameters)]
-    for bucket in Layout(slots, CAP).buckets:
-        assert all(view.data_ptr() % 64 == 0 for view in bucket.views)
-        for view in bucket.views:
-            view.fill_(float("nan"))
-        assert bucket.flat[: bucket.payload.numel()].nan_to_num(0.0).count_nonzero() == 0
