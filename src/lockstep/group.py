@@ -25,6 +25,7 @@ import torch.distributed as dist
 from lockstep._torch_compat import ALL_GATHER_ONE, REDUCE_SCATTER_ONE
 from lockstep.all_gather_sum import AllGatherSum, is_faster_by_all_gather
 from lockstep.errors import PeerLostError
+from lockstep.pending_collective import Pending, peer_lost_error
 from lockstep.phases import Phase, in_phase
 from lockstep.process_group_backend import (
     abort_nccl,
@@ -50,62 +51,10 @@ _AWAITED: Final = {
     "backward or step": "a backward, or to a step of an optimizer that is sharded",
 }
 
-_CPU: Final = torch.device("cpu")
-
 _LENGTH: Final = struct.Struct("<q")
 
 _ENVELOPE: Final = 504
 """Bytes of an exchanged value that are sent in one message with its length (a multiple of 8)."""
-
-
-class Pending:
-    """A collective in flight. `wait` makes the current stream (on CPU: the caller) wait for it."""
-
-    __slots__ = ("_device", "_group", "_stash", "_what", "_work")
-
-    def __init__(
-        self,
-        work: Any,
-        what: str,
-        stash: TensorStash | None = None,
-        group: Group | None = None,
-        device: torch.device = _CPU,
-    ) -> None:
-        self._work = work
-        self._what = what
-        self._stash = stash
-        self._group = group
-        self._device = device
-
-    def wait(self) -> None:
-        """Wait for the collective; a second call returns at once.
-
-        Raises:
-            PeerLostError: another rank went away, or did not come within the group's timeout; or
-                the group was given up.
-        """
-        if self._work is None:
-            return
-        try:
-            with in_phase(Phase.WAITING):
-                self._work.wait()
-        except RuntimeError as error:
-            raise _peer_lost(self._what, self._group, error) from error
-        finally:
-            self._work = None
-            if self._stash is not None:
-                self._stash.wait_released()
-        if self._group is not None:
-            self._group._has_waited(self._what, self._device)
-
-    def then(self, rest: Callable[[Any], Any]) -> Pending:
-        """Replace the ``Work`` by the result of `rest`, and return this object."""
-        self._work = rest(self._work)
-        return self
-
-    def abandon(self) -> None:
-        """Drop the references to the ``Work`` and its tensors without waiting."""
-        self._work = self._stash = None
 
 
 _DONE = Pending(None, "")
@@ -121,10 +70,18 @@ class Group:
             ``ProcessGroupGloo``. The group becomes its owner for the purpose of `close`.
         device: where metadata travels; by default the CPU, or the current CUDA device if the
             process group cannot carry CPU tensors (NCCL).
+        can_be_given_up: False where nobody calls `give_up`; then `confirm` waits for nothing.
     """
 
-    def __init__(self, process_group: Any | None, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        process_group: Any | None,
+        device: torch.device | None = None,
+        *,
+        can_be_given_up: bool = True,
+    ) -> None:
         self._process_group = process_group
+        self._can_be_given_up = can_be_given_up
         self._closed = False
         self._is_given_up = False
         self._unconfirmed_on: torch.device | None = None
@@ -408,6 +365,7 @@ class Group:
 
     def give_up(self) -> None:
         """Abort the collectives that run and refuse all others: a peer is lost. From any thread."""
+        assert self._can_be_given_up, "`confirm` has not looked"
         # Set the flag before the abort: `confirm` must see it after any aborted collective.
         self._is_given_up = True
         abort_nccl(self._process_group)
@@ -419,7 +377,7 @@ class Group:
         the collective half-way. `give_up` sets its flag before the abort. So if the device has done
         all its work and the flag is not set afterwards, no abort had begun when the collectives
         ended, and each of them is complete. Without a collective since the last call, `confirm`
-        does not wait for the device.
+        does not wait for the device; nor over a group that nobody gives up.
 
         Gradient:
             None: nothing is communicated.
@@ -433,12 +391,12 @@ class Group:
         if self._unconfirmed_on is None:
             return
         device, self._unconfirmed_on = self._unconfirmed_on, None
-        if device.type == "cuda":
+        if device.type == "cuda" and self._can_be_given_up:
             with in_phase(Phase.WAITING):
                 torch.cuda.synchronize(device)
         self._refuse_given_up("a step")
 
-    def _has_waited(self, what: str, device: torch.device) -> None:
+    def _waited(self, what: str, device: torch.device) -> None:
         if self._unconfirmed_on is None or device.type == "cuda":
             self._unconfirmed_on = device
         self._refuse_given_up(what)
@@ -473,9 +431,9 @@ class Group:
             with in_phase(Phase.WAITING):
                 work = getattr(self._process_group, method)(*arguments)
             first = arguments[0] if isinstance(arguments[0], torch.Tensor) else arguments[0][0]
-            return Pending(work, what, stash, self, first.device)
+            return Pending(work, what, stash, self.place, partial(self._waited, what, first.device))
         except RuntimeError as error:
-            raise _peer_lost(what, self, error) from error
+            raise peer_lost_error(what, self.place, error) from error
 
 
 def resolve_group(group: Any | Group | None = None) -> Group:
@@ -487,14 +445,5 @@ def resolve_group(group: Any | Group | None = None) -> Group:
         return group
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
-    return Group(group)
-
-
-def _peer_lost(what: str, group: Group | None, error: RuntimeError) -> PeerLostError:
-    return PeerLostError(
-        f"{what} failed",
-        where=None if group is None else group.place,
-        got=str(error).splitlines()[0] if str(error) else type(error).__name__,
-        cause="another rank died, raised, closed its group, or did not come within the timeout",
-        fix="look for the first failure among the other ranks",
-    )
+    # Torch ends the process itself where a collective of NCCL's fails.
+    return Group(group, can_be_given_up=False)

@@ -38,7 +38,8 @@ from lockstep.group import MAX
 if TYPE_CHECKING:
     from lockstep.collectives.contrastive_call import ContrastiveCall, Reduction
     from lockstep.collectives.similarity_tiles import RunningLogSumExp, Tile
-    from lockstep.group import Group, Pending
+    from lockstep.group import Group
+    from lockstep.pending_collective import Pending
 
 
 @disable_dynamo

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from lockstep.group import Group, Pending
+    from lockstep.group import Group
+    from lockstep.pending_collective import Pending
     from lockstep.sync.buckets import Bucket, Slot
     from lockstep.sync.round_contribution import Fault, RoundTotals
     from lockstep.sync.shard_tree_sum import ShardOrder

@@ -29,7 +29,7 @@ from lockstep.sync.tensor_reference_counts import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from lockstep.group import Pending
+    from lockstep.pending_collective import Pending
 
 _EXACT = (torch.float32, torch.float64)
 

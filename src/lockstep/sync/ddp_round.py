@@ -25,7 +25,7 @@ from lockstep.sync.round_contribution import Contribution, Fault
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from lockstep.group import Pending
+    from lockstep.pending_collective import Pending
     from lockstep.sync.buckets import Slot
     from lockstep.sync.ddp_wrapper import DDPWrapper
     from lockstep.sync.round_contribution import RoundTotals

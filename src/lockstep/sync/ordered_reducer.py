@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lockstep.group import Pending
+from lockstep.pending_collective import Pending
 from lockstep.sync.reducer import Reducer
 from lockstep.sync.shard_tree_sum import Node, ShardOrder, fold, is_one_addition, ordered_sum
 

@@ -26,7 +26,8 @@ from lockstep.sync.round_contribution import Contribution, Fault, RoundTotals
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from lockstep.group import Group, Pending
+    from lockstep.group import Group
+    from lockstep.pending_collective import Pending
 
 
 class Reducer:

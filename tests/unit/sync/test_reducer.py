@@ -6,7 +6,8 @@ import threading
 import torch
 from torch import nn
 
-from lockstep.group import Group, Pending
+from lockstep.group import Group
+from lockstep.pending_collective import Pending
 from lockstep.sync.buckets import Slot
 from lockstep.sync.reducer import Reducer
 

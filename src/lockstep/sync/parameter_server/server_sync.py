@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigurationError, LockstepError
-from lockstep.group import Pending
+from lockstep.pending_collective import Pending
 from lockstep.sync.bucket_transport import BucketTransport
 from lockstep.sync.gradient_sync import GradientSync
 from lockstep.sync.parameter_server.messages import Message
