@@ -25,6 +25,7 @@ REFUSED = {
 NAMES = tuple(name for name in OPERATORS if name not in REFUSED)
 AXES = (NAMES, tuple(SPLITS), (2, 3))
 QUICK = pairwise(*AXES)
+QUICK_COPIES = {(name, tuple(SPLITS)[n % len(SPLITS)]) for n, name in enumerate(NAMES)}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,26 @@ def test_exact(pool, name, split, num_workers):
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "TwoTasks"])
 def test_four_workers(pool, name, split):
     check(pool.run("units", name, split, 4), name, split)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        pytest.param(*cell, id="-".join(cell), marks=[] if cell in QUICK_COPIES else [slow])
+        for slow in (pytest.mark.slow,)
+        for cell in cells(NAMES, tuple(SPLITS))
+    ],
+)
+def test_two_copies_of_two_ranks_each(pool, name, split):
+    check(pool.run("copies", name, split, 4), name, split)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", DIVERGENT)
+def test_ranks_of_copies_that_go_through_other_layers_are_refused_on_all(pool, name):
+    results = pool.run("copies", name, "uneven", 4)
+    check(results, name, "uneven", (UnitOrderError, DataOrderError))
 
 
 @pytest.mark.timeout(120)

@@ -50,15 +50,22 @@ class Seen:
 
 @dataclass
 class Rows:
-    """A rank's rows of a tensor in shards: to gather them would change what is being tested."""
+    """A rank's rows of a tensor in shards: to gather them would change what is being tested.
+
+    Attributes:
+        num_ranks: how many share a copy of the tensor out; the next ones have the next copy.
+    """
 
     tensor: torch.Tensor
+    num_ranks: int
 
 
 def held(tensor: torch.Tensor) -> Any:
     """A copy, on the CPU, of what this rank holds."""
-    own = getattr(tensor, "to_local", None)
-    return tensor.cpu().clone() if own is None else Rows(own().cpu().clone())
+    shard: Any = tensor
+    if not hasattr(tensor, "to_local"):
+        return tensor.cpu().clone()
+    return Rows(shard.to_local().cpu().clone(), shard.device_mesh.size())
 
 
 def put_together(results: Sequence[Any]) -> list[Any]:
@@ -82,7 +89,10 @@ def _has_rows(seen: Seen) -> bool:
 def _joined(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     def join(values: list[Any]) -> Any:
         if all(isinstance(value, Rows) for value in values):
-            return torch.cat([value.tensor for value in values])
+            rows, num_ranks = [value.tensor for value in values], values[0].num_ranks
+            for number, mine in enumerate(rows):
+                assert torch.equal(mine, rows[number % num_ranks]), "the copies differ"
+            return torch.cat(rows[:num_ranks])
         assert not any(isinstance(value, Rows) for value in values), "on some ranks only"
         return values[0]
 
@@ -201,11 +211,13 @@ def as_threads(
     return results
 
 
-def in_units(operator_cls: type[Plain]) -> type[Plain]:
+def in_units(operator_cls: type[Plain], dp_shard_size: int | None = None) -> type[Plain]:
     """The operator, with models of which no rank ever holds all layers."""
 
     def register(self, **arguments):
-        return super(in_shards, self).register(shard="auto", **arguments)
+        return super(in_shards, self).register(
+            shard="auto", dp_shard_size=dp_shard_size, **arguments
+        )
 
     in_shards = type(operator_cls.__name__, (operator_cls,), {"register": register})
     return in_shards
@@ -240,8 +252,9 @@ def spec_of(
     sync: str, name: str, split: str, num_workers: int, use_gpu: bool = False
 ) -> WorkerSpec:
     operator_cls = EVERY_OPERATOR[name]
-    if sync == "units":
-        sync, operator_cls = "fsdp", in_units(operator_cls)
+    if sync in ("units", "copies"):
+        operator_cls = in_units(operator_cls, 2 if sync == "copies" else None)
+        sync = "fsdp"
     if use_gpu:
         operator_cls = on_gpu(operator_cls)
     num_rows, per_batch = EVERY_SPLIT[split]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch._C import _distributed_c10d
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 from lockstep._torch_compat import disable_dynamo_at_first_call
@@ -189,6 +190,14 @@ def forget_aborted_step(root: nn.Module) -> None:
     """After a forward or backward of a sharded model that raised: free what it had gathered."""
     free: Any = root
     free.reset_iter_state()
+
+
+def finished_work(result: Any) -> Any:
+    """The ``Work`` of a collective that is done; `result`: a tensor or a list. Torch 2.13."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(result)
+    make: Any = getattr(_distributed_c10d, "_create_work_from_future")  # noqa: B009
+    return make(future)
 
 
 COLLECTIVES: Final = (

@@ -185,7 +185,8 @@ def write_part(
     hollow = _take_tensors_out(common, tensors, "")
     in_rows = tuple(name for name, each in tensors.items() if isinstance(each, LocalRows))
     if rank > 0:
-        tensors = {name: tensors[name] for name in in_rows}
+        rows = {name: each for name, each in tensors.items() if isinstance(each, LocalRows)}
+        tensors = {name: each for name, each in rows.items() if len(each.rows)}
     mine = {key: plain[key] for key in own}
     hollow |= _take_tensors_out(mine, tensors, f"rank-{rank}." if rank > 0 else "")
     written = write_tensors(folder, tensors, rank)

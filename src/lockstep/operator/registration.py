@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lockstep._torch_compat import buffers_of, is_persistent, schedulers_within
 from lockstep.errors import ConfigurationError, UnknownParameterError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP_MANUAL
-from lockstep.operator.sync_setup import attach, is_in_units
+from lockstep.operator.sync_setup import attach, check_shard_size, is_in_units
 from lockstep.operator.training_parts import TrainingParts
 from lockstep.operator.weight_averages import make_weight_averages
 from lockstep.sync import is_local
@@ -148,6 +148,7 @@ def build_training_parts(
         sync_options=sync_options,
     )
     check_policy(sync_options.shard)
+    check_shard_size(sync_options, context)
     mark_copies(registered.modules())
     _refuse_duplicates(registered.optimizers)
     _refuse_foreign_schedulers(registered)

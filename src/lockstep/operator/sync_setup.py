@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lockstep.operator.rank_context import RankContext
-    from lockstep.operator.training_parts import TrainingParts
+    from lockstep.operator.training_parts import SyncOptions, TrainingParts
     from lockstep.sync import Synchroniser
 
 
@@ -95,6 +95,28 @@ def is_in_units(registered: TrainingParts, context: RankContext) -> bool:
         and registered.sync_options.shard != "whole"
         and not context.group.is_alone
     )
+
+
+def check_shard_size(sync_options: SyncOptions, context: RankContext) -> None:
+    """Refuse a number of ranks that cannot share a copy of the models out.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    size, num_workers = sync_options.dp_shard_size, context.world_size
+    if size is None:
+        return
+    # A spare does not know yet how many they will be; a group that lost a rank holds one copy.
+    divides = size >= 2 and (context.is_spare or num_workers % size == 0)
+    if context.options.sync != "fsdp" or sync_options.shard == "whole" or not divides:
+        raise ConfigurationError(
+            "register(dp_shard_size=...) does not fit",
+            expected='sync="fsdp", register(shard="auto"), and at least 2 workers in each of equal'
+            " groups",
+            got=f"dp_shard_size={size}, {num_workers} workers, sync={context.options.sync!r},"
+            f" shard={sync_options.shard!r:.40}",
+            fix="a number that divides num_workers; or leave it out",
+        )
 
 
 def _synchroniser(registered: TrainingParts, context: RankContext) -> Synchroniser:
@@ -190,6 +212,7 @@ def _sharded(registered: TrainingParts, context: RankContext) -> Synchroniser:
         registered.optimizers,
         shard=registered.sync_options.shard,
         mp_policy=registered.sync_options.mp_policy,
+        dp_shard_size=registered.sync_options.dp_shard_size,
         device=context.device,
         buffers=registered.sync_options.buffers,
         averages=registered.sync_options.averages,

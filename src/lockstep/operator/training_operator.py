@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -174,6 +175,7 @@ class TrainingOperator:
         ddp_args: dict[str, Any] | None = None,
         shard: Any = "whole",
         mp_policy: Any = None,
+        dp_shard_size: int | None = None,
         loss_reduction: str = DEFAULT_MEAN,
         **further: Any,
     ) -> tuple[Any, ...]:
@@ -202,6 +204,9 @@ class TrainingOperator:
                 ``Sequential``), a list of module classes, or a function that says it of a module.
                 Parameters become torch's `DTensor`. "whole": weights stay whole on every rank.
             mp_policy: torch's `MixedPrecisionPolicy`, for models in units.
+            dp_shard_size: how many workers share one copy of a model in units out; it divides
+                `num_workers`, and the other workers hold further copies (torch's HSDP). All of
+                them by default: one copy.
             loss_reduction: "mean" or "sum"; if it is left out, the class's `loss_reduction`.
 
         Returns:
@@ -240,21 +245,22 @@ class TrainingOperator:
             criterion=criterion,
             schedulers=schedulers,
             ema=ema,
-            sync_options=self._lockstep_sync_options(ddp_args, shard, mp_policy),
+            sync_options=replace(
+                self._lockstep_sync_options(ddp_args),
+                shard=shard,
+                mp_policy=mp_policy,
+                dp_shard_size=dp_shard_size,
+            ),
         )
         return in_given_containers(self._lockstep.registered, models, optimizers, schedulers)
 
-    def _lockstep_sync_options(
-        self, ddp_args: dict[str, Any] | None, shard: Any, mp_policy: Any
-    ) -> SyncOptions:
+    def _lockstep_sync_options(self, ddp_args: dict[str, Any] | None) -> SyncOptions:
         return SyncOptions(
             # The default step knows when a step's last forward is over, and that a shard starts
             # from the committed buffers; elsewhere backward's end is the moment.
             buffers="after_backward" if self._lockstep_overrides_loop() else "manual",
             averages=self.loss_reduction == "mean",
             ddp_args=dict(ddp_args or {}),
-            shard=shard,
-            mp_policy=mp_policy,
         )
 
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:

@@ -34,6 +34,7 @@ class SyncOptions:
         ddp_args: for torch's DistributedDataParallel.
         shard: which modules are units, see `lockstep.sync.shard_units`; "whole": none.
         mp_policy: torch's `MixedPrecisionPolicy` for models in units; None for none.
+        dp_shard_size: how many ranks share one copy of models in units out; None for all.
         resume_step: steps of the run that have happened, where another generation of the group
             goes on: the ranks' values are equal already. None at the beginning: they become
             rank 0's.
@@ -44,6 +45,7 @@ class SyncOptions:
     ddp_args: Mapping[str, Any] = field(default_factory=dict)
     shard: ShardPolicy = "whole"
     mp_policy: MixedPrecisionPolicy | None = None
+    dp_shard_size: int | None = None
     resume_step: int | None = None
 
 

@@ -15,10 +15,12 @@ import torch.distributed as dist
 
 from lockstep._torch_compat.fully_shard import COLLECTIVES
 from lockstep.errors import PeerLostError
+from lockstep.sync.copy_collectives import run_in_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from lockstep.sync.mesh_collectives import MeshCollectives
     from lockstep.sync.unit_order import UnitOrder
 
 _BACKEND: Final = "lockstep_ordered"
@@ -30,13 +32,18 @@ class OrderedProcessGroup(dist.ProcessGroup):
     Args:
         carrier: the group that the collectives run over; held until `close`.
         order: compares the ranks.
+        collectives: of the ranks, of which those of a copy of the model are this group's.
     """
 
-    def __init__(self, carrier: dist.ProcessGroup, order: UnitOrder) -> None:
+    def __init__(
+        self, carrier: dist.ProcessGroup, order: UnitOrder, collectives: MeshCollectives
+    ) -> None:
+        mesh = collectives.mesh
         # Torch types the constructor without the one that groups written in Python have.
-        super().__init__(carrier.rank(), carrier.size())  # type: ignore[call-arg]
+        super().__init__(mesh.shard_rank, mesh.shard_size)  # type: ignore[call-arg]
         self._carrier: Any = carrier
         self._order = order
+        self._collectives = collectives
         self._name = ""
 
     def close(self) -> None:
@@ -46,7 +53,10 @@ class OrderedProcessGroup(dist.ProcessGroup):
     def run(self, name: str, *arguments: Any) -> Any:
         """Run the collective `name` of the group below, once every rank is about to.
 
+        Where the model has several copies, among the ranks of this one.
+
         Raises:
+            NotAvailableError: see `run_in_copy`.
             UnitOrderError: on every rank, if one is about to do something else.
             PeerLostError: the group was left.
         """
@@ -57,7 +67,10 @@ class OrderedProcessGroup(dist.ProcessGroup):
                 fix="take whole tensors (get_model, full_tensor) while the trainer is open",
             )
         self._order.compare_collective(name, _size_of(arguments))
-        return getattr(self._carrier, name)(*arguments)
+        if self._collectives.mesh.replicate_size == 1:
+            return getattr(self._carrier, name)(*arguments)
+        with self._order.own_collective():
+            return run_in_copy(self._collectives, name, arguments)
 
     # torch asks these of a group that is written in Python.
 
@@ -89,18 +102,18 @@ for _name in COLLECTIVES:
     setattr(OrderedProcessGroup, _name, _collective(_name))
 
 
-def make_ordered_group(order: UnitOrder) -> OrderedProcessGroup:
-    """An ordered group over torch's default group.
+def make_ordered_group(order: UnitOrder, collectives: MeshCollectives) -> OrderedProcessGroup:
+    """An ordered group of the ranks of this rank's copy of the model, over torch's default group.
 
     Collective:
-        Every rank: torch registers the group in its store.
+        Every rank: torch registers the group of each copy in its store.
     """
     made: list[OrderedProcessGroup] = []
 
     def create(*_: Any) -> OrderedProcessGroup:
         carrier = dist.group.WORLD
         assert carrier is not None
-        made.append(OrderedProcessGroup(carrier, order))
+        made.append(OrderedProcessGroup(carrier, order, collectives))
         return made[0]
 
     if not hasattr(dist.Backend, _BACKEND.upper()):
@@ -108,7 +121,8 @@ def make_ordered_group(order: UnitOrder) -> OrderedProcessGroup:
     _waiting.append(create)
     try:
         with _without_bound_device():
-            dist.new_group(backend=_BACKEND)
+            for ranks in collectives.mesh.copies:
+                dist.new_group(list(ranks), backend=_BACKEND)
     finally:
         _waiting.clear()
     return made[0]

@@ -21,11 +21,13 @@ from lockstep._torch_compat import (
     tensor_hooks,
 )
 from lockstep._torch_compat.fully_shard import NEEDED_METHODS, begin_as_root
+from lockstep.data_parallel_mesh import DataParallelMesh
 from lockstep.errors import NotAvailableError
 from lockstep.local_rows import LocalRows
 from lockstep.sync.fsdp import require_default_group
 from lockstep.sync.gradient_sync import GradientSync
 from lockstep.sync.local_parameters import is_local
+from lockstep.sync.mesh_collectives import MeshCollectives
 from lockstep.sync.meta_device import (
     ReusedMemory,
     initialise_parameters,
@@ -59,6 +61,7 @@ class ShardedSync(GradientSync):
         optimizers: hold the sharded parameters afterwards, and of their states this rank's rows.
         shard: which submodules are units, see `lockstep.sync.shard_units`.
         mp_policy: torch's, for all units; None for none.
+        dp_shard_size: how many ranks share a copy of the models out; None for all.
         device: where parameters on the ``meta`` device get their memory, a unit at a time.
 
     Attributes:
@@ -75,6 +78,7 @@ class ShardedSync(GradientSync):
         *,
         shard: ShardPolicy = "auto",
         mp_policy: MixedPrecisionPolicy | None = None,
+        dp_shard_size: int | None = None,
         device: torch.device | None = None,
         buffers: str = "after_backward",
         averages: bool = True,
@@ -99,6 +103,7 @@ class ShardedSync(GradientSync):
         self.units = tuple(self._units)
         self._load_hooks: list[RemovableHandle] = []
         self._mp_policy = mp_policy or MixedPrecisionPolicy()
+        self._dp_shard_size = dp_shard_size
         self._broadcasts = broadcast
         first = next(param for root in self._roots for param in root.parameters())
         self._device = device or (group.device if first.is_meta else first.device)
@@ -109,6 +114,7 @@ class ShardedSync(GradientSync):
                     initialise_parameters(module, self._device)
         self._order = UnitOrder(group, self.units)
         self._ordered: OrderedProcessGroup | None = None
+        self._collectives = self._collectives_of(group)
         self._transport: ShardedTransport | None = None
         super().__init__(
             modules,
@@ -117,7 +123,7 @@ class ShardedSync(GradientSync):
             averages=averages,
             broadcast=False,  # each unit before it is cut into shards
             make_transport=self._make_transport,
-            settings=[list(self.units), repr(self._mp_policy)],
+            settings=[list(self.units), repr(self._mp_policy), dp_shard_size],
         )
 
     def _prepare(self, group: Group) -> None:
@@ -140,9 +146,13 @@ class ShardedSync(GradientSync):
         require_default_group(group)
         self._order.group = group
         self._order.agree_on_number()
-        self._ordered = make_ordered_group(self._order)
+        self._collectives = self._collectives_of(group)
+        self._ordered = make_ordered_group(self._order, self._collectives)
         group.watch(self._order.before_other_collective)
         return DeviceMesh.from_group(self._ordered, self._device.type)
+
+    def _collectives_of(self, group: Group) -> MeshCollectives:
+        return MeshCollectives(group, DataParallelMesh(group.rank, group.size, self._dp_shard_size))
 
     def _disconnect(self) -> None:
         if self._ordered is not None:
@@ -210,6 +220,7 @@ class ShardedSync(GradientSync):
             units=self._units,
             roots=self._roots,
             order=self._order,
+            collectives=self._collectives,
         )
         return self._transport
 
@@ -265,7 +276,8 @@ class ShardedSync(GradientSync):
         """
         super().join_group(group)
         assert self._transport is not None, "made with the sync"
-        self._transport.move_to(self._connect(group))
+        mesh = self._connect(group)
+        self._transport.move_to(mesh, self._collectives)
 
     def agree_on_values(self) -> None:
         """See `GradientSync.agree_on_values`: of a shard there is one copy, and nothing to compare.

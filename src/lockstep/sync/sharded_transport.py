@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from lockstep.sync.buckets import Slot
+    from lockstep.sync.mesh_collectives import MeshCollectives
     from lockstep.sync.round_contribution import Contribution, Fault
     from lockstep.sync.transport_protocol import Gradients, RoundController
     from lockstep.sync.unit_order import UnitOrder
@@ -61,6 +62,7 @@ class ShardedTransport(Transport):
         units: modules to which ``fully_shard`` was applied, by name, roots included.
         roots: those that lie within no other.
         order: compares what the ranks are about to do.
+        collectives: of the ranks.
     """
 
     can_rejoin = True
@@ -78,7 +80,9 @@ class ShardedTransport(Transport):
         units: Mapping[str, nn.Module],
         roots: Sequence[nn.Module],
         order: UnitOrder,
+        collectives: MeshCollectives,
     ) -> None:
+        self._collectives = collectives
         self._controller = controller
         self._slots = list(slots)
         self._slot_of = {id(slot.param): slot for slot in slots}
@@ -124,7 +128,7 @@ class ShardedTransport(Transport):
         """
         self._order.compare(UnitAction(GATHER, unit, rows.numel(), rows.dtype))
         with self._order.own_collective():
-            self._controller.attached_group().all_gather_into(output, rows)
+            self._collectives.all_gather_into(output, rows)
 
     def reduce_scatter(self, unit: int, output: torch.Tensor, gradients: torch.Tensor) -> None:
         """Sum the ranks' `gradients` of a unit, and keep this rank's rows.
@@ -144,7 +148,7 @@ class ShardedTransport(Transport):
             gradients.mul_(self._scale)
         self._order.compare(UnitAction(REDUCE, unit, gradients.numel(), gradients.dtype))
         with self._order.own_collective():
-            self._controller.attached_group().reduce_scatter(output, gradients)
+            self._collectives.reduce_scatter(output, gradients)
 
     def _take_part(self, action: UnitAction) -> None:
         """Join the other ranks in an action that this rank does not need; see `UnitOrder`.
@@ -155,15 +159,15 @@ class ShardedTransport(Transport):
         Collective:
             Every rank. That of the action.
         """
-        group = self._controller.attached_group()
+        num_ranks = self._collectives.mesh.shard_size
         assert action.dtype is not None, "a plan holds collectives of units"
         if action.what == GATHER:
             rows = self._units[action.unit].rows(action.dtype)
-            group.all_gather_into(rows.new_empty(action.size * group.size), rows)
+            self._collectives.all_gather_into(rows.new_empty(action.size * num_ranks), rows)
         else:
             device = self._slots[0].param.device
             zeros = torch.zeros(action.size, dtype=action.dtype, device=device)
-            group.reduce_scatter(zeros.new_empty(action.size // group.size), zeros)
+            self._collectives.reduce_scatter(zeros.new_empty(action.size // num_ranks), zeros)
 
     # ------------------------------------------------------------------ what torch calls
 
@@ -194,7 +198,7 @@ class ShardedTransport(Transport):
 
     def _before_reduction(self, unit: ShardedUnit, used: list[nn.Parameter]) -> bool:
         """Note which parameters a unit's backward has used; False in ``torch.autograd.grad``."""
-        if self._accumulates and self._controller.attached_group().size == 1:
+        if self._accumulates and self._collectives.mesh.size == 1:
             unit.scale_gradients(0.0 if self._sends_zeros else self._scale)
         if not self._controller.weights.is_borrowed:
             self._used.update(map(self._known_slot, used))
@@ -360,8 +364,9 @@ class ShardedTransport(Transport):
         for slot in self._slots:
             slot.accept_changes()
 
-    def move_to(self, mesh: DeviceMesh) -> None:
+    def move_to(self, mesh: DeviceMesh, collectives: MeshCollectives) -> None:
         """Share the parameters out over the mesh of another group; their values are lost."""
+        self._collectives = collectives
         for unit in self._units:
             unit.move_to(mesh)
         self._order.reset()

@@ -103,7 +103,9 @@ class CheckpointPart:
     def _hold(self, clone: Callable[[torch.Tensor], torch.Tensor], pool: TensorPool | None) -> int:
         is_read = self._worker.rank == 0 or self._keeps_its_own
         whole = clone if is_read else _leave_out
-        copy = partial(copy_own_rows, clone=clone, clone_whole=whole)
+        # The ranks of the first copy of the models write its rows.
+        rows = clone if self._worker.mesh.replicate_rank == 0 else _leave_rows_out
+        copy = partial(copy_own_rows, clone=rows, clone_whole=whole)
         state = self._worker.own_state_dict(copy)
         self._pool.clear()
         step: int = state["global_step"]
@@ -165,6 +167,11 @@ class CheckpointPart:
         if len(data) < size:
             os.close(self._files.pop(name))
         return data
+
+
+def _leave_rows_out(tensor: torch.Tensor) -> torch.Tensor:
+    """In the place of rows that a rank of another copy writes: none."""
+    return torch.empty_like(tensor[:0], device="cpu")
 
 
 def _leave_out(tensor: torch.Tensor) -> torch.Tensor:

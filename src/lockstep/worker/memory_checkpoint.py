@@ -11,6 +11,8 @@ of which all parts are left, and computes the steps since then again (`replay`).
   part of the new checkpoint had arrived; or none has, and all ranks still hold the older one.
 - The steps between two checkpoints follow from a measurement: a checkpoint may take one part in a
   hundred of the time (`_COST`).
+- Where ranks hold several copies of a model (HSDP), a rank's copy of its own part is enough: the
+  ranks of the other copies have the same rows. Nothing is sent then.
 - What changes the state besides training (a user's function, a loaded state) cannot be computed
   again, so the driver renews the checkpoint after each such call.
 
@@ -54,7 +56,7 @@ class MemoryCheckpoint(NamedTuple):
     Attributes:
         number: a later one has a larger number.
         step: committed steps of the run.
-        size: the number of ranks, whose parts together are the state.
+        size: the number of parts, which together are the state.
     """
 
     number: int
@@ -137,11 +139,11 @@ class MemoryCheckpoints:
 
     @property
     def held(self) -> tuple[tuple[MemoryCheckpoint, int], ...]:
-        """The parts that this process can give back: of which checkpoint, and of which rank."""
+        """The parts that this process can give back: of which checkpoint, and which one of it."""
         return tuple(self._parts)
 
-    def part(self, checkpoint: MemoryCheckpoint, rank: int) -> Part:
-        return self._parts[checkpoint, rank]
+    def part(self, checkpoint: MemoryCheckpoint, number: int) -> Part:
+        return self._parts[checkpoint, number]
 
     def own_part(self, checkpoint: MemoryCheckpoint) -> Part | None:
         """The part that this process made; None if it was not there yet."""
@@ -223,7 +225,7 @@ class MemoryCheckpoints:
 
         Collective:
             Every rank, between two steps. Two small all-gathers, and an all-to-all for each large
-            tensor.
+            tensor unless there are several copies of the models.
 
         Raises:
             PeerLostError: a rank went away. The older checkpoint is still there.
@@ -240,9 +242,10 @@ class MemoryCheckpoints:
         newest, interval = max(seen)[:2]
         self._number, self._interval = newest + 1, interval
         mine = _take_part(worker, taken_in, with_gradients=any(each[3] for each in seen))
-        taken = MemoryCheckpoint(self._number, mine.state["global_step"], group.size)
-        self._parts[taken, group.rank] = self._own[taken] = mine
-        if group.size > 1:
+        mesh = worker.mesh
+        taken = MemoryCheckpoint(self._number, mine.state["global_step"], mesh.shard_size)
+        self._parts[taken, mesh.shard_rank] = self._own[taken] = mine
+        if mesh.size > 1 and mesh.replicate_size == 1:
             to, source = _partners([each[2] for each in seen], group.rank)
             self._parts[taken, source] = _exchange_with(group, mine, to, source)
         steps = state.committed - self._taken_at
@@ -318,9 +321,9 @@ def merge_parts(parts: Iterable[Part], mine: tuple[int, int], own: Part | None) 
     """The part of one rank among another number of ranks, from all old parts in order.
 
     Args:
-        parts: of ranks 0, 1, ...; each is dropped before the next one is asked for. They stay as
+        parts: 0, 1, ...; each is dropped before the next one is asked for. They stay as
             they are: another loss may need them again.
-        mine: the rank, and the number of ranks.
+        mine: the rank among those that share a copy out, and their number.
         own: the part that this process made: what is each rank's own comes from there. None in a
             new process, which begins with those of rank 0.
     """

@@ -44,12 +44,12 @@ class MemoryRestore:
 
     Attributes:
         checkpoint: the newest one of which all parts are left.
-        senders: for each part the rank of the next generation that has it.
+        holders: for each part the ranks of the next generation that have it.
         furthest: the survivor that has come furthest: steps are computed again up to there.
     """
 
     checkpoint: MemoryCheckpoint
-    senders: tuple[int, ...]
+    holders: tuple[tuple[int, ...], ...]
     furthest: SurvivorState
 
     @property
@@ -73,23 +73,22 @@ def find_restore(
         held: the parts that each rank of the next generation has.
         furthest: the survivor that has come furthest.
     """
-    senders: dict[MemoryCheckpoint, dict[int, int]] = {}
+    holders: dict[MemoryCheckpoint, dict[int, tuple[int, ...]]] = {}
     for rank, parts in enumerate(held):
         for checkpoint, part in parts:
-            senders.setdefault(checkpoint, {}).setdefault(part, rank)
-            if part == rank:
-                senders[checkpoint][part] = rank  # its own: it need not be sent
+            found = holders.setdefault(checkpoint, {})
+            found[part] = (*found.get(part, ()), rank)
     assert furthest.position is not None, "it has the state of the run"
     whole = [
         each
-        for each, found in senders.items()
+        for each, found in holders.items()
         # A later one was taken with gradients on the way that are lost with a worker.
         if len(found) == each.size and each.step <= furthest.position.steps
     ]
     if not whole:
         return None
     newest = max(whole)
-    ordered = tuple(senders[newest][part] for part in range(newest.size))
+    ordered = tuple(holders[newest][part] for part in range(newest.size))
     return MemoryRestore(newest, ordered, furthest)
 
 
@@ -99,30 +98,31 @@ def _receive_part(worker: Worker, group: Group, restore: MemoryRestore) -> Part:
     Collective:
         Every rank: a broadcast of each part that a rank needs and does not hold itself.
     """
-    checkpoint = restore.checkpoint
+    checkpoint, mesh = restore.checkpoint, worker.mesh
     needed = (part for part in _receive_parts(worker, group, restore) if part is not None)
-    if checkpoint.size == group.size:
+    if checkpoint.size == mesh.shard_size:
         (mine,) = needed
         return mine
     own = _memory_of(worker).own_part(checkpoint)
-    return merge_parts(needed, (group.rank, group.size), own)
+    return merge_parts(needed, (mesh.shard_rank, mesh.shard_size), own)
 
 
 def _receive_parts(worker: Worker, group: Group, restore: MemoryRestore) -> Iterator[Part | None]:
     """The parts in order; None for those that this rank does not need."""
-    checkpoint, memory = restore.checkpoint, _memory_of(worker)
-    is_same_size = checkpoint.size == group.size
-    for rank, sender in enumerate(restore.senders):
-        is_mine = group.rank == rank or not is_same_size
-        own = memory.part(checkpoint, rank) if sender == group.rank else None
-        if is_same_size and sender == rank:
-            pass  # nobody else needs it
-        elif own is not None:
+    checkpoint, memory, mesh = restore.checkpoint, _memory_of(worker), worker.mesh
+    is_same_size = checkpoint.size == mesh.shard_size
+    for number, holders in enumerate(restore.holders):
+        is_mine = mesh.shard_rank == number or not is_same_size
+        needed_by = range(number, mesh.size, mesh.shard_size) if is_same_size else range(mesh.size)
+        own = memory.part(checkpoint, number) if group.rank in holders else None
+        if set(needed_by) <= set(holders):
+            pass  # it need not be sent
+        elif group.rank == holders[0]:
             state_broadcast.send(group, own)
-        elif is_mine:
-            own = state_broadcast.receive(group, sender)
+        elif is_mine and own is None:
+            own = state_broadcast.receive(group, holders[0])
         else:
-            state_broadcast.decline(group, sender)
+            state_broadcast.decline(group, holders[0])
         yield own if is_mine else None
 
 

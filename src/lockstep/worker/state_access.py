@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import read_own_tensors
 from lockstep.data import ShardAssignment, shards_of
+from lockstep.data_parallel_mesh import DataParallelMesh
 from lockstep.host_memory import available_memory
 from lockstep.local_rows import LocalRows
 from lockstep.operator import TrainingOperator
@@ -216,6 +217,12 @@ class StateAccess:
                 self._dataset_switch.position = place
 
     @property
+    def mesh(self) -> DataParallelMesh:
+        """This rank's place among those that share the state's tensors out, in copies."""
+        size = self.run.sync_options.dp_shard_size
+        return DataParallelMesh(self.rank, self.spec.num_workers, size)
+
+    @property
     def place_in_shards(self) -> tuple[int, int]:
         """This rank among those that share a state's tensors out, and their number.
 
@@ -223,7 +230,7 @@ class StateAccess:
         """
         sync = self.operator._lockstep.sync
         has_units = sync is not None and bool(sync.units)
-        return (self.rank, self.spec.num_workers) if has_units else (0, 1)
+        return (self.mesh.shard_rank, self.mesh.shard_size) if has_units else (0, 1)
 
     def _own_part(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         by_rank = state.get("operator_by_rank")

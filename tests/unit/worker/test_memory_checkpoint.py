@@ -83,7 +83,7 @@ def test_the_newest_checkpoint_of_which_all_parts_are_left():
     assert restore is not None
     assert (restore.checkpoint, restore.steps) == (OLD, 5)
     # Rank 0 has its own part, and that of the rank that is gone.
-    assert restore.senders == (0, 1, 0)
+    assert restore.holders == ((0, 1), (1,), (0,))
     complete = [[*held[0], (NEW, 2)], *held[1:]]
     restore = find_restore(complete, FURTHEST)
     assert restore is not None
