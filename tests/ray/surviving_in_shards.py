@@ -44,6 +44,7 @@ class InShards(TrainingOperator):
             criterion=nn.CrossEntropyLoss(),
             schedulers=torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9),
             shard=config.get("shard", [nn.Sequential]),
+            dp_shard_size=config.get("dp_shard_size"),
         )
         # What a program keeps of the parameters stays theirs, whatever happens to the shards.
         self.kept = list(self.model.parameters())

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -234,10 +233,6 @@ class TrainingOperator:
         models, optimizers, schedulers = map(as_sequence, (models, optimizers, schedulers))
         if loss_reduction is not DEFAULT_MEAN:
             self.loss_reduction = loss_reduction
-        if self.loss_reduction not in ("mean", "sum"):
-            raise ConfigurationError(
-                "unknown loss_reduction", expected='"mean" or "sum"', got=repr(self.loss_reduction)
-            )
         self._lockstep.registered = build_training_parts(
             self._lockstep.context,
             models=models,
@@ -245,22 +240,26 @@ class TrainingOperator:
             criterion=criterion,
             schedulers=schedulers,
             ema=ema,
-            sync_options=replace(
-                self._lockstep_sync_options(ddp_args),
-                shard=shard,
-                mp_policy=mp_policy,
-                dp_shard_size=dp_shard_size,
-            ),
+            sync_options=self._lockstep_sync_options(ddp_args, shard, mp_policy, dp_shard_size),
         )
         return in_given_containers(self._lockstep.registered, models, optimizers, schedulers)
 
-    def _lockstep_sync_options(self, ddp_args: dict[str, Any] | None) -> SyncOptions:
+    def _lockstep_sync_options(
+        self, ddp_args: dict[str, Any] | None, shard: Any, mp_policy: Any, dp_shard_size: int | None
+    ) -> SyncOptions:
+        if self.loss_reduction not in ("mean", "sum"):
+            raise ConfigurationError(
+                "unknown loss_reduction", expected='"mean" or "sum"', got=repr(self.loss_reduction)
+            )
         return SyncOptions(
             # The default step knows when a step's last forward is over, and that a shard starts
             # from the committed buffers; elsewhere backward's end is the moment.
             buffers="after_backward" if self._lockstep_overrides_loop() else "manual",
             averages=self.loss_reduction == "mean",
             ddp_args=dict(ddp_args or {}),
+            shard=shard,
+            mp_policy=mp_policy,
+            dp_shard_size=dp_shard_size,
         )
 
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:

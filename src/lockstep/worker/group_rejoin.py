@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.group import Group
+from lockstep.operator import TrainingOperator
 from lockstep.operator.sync_setup import rejoin
 from lockstep.worker import state_broadcast
 from lockstep.worker.loader_sharding import make_sharded_loader
@@ -33,7 +34,6 @@ from lockstep.worker.survivor_state import RunPosition, SurvivorState
 from lockstep.worker.worker import Undone
 
 if TYPE_CHECKING:
-    from lockstep.operator import TrainingOperator
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.worker.memory_recovery import MemoryRestore
     from lockstep.worker.process_group import Rendezvous
@@ -81,6 +81,8 @@ def leave_broken_group(
         survivor = _abandoned(worker, survivor, interrupted)
     if memory is None or survivor.position is None:
         return survivor
+    if worker.mesh.replicate_size > 1 and interrupted in ("train", "validation"):
+        _hold_present(worker, survivor, trains=interrupted == "train")
     if interrupted != "train":
         # A state that is being loaded is not one that training has come to.
         survivor = replace(survivor, position=RunPosition(*memory.reached))
@@ -96,6 +98,18 @@ def leave_broken_group(
         calls=tuple(memory.calls),
     )
     return worker.survivor
+
+
+def _hold_present(worker: Worker, survivor: SurvivorState, *, trains: bool) -> None:
+    """Hold what this survivor has as a part of a checkpoint, if it is that of a committed step."""
+    operator = worker.operator
+    # A user's `state_dict` may communicate, and the group is left.
+    is_plain = not operator._lockstep_overrides(TrainingOperator.state_dict)
+    if is_plain and worker.rollback.is_at_committed_step:
+        assert worker.memory is not None, "ranks with copies have one"
+        call = worker.loop_run
+        is_within = trains and call is not None and not call.is_over
+        worker.memory.hold_present(worker.generation, survivor.progress, is_within=is_within)
 
 
 def _abandoned(worker: Worker, survivor: SurvivorState, interrupted: str | None) -> SurvivorState:

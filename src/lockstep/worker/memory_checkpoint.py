@@ -12,7 +12,9 @@ of which all parts are left, and computes the steps since then again (`replay`).
 - The steps between two checkpoints follow from a measurement: a checkpoint may take one part in a
   hundred of the time (`_COST`).
 - Where ranks hold several copies of a model (HSDP), a rank's copy of its own part is enough: the
-  ranks of the other copies have the same rows. Nothing is sent then.
+  ranks of the other copies have the same rows. Nothing is sent then. And where the survivors have
+  undone the open step, what they hold is a checkpoint itself (`hold_present`): no committed step
+  is computed again, as long as of all rows one copy is left at the same step.
 - What changes the state besides training (a user's function, a loaded state) cannot be computed
   again, so the driver renews the checkpoint after each such call.
 
@@ -45,6 +47,9 @@ if TYPE_CHECKING:
 
 _COST: Final = 0.01
 """The part of the time that checkpoints may take."""
+
+_OF_SURVIVORS: Final = 1 << 32
+"""Added to the generation of a group that has broken: the number of what its survivors hold."""
 
 _FIRST_INTERVAL: Final = 8
 """Steps from the first checkpoint until the second one, when a step's time is known."""
@@ -148,6 +153,23 @@ class MemoryCheckpoints:
     def own_part(self, checkpoint: MemoryCheckpoint) -> Part | None:
         """The part that this process made; None if it was not there yet."""
         return self._own.get(checkpoint)
+
+    def hold_present(
+        self, generation: int, progress: LoopProgress | None, *, is_within: bool
+    ) -> None:
+        """Keep this rank's part of the last committed step, after its group has broken.
+
+        Args:
+            generation: of the group, the same on all survivors.
+            progress: of the call that was interrupted.
+            is_within: this rank has not come to the end of that call, which is one of `train`.
+        """
+        worker, mesh = self._worker, self._worker.mesh
+        taken_in = (self.calls[-1].number, progress) if is_within else (self._num_calls, None)
+        part = _take_part(worker, taken_in, with_gradients=False)
+        number, step = _OF_SURVIVORS + generation, part.state["global_step"]
+        present = MemoryCheckpoint(number, step, mesh.shard_size)
+        self._parts[present, mesh.shard_rank] = self._own[present] = part
 
     def begin_call(self, request: LoopRequest) -> None:
         """Note that a call of `train` begins at the present step."""

@@ -117,6 +117,7 @@ class Rollback:
         self._run = run
         self._copies_weights = copies_weights
         self._open: OpenStep | None = None
+        self._is_intact = True
         self._buffer_places: list[tuple[nn.Module, str]] = []
         self._buffers = TensorCopies()
         self._parameters: list[nn.Parameter] = []
@@ -382,6 +383,15 @@ class Rollback:
         """Whether no step is open, so that nothing will be undone."""
         return self._open is None
 
+    @property
+    def is_at_committed_step(self) -> bool:
+        """Whether the state is that of the last committed step, and nothing waits for the next one.
+
+        Known of the default loop alone, in which an optimizer steps after all communication.
+        """
+        is_known = self._is_intact and not self._has_own_loop
+        return is_known and self._open is None and self.window_gradients() is None
+
     def undo(self, cursor: Cursor, committed: CommittedCounts) -> bool:
         """Undo the open step; False if weights have changed without a copy from before.
 
@@ -391,7 +401,7 @@ class Rollback:
         if opened is None:
             cursor.move_to(cursor.epoch, cursor.step)
             return True
-        is_undone = self._undo(opened, cursor, committed)
+        is_undone = self._is_intact = self._undo(opened, cursor, committed)
         # Last: after Ctrl-C in the undo, the step is still open and can be undone again.
         self._open = None
         return is_undone

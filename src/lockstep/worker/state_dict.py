@@ -132,7 +132,9 @@ def copy_own_rows(
         if not shard.dim() or not shard.placements[0].is_shard():
             return rows
         mesh = shard.device_mesh
-        first = first_row(shard.shape[0], mesh.get_local_rank(), mesh.size())
+        # Also after the ranks have left their group, which `get_local_rank` would ask.
+        (place,) = mesh.get_coordinate()
+        first = first_row(shard.shape[0], place, mesh.size())
         return LocalRows(rows, shard.shape, first)
 
     return tree_map(copy_leaf, value, as_plain_dict)

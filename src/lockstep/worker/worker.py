@@ -359,6 +359,11 @@ class Worker(StateAccess):
         self._is_asked_to_leave = False
 
     @property
+    def generation(self) -> int:
+        """The generation of the latest group."""
+        return 0 if self._rendezvous is None else self._rendezvous.generation
+
+    @property
     def process_group(self) -> dist.ProcessGroup | None:
         return self._group
 

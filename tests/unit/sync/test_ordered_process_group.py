@@ -5,7 +5,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.data_parallel_mesh import DataParallelMesh
 from lockstep.group import Group
+from lockstep.sync.mesh_collectives import MeshCollectives
 from lockstep.sync.ordered_process_group import make_ordered_group
 from lockstep.sync.unit_order import UnitOrder
 
@@ -19,7 +21,9 @@ def world():
 
 def test_the_default_group_of_a_gpu_worker_is_bound_to_its_device(world):
     world.bound_device_id = torch.device("cuda", 0)
-    ordered = make_ordered_group(UnitOrder(Group(world), ["model"]))
+    group = Group(world)
+    collectives = MeshCollectives(group, DataParallelMesh(0, 1))
+    ordered = make_ordered_group(UnitOrder(group, ["model"]), collectives)
     assert world.bound_device_id == torch.device("cuda", 0)
     value = torch.ones(3)
     dist.all_reduce(value, group=ordered)

@@ -90,6 +90,21 @@ def test_the_newest_checkpoint_of_which_all_parts_are_left():
     assert (restore.checkpoint, restore.steps) == (NEW, 1)
 
 
+def test_what_survivors_of_several_copies_hold_is_a_checkpoint_if_all_rows_are_left():
+    now, before = (MemoryCheckpoint(1 << 32, step, 2) for step in (9, 8))
+    # Ranks 0 and 2 have the same rows; rank 2 had not committed the last step yet.
+    all_left = [[(now, 0), (OLD, 0)], [(now, 1), (OLD, 1)], [(before, 0), (OLD, 0)]]
+    restore = find_restore(all_left, FURTHEST)
+    assert restore is not None
+    assert (restore.checkpoint, restore.steps, restore.holders) == (now, 0, ((0,), (1,)))
+    # Nobody has the first rows at the last step, and nobody the second at the one before.
+    one_lost = [[(before, 0), (MemoryCheckpoint(3, 6, 2), 0)], [(now, 1)], all_left[2]]
+    one_lost[1].append((MemoryCheckpoint(3, 6, 2), 1))
+    restore = find_restore(one_lost, FURTHEST)
+    assert restore is not None
+    assert (restore.checkpoint.step, restore.steps) == (6, 3)
+
+
 def test_none_where_a_part_of_each_is_lost():
     assert find_restore([[(OLD, 0), (OLD, 2)], [(NEW, 1), (NEW, 2)]], FURTHEST) is None
 

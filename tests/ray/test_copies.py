@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two copies of a model, each shared out by two workers: a death costs no committed step."""
+
+import random
+from functools import cache
+
+import pytest
+from tests.ray.operators import farthest
+from tests.ray.surviving import digest_of, until_complete
+from tests.ray.surviving_in_shards import GLOBAL_BATCH, InShards, counts, run, trainer_of
+
+from lockstep.errors import ConfigurationError
+from lockstep.testing import Strike
+
+pytestmark = pytest.mark.timeout(240)
+
+PHASES = ("data", "forward", "backward", "buckets", "optimizer", "applied")
+COPIES = {"num_workers": 4, "resources_per_worker": {"CPU": 0.5}}
+
+
+def kill(rank, step, phase="backward"):
+    return Strike("kill", rank=rank, step=step, phase=phase)
+
+
+def in_copies(strikes=(), noise=0.0, **arguments):
+    # Only what the survivors hold can be that new: none is taken in memory after the first one.
+    arguments = {"memory_checkpoint_every": 100} | COPIES | arguments
+    return trainer_of(InShards, strikes, {"noise": noise, "dp_shard_size": 2}, **arguments)
+
+
+@cache
+def undisturbed_copies(noise):
+    with in_copies(noise=noise) as trainer:
+        results, model = run(trainer)
+    return results, model, digest_of(model)
+
+
+@cache
+def one_process():
+    with trainer_of(InShards, num_workers=1) as trainer:
+        run(trainer)
+        return trainer.get_model()
+
+
+def goes_on(path, **arguments):
+    """The run from the checkpoint on, with other workers."""
+    with trainer_of(InShards, **arguments) as trainer:
+        trainer.load(path)
+        trainer.train(num_steps=4)
+        assert farthest(trainer.get_model(), one_process()) < 1e-12
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint of copies, whose weights are those of one process before and after it."""
+    path = tmp_path_factory.mktemp("copies") / "run"
+    with in_copies() as trainer:
+        for _ in range(2):
+            trainer.train()
+        trainer.validate()
+        trainer.save(path)
+        trainer.train(num_steps=4)
+        assert farthest(trainer.get_model(), one_process()) < 1e-12
+    return path
+
+
+def test_copies_train_as_one_process_which_goes_on_from_their_checkpoint(saved):
+    goes_on(saved, num_workers=1)
+
+
+@pytest.mark.slow
+def test_one_copy_goes_on_from_a_checkpoint_of_copies(saved):
+    goes_on(saved)
+
+
+@pytest.mark.slow
+def test_copies_go_on_from_a_checkpoint_of_copies(saved):
+    goes_on(saved, config={"dp_shard_size": 2}, **COPIES)
+
+
+@pytest.mark.parametrize(
+    ("phase", "step"),
+    [
+        ("backward", 10),
+        *(
+            pytest.param(phase, step, marks=pytest.mark.slow)
+            for phase in PHASES
+            for step in (0, 7, 13)
+        ),
+    ],
+)
+def test_a_spare_takes_the_place_and_no_step_is_computed_again(phase, step):
+    expected, _, bits = undisturbed_copies(0.3)
+    with in_copies([kill(1, step, phase)], 0.3, spare_workers=1) as trainer:
+        results, model = run(trainer)
+        (recovery,) = trainer.status()["recoveries"]
+    assert digest_of(model) == bits
+    assert counts(results) == counts(expected)
+    assert recovery["same_bits"]
+    assert recovery["workers"] == 4
+    assert recovery["replayed"] <= 1  # the open one
+
+
+@pytest.mark.parametrize(
+    ("phase", "rank"),
+    [("forward", 3), *(pytest.param(phase, 0, marks=pytest.mark.slow) for phase in PHASES)],
+)
+def test_fewer_go_on_with_one_copy(phase, rank):
+    with in_copies([kill(rank, 9, phase)]) as trainer:
+        results, model = run(trainer)
+        (recovery,) = trainer.status()["recoveries"]
+    assert farthest(model, one_process()) < 1e-12
+    assert results[-1]["num_samples"] == 4 * GLOBAL_BATCH
+    assert recovery["replayed"] <= 1  # the open one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_random_kills(seed):
+    """One in each of four calls, in a random phase of a random step; a spare takes each place."""
+    draw, steps = random.Random(seed), 5
+    strikes = [
+        kill(draw.randrange(4), steps * call + draw.randrange(steps), draw.choice(PHASES[1:5]))
+        for call in range(4)
+    ]
+
+    def by_calls(trainer, workers):
+        results = []
+        for _ in range(4):
+            until_complete(trainer, workers)
+            results.append(trainer.train(num_steps=steps))
+        return counts(results), digest_of(trainer.get_model())
+
+    with in_copies(noise=0.3) as trainer:
+        expected = by_calls(trainer, 4)
+    with in_copies(strikes, 0.3, spare_workers=1) as trainer:
+        assert by_calls(trainer, 5) == expected
+        recoveries = trainer.status()["recoveries"]
+    assert len(recoveries) == 4
+    assert all(each["replayed"] <= 1 and each["same_bits"] for each in recoveries)
+
+
+def test_a_number_that_does_not_divide_the_workers_is_refused():
+    with pytest.raises(ConfigurationError, match="dp_shard_size=2, 3 workers"):
+        trainer_of(InShards, config={"dp_shard_size": 2})
