@@ -9,6 +9,7 @@ import torch
 
 from lockstep import checkpoint
 from lockstep.checkpoint import finish_directory, publish_directory
+from lockstep.data_parallel_mesh import DataParallelMesh
 from lockstep.local_rows import LocalRows
 from lockstep.worker.checkpoint_part import CheckpointPart
 
@@ -20,6 +21,7 @@ class Trained:
 
     def __init__(self):
         self.rank, self.step = 0, 0
+        self.mesh = DataParallelMesh(0, 1)
         self.operator = SimpleNamespace(_lockstep_overrides=lambda method: False)
         self.rows = torch.zeros(4, 3)
 
@@ -115,3 +117,14 @@ def test_where_the_folder_is_not_there_the_driver_reads_the_file_by_pieces(worke
     (tmp_path / name).write_bytes(b"".join(pieces))
     finish_directory(str(tmp_path), [on_disk.part], on_disk.part.state)
     assert checkpoint.read(tmp_path)["rows"].unique().tolist() == [2.0]
+
+
+def test_a_rank_of_another_copy_of_the_models_has_no_rows_to_write(tmp_path, worker):
+    worker.mesh, worker.rank = DataParallelMesh(1, 2, 1), 1
+    part = CheckpointPart(worker)
+    worker.train()
+    step = part.copy()
+    written = part.write(step, str(tmp_path))
+    assert written is not None
+    assert written.part.in_rows  # it knows of the tensor, as the ranks of the first copy do
+    assert not written.part.files
