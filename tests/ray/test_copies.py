@@ -140,6 +140,13 @@ def test_random_kills(seed):
     assert all(each["replayed"] <= 1 and each["same_bits"] for each in recoveries)
 
 
+@pytest.mark.slow
+def test_windows_and_clips_of_copies_are_held_against_one_process():
+    with in_copies(accumulate=2, clip_grad_norm=0.3, audit="full") as trainer:
+        trainer.train()
+        assert trainer.verify().ok
+
+
 def test_a_number_that_does_not_divide_the_workers_is_refused():
     with pytest.raises(ConfigurationError, match="dp_shard_size=2, 3 workers"):
         trainer_of(InShards, config={"dp_shard_size": 2})

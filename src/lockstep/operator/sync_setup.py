@@ -100,21 +100,21 @@ def is_in_units(registered: TrainingParts, context: RankContext) -> bool:
 def check_shard_size(sync_options: SyncOptions, context: RankContext) -> None:
     """Refuse a number of ranks that cannot share a copy of the models out.
 
+    Under another sync, and with one rank, it has no effect, as ``shard`` has none.
+
     Raises:
         ConfigurationError: it cannot.
     """
     size, num_workers = sync_options.dp_shard_size, context.world_size
-    if size is None:
+    if size is None or context.options.sync != "fsdp" or context.group.is_alone:
         return
     # A spare does not know yet how many they will be; a group that lost a rank holds one copy.
     divides = size >= 2 and (context.is_spare or num_workers % size == 0)
-    if context.options.sync != "fsdp" or sync_options.shard == "whole" or not divides:
+    if sync_options.shard == "whole" or not divides:
         raise ConfigurationError(
             "register(dp_shard_size=...) does not fit",
-            expected='sync="fsdp", register(shard="auto"), and at least 2 workers in each of equal'
-            " groups",
-            got=f"dp_shard_size={size}, {num_workers} workers, sync={context.options.sync!r},"
-            f" shard={sync_options.shard!r:.40}",
+            expected='units, as of register(shard="auto"), and equal groups of at least 2 workers',
+            got=f"dp_shard_size={size}, {num_workers} workers, shard={sync_options.shard!r:.40}",
             fix="a number that divides num_workers; or leave it out",
         )
 
