@@ -29,6 +29,11 @@ OURS: dict[str, tuple[float | None, str, Contender]] = {
     "fewer workers": (0.3, "seconds", _ours("shrinking", "shrink")),
     "in shards, a spare ready": (None, "new", _ours("shards, spare", "shards", "spare")),
     "in shards, fewer workers": (None, "new", _ours("shards, shrinking", "shards", "shrink")),
+    "in two copies of two shards, a spare ready": (
+        0.5,
+        "seconds",
+        _ours("copies", "copies", "spare"),
+    ),
 }
 """The mode, its goal in seconds, up to which step they are measured, and the program.
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker of TorchTrainer is killed: with a spare ready (argument "spare"), or without one.
 
-With the argument "shards" the model is in units, and each worker alone has its rows.
+With the argument "shards" the model is in units, and each worker alone has its rows. With "copies"
+there are four workers, of which two share one copy of the model out, and two another one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ class Worker(TrainingOperator):
         model = work.make_model()
         optimizer = torch.optim.Adam(model.parameters())
         self.model, self.optimizer, self.criterion = self.register(
-            models=model, optimizers=optimizer, criterion=nn.CrossEntropyLoss(), shard=[nn.Linear]
+            models=model,
+            optimizers=optimizer,
+            criterion=nn.CrossEntropyLoss(),
+            shard=[nn.Linear],
+            dp_shard_size=config["dp_shard_size"],
         )
         self.register_data(
             train_loader=DataLoader(work.make_dataset(), work.BATCH_SIZE, shuffle=True)
@@ -35,14 +40,16 @@ class Worker(TrainingOperator):
 
 
 def main() -> None:
-    spares = int("spare" in sys.argv)
+    spares, in_copies = int("spare" in sys.argv), "copies" in sys.argv
     with tempfile.TemporaryDirectory() as folder:
         with TorchTrainer(
             training_operator_cls=Worker,
-            num_workers=3,
+            num_workers=4 if in_copies else 3,
             spare_workers=spares,
-            sync="fsdp" if "shards" in sys.argv else "replicate",
-            config={"folder": folder},
+            # Ray has four processors here, and there are as many workers and a spare.
+            resources_per_worker={"CPU": 0.8} if in_copies else None,
+            sync="fsdp" if in_copies or "shards" in sys.argv else "replicate",
+            config={"folder": folder, "dp_shard_size": 2 if in_copies else None},
         ) as trainer:
             killer = work.Killer(folder)
             killer.start()

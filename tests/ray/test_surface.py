@@ -116,6 +116,11 @@ def check_a_failed_load_changes_nothing(two):
     assert two.apply_all_operators(lambda operator: operator.own["rank"]) == [0, 1]
 
 
+def test_workers_may_have_a_part_of_a_cpu_each():
+    with start(DefaultLoop, num_cpus_per_worker=0.5) as two:
+        assert two.apply_all_workers(torch.get_num_threads) == [1, 1]
+
+
 # ------------------------------------------------------------------------------- use_local
 
 

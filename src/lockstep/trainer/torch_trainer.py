@@ -59,7 +59,7 @@ class TorchTrainer:
         num_workers: processes that train. With `num_shards` given it changes the speed alone.
         num_shards: parts that every global batch is cut into; `num_workers` if None. A loader's
             own ``batch_size`` is multiplied by it, ``config[BATCH_SIZE]`` is not.
-        num_cpus_per_worker: CPUs, and threads of torch, for each worker.
+        num_cpus_per_worker: CPUs, and threads of torch (one at least), for each worker.
         use_gpu: True, False, or "auto": whether CUDA is available here, or other machines of the
             cluster have a GPU for every worker.
         resources_per_worker: further Ray resources for each worker, by name.
@@ -114,7 +114,7 @@ class TorchTrainer:
         config: dict[str, Any] | None = None,
         num_workers: int = 1,
         num_shards: int | None = None,
-        num_cpus_per_worker: int = 1,
+        num_cpus_per_worker: float = 1,
         use_gpu: bool | str = "auto",
         resources_per_worker: Mapping[str, float] | None = None,
         backend: str = "auto",
@@ -177,7 +177,7 @@ class TorchTrainer:
             num_shards=num_shards or num_workers,
             seed=int(seed),
             initialization_hook=initialization_hook,
-            threads=num_cpus_per_worker if processes > 1 or reproducible else None,
+            threads=max(1, int(num_cpus_per_worker)) if processes > 1 or reproducible else None,
             use_gpu=checks.pick_gpu(use_gpu, backend),
             options=checks.check_options(options, operator_cls, use_local=use_local),
             audit=checks.require_choice("audit", audit, ("off", "watch", "full")),
