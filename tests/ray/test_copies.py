@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two copies of a model, each shared out by two workers: a death costs no committed step."""
 
+import os
 import random
+import signal
 from functools import cache
 
 import pytest
+import torch
 from tests.ray.operators import farthest
 from tests.ray.surviving import digest_of, until_complete
-from tests.ray.surviving_in_shards import GLOBAL_BATCH, InShards, counts, run, trainer_of
+from tests.ray.surviving_in_shards import (
+    GLOBAL_BATCH,
+    InShards,
+    Interrupted,
+    counts,
+    run,
+    trainer_of,
+)
 
 from lockstep.errors import ConfigurationError
 from lockstep.testing import Strike
@@ -22,15 +32,46 @@ def kill(rank, step, phase="backward"):
     return Strike("kill", rank=rank, step=step, phase=phase)
 
 
-def in_copies(strikes=(), noise=0.0, **arguments):
+class WritesToWeights(InShards):
+    """As prototypes that are normalised: some weights are written to before each forward."""
+
+    def compute_loss(self, batch, batch_info):
+        with torch.no_grad():
+            self.kept[0].mul_(0.9)
+            self.kept[1].data.add_(0.01)
+            if self.global_step >= 8:
+                self.kept[2].mul_(0.9)  # late: the versions alone tell of it
+        return super().compute_loss(batch, batch_info)
+
+
+class SwapsInValidation(InShards):
+    """Other weights while it validates; one worker dies in the middle, once."""
+
+    def validate_batch(self, batch, batch_info):
+        before = [each.detach().clone() for each in self.kept]
+        with torch.no_grad():
+            for each in self.kept:
+                each.mul_(0.5)
+        if self.world_rank == 1 and self.config["marker"] and not self.config["marker"].exists():
+            self.config["marker"].touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = super().validate_batch(batch, batch_info)
+        with torch.no_grad():
+            for each, value in zip(self.kept, before, strict=True):
+                each.copy_(value)
+        return result
+
+
+def in_copies(strikes=(), noise=0.0, operator_cls=InShards, marker=None, **arguments):
     # Only what the survivors hold can be that new: none is taken in memory after the first one.
     arguments = {"memory_checkpoint_every": 100} | COPIES | arguments
-    return trainer_of(InShards, strikes, {"noise": noise, "dp_shard_size": 2}, **arguments)
+    config = {"noise": noise, "dp_shard_size": 2, "marker": marker}
+    return trainer_of(operator_cls, strikes, config, **arguments)
 
 
 @cache
-def undisturbed_copies(noise):
-    with in_copies(noise=noise) as trainer:
+def undisturbed_copies(noise, operator_cls=InShards):
+    with in_copies(noise=noise, operator_cls=operator_cls) as trainer:
         results, model = run(trainer)
     return results, model, digest_of(model)
 
@@ -109,9 +150,48 @@ def test_fewer_go_on_with_one_copy(phase, rank):
     with in_copies([kill(rank, 9, phase)]) as trainer:
         results, model = run(trainer)
         (recovery,) = trainer.status()["recoveries"]
+        assert trainer.verify().ok
     assert farthest(model, one_process()) < 1e-12
     assert results[-1]["num_samples"] == 4 * GLOBAL_BATCH
     assert recovery["replayed"] <= 1  # the open one
+
+
+@pytest.mark.parametrize(
+    "step", [9, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 8))]
+)
+def test_what_a_forward_has_written_to_weights_is_written_once(step):
+    _, _, bits = undisturbed_copies(0.0, WritesToWeights)
+    strikes, operator_cls = [kill(1, step, "data")], WritesToWeights
+    with in_copies(strikes, operator_cls=operator_cls, spare_workers=1) as trainer:
+        _, model = run(trainer)
+        (recovery,) = trainer.status()["recoveries"]
+    assert digest_of(model) == bits
+    # What is written late cannot be undone in that step: the run goes back to its beginning.
+    assert recovery["replayed"] <= (1 if step != 8 else 9)
+
+
+@pytest.mark.slow
+def test_weights_that_a_validation_has_swapped_are_not_those_of_a_step(tmp_path):
+    _, _, bits = undisturbed_copies(0.0, SwapsInValidation)
+    arguments = {"operator_cls": SwapsInValidation, "marker": tmp_path / "died"}
+    with in_copies(spare_workers=1, **arguments) as trainer:
+        _, model = run(trainer)
+        assert len(trainer.status()["recoveries"]) == 1
+    assert digest_of(model) == bits
+
+
+@pytest.mark.slow
+def test_after_an_error_of_the_programs_own_the_run_goes_on():
+    with in_copies() as trainer:
+        trainer.train(num_steps=9)
+        bits = digest_of(trainer.get_model())
+    config = {"dp_shard_size": 2, "once": []}
+    with trainer_of(Interrupted, config=config, memory_checkpoint_every=100, **COPIES) as trainer:
+        with pytest.raises(RuntimeError, match="no such luck"):
+            trainer.train(num_steps=9)
+        assert trainer.status()["step"] == 6
+        trainer.train(num_steps=3)
+        assert digest_of(trainer.get_model()) == bits
 
 
 @pytest.mark.slow

@@ -192,6 +192,15 @@ def forget_aborted_step(root: nn.Module) -> None:
     free.reset_iter_state()
 
 
+def rows_of_shard(shard: Any) -> torch.Tensor:
+    """This rank's rows of a ``DTensor``: the same tensor each time, unlike that of ``to_local``.
+
+    Torch 2.13.
+    """
+    rows: torch.Tensor = shard._local_tensor
+    return rows
+
+
 def finished_work(result: Any) -> Any:
     """The ``Work`` of a collective that is done; `result`: a tensor or a list. Torch 2.13."""
     future: torch.futures.Future[Any] = torch.futures.Future()

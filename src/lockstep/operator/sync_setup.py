@@ -108,8 +108,10 @@ def check_shard_size(sync_options: SyncOptions, context: RankContext) -> None:
     size, num_workers = sync_options.dp_shard_size, context.world_size
     if size is None or context.options.sync != "fsdp" or context.group.is_alone:
         return
-    # A spare does not know yet how many they will be; a group that lost a rank holds one copy.
-    divides = size >= 2 and (context.is_spare or num_workers % size == 0)
+    # A spare does not know yet how many they will be; a group that lost a rank, in which `verify`
+    # runs `setup` again, holds one copy.
+    may_not_divide = context.is_spare or context.is_trial
+    divides = size >= 2 and (may_not_divide or num_workers % size == 0)
     if sync_options.shard == "whole" or not divides:
         raise ConfigurationError(
             "register(dp_shard_size=...) does not fit",

@@ -382,6 +382,12 @@ class TrainingOperator:
         loops = (TrainingOperator.train_batch, TrainingOperator.train_epoch)
         return any(cls._lockstep_overrides(loop) for loop in loops)
 
+    @classmethod
+    def _lockstep_overrides_validation(cls) -> bool:
+        """Whether a validation runs the user's code, which may change the state of the run."""
+        loops = (TrainingOperator.validate, TrainingOperator.validate_batch)
+        return any(cls._lockstep_overrides(loop) for loop in loops)
+
     def _lockstep_end(self) -> None:
         """Do what is left to do on this rank when the trainer shuts down without a failure."""
 

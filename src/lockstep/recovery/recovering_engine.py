@@ -33,7 +33,6 @@ from lockstep.data import shards_of
 from lockstep.engine.idle_worker_eviction import evicted_error, register_for_eviction
 from lockstep.engine.rollback_errors import warn_of_cut_short_step
 from lockstep.errors import PoisonedStepError, WorkerDiedError
-from lockstep.operator import TrainingOperator
 from lockstep.recovery.incident import Incident
 from lockstep.recovery.lost_sample_counts import LostSampleCounts
 from lockstep.recovery.lost_worker import LostWorker
@@ -55,14 +54,13 @@ if TYPE_CHECKING:
     from lockstep.engine.engine_protocol import CallListener, SnapshotFetcher, SnapshotKeeper
     from lockstep.engine.pending_call import PendingCall
     from lockstep.engine.ray_engine import RayEngine
+    from lockstep.operator import TrainingOperator
     from lockstep.recovery.regrouping import NewGeneration
     from lockstep.worker import CallContract, RemoteCall, RunPosition, StartReport
 
 R = TypeVar("R")
 
 _log = logging.getLogger("lockstep.recovery")
-
-_VALIDATION: Final = (TrainingOperator.validate, TrainingOperator.validate_batch)
 
 _CALL_AGAIN: Final = "the workers are complete again, with the state from before it: call it again"
 
@@ -207,8 +205,8 @@ class RecoveringEngine:
 
     def _may_change_state(self, call: RemoteCall[Worker, object]) -> bool:
         if call.contract.on_failure is OnFailure.RESUME:
-            overrides = self._engine.spec.operator_cls._lockstep_overrides
-            return call.purpose == "validation" and any(map(overrides, _VALIDATION))
+            overrides = self._engine.spec.operator_cls._lockstep_overrides_validation
+            return call.purpose == "validation" and overrides()
         return call.contract.on_failure is not OnFailure.REPEAT
 
     def _perform(

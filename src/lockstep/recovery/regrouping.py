@@ -285,7 +285,8 @@ def _parts_lost_error(lost_workers: Sequence[LostWorker]) -> WorkerDiedError:
     return _lost_error(
         "a part of the state is lost with the workers that had it",
         lost_workers,
-        cause="a worker and the one that kept a copy of its part have died together, or the state"
+        cause="a worker and the one that kept a copy of its part (with dp_shard_size: all that had"
+        " the same rows) have died together, or the state"
         " was changed between two calls while gradients were not reduced (no_sync)",
     )
 

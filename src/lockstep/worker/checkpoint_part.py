@@ -171,7 +171,7 @@ class CheckpointPart:
 
 def _leave_rows_out(tensor: torch.Tensor) -> torch.Tensor:
     """In the place of rows that a rank of another copy writes: none."""
-    return torch.empty_like(tensor[:0], device="cpu")
+    return tensor.new_empty((0, *tensor.shape[1:]), device="cpu")
 
 
 def _leave_out(tensor: torch.Tensor) -> torch.Tensor:

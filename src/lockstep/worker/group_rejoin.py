@@ -17,6 +17,7 @@ The state that travels is that of a checkpoint (see `state_dict`), and what a ch
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ from lockstep.worker.remote_method import Communication, OnFailure, remote_metho
 from lockstep.worker.saved_gradients import SavedGradients
 from lockstep.worker.survivor_state import RunPosition, SurvivorState
 from lockstep.worker.worker import Undone
+
+_log = logging.getLogger("lockstep.recovery")
 
 if TYPE_CHECKING:
     from lockstep.operator.training_parts import TrainingParts
@@ -77,12 +80,12 @@ def leave_broken_group(
         survivor = replace(worker.survivor, held=memory.held)
         return _abandoned(worker, survivor, interrupted) if is_abandoned else survivor
     survivor = _leave_broken_group(worker, interrupted)
+    if memory is not None and survivor.position is not None and worker.mesh.replicate_size > 1:
+        _hold_survivors(worker, survivor, interrupted)
     if is_abandoned and survivor.position is not None:
         survivor = _abandoned(worker, survivor, interrupted)
     if memory is None or survivor.position is None:
         return survivor
-    if worker.mesh.replicate_size > 1 and interrupted in ("train", "validation"):
-        _hold_present(worker, survivor, trains=interrupted == "train")
     if interrupted != "train":
         # A state that is being loaded is not one that training has come to.
         survivor = replace(survivor, position=RunPosition(*memory.reached))
@@ -100,16 +103,24 @@ def leave_broken_group(
     return worker.survivor
 
 
-def _hold_present(worker: Worker, survivor: SurvivorState, *, trains: bool) -> None:
-    """Hold what this survivor has as a part of a checkpoint, if it is that of a committed step."""
-    operator = worker.operator
+def _hold_survivors(worker: Worker, survivor: SurvivorState, interrupted: str | None) -> None:
+    """Hold what this rank has as a part of a checkpoint, if it is that of a committed step.
+
+    Where it is not certain, or fails, the newest memory checkpoint counts.
+    """
+    operator, memory, call = worker.operator, worker.memory, worker.loop_run
+    is_known = interrupted == "train" or (
+        interrupted == "validation" and not operator._lockstep_overrides_validation()
+    )
     # A user's `state_dict` may communicate, and the group is left.
     is_plain = not operator._lockstep_overrides(TrainingOperator.state_dict)
-    if is_plain and worker.rollback.is_at_committed_step:
-        assert worker.memory is not None, "ranks with copies have one"
-        call = worker.loop_run
-        is_within = trains and call is not None and not call.is_over
-        worker.memory.hold_present(worker.generation, survivor.progress, is_within=is_within)
+    if memory is None or not (is_known and is_plain and worker.rollback.is_at_committed_step):
+        return
+    is_within_call = interrupted == "train" and call is not None and not call.is_over
+    try:
+        memory.hold_survivors(survivor.progress, is_within_call=is_within_call)
+    except Exception:
+        _log.warning("rank %d holds no part of the last step", worker.rank, exc_info=True)
 
 
 def _abandoned(worker: Worker, survivor: SurvivorState, interrupted: str | None) -> SurvivorState:
@@ -206,7 +217,7 @@ def join(worker: Worker, rank: int, formation: Formation) -> None:
         go_back(worker, group, formation.restore)
     worker.expect_usual_weight()
     with_optimizers = worker.spec.options.sync != "parameter_server"
-    state_broadcast.agree_on_bits(group, worker.run, with_optimizers=with_optimizers)
+    state_broadcast.agree_on_bits(group, worker.run, worker.mesh, with_optimizers=with_optimizers)
     group.confirm()
     if formation.restore is None:
         worker.attach_audit(operator._lockstep.committed)

@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from lockstep._torch_compat import version_of
-from lockstep.tensor_copies import TensorCopies, overwrite
+from lockstep.tensor_copies import TensorCopies, is_shard, overwrite
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from torch import nn
 
 _STEPS: Final = 3
 """More than one: a momentum encoder that begins as a copy does not move in the first step."""
@@ -34,31 +33,31 @@ class InPlaceWriteTracker:
     """Copies of the weights that a batch may write to, from before the batch."""
 
     def __init__(self) -> None:
-        self._found: dict[nn.Parameter, None] = {}
-        self._parameters: list[nn.Parameter] = []
+        self._found: dict[torch.Tensor, None] = {}
+        self._parameters: list[torch.Tensor] = []
         self._versions: list[int] = []
-        self._held: dict[nn.Parameter, None] = {}
+        self._held: dict[torch.Tensor, None] = {}
         self._copies = TensorCopies()
         self._is_ahead_of_step = False
         self._has_missed = False
         self._steps_left = _STEPS
 
-    def take(self, parameters: Sequence[nn.Parameter]) -> None:
+    def take(self, parameters: Sequence[torch.Tensor]) -> None:
         """Copy the weights that the next batch may write to.
 
         Args:
-            parameters: all parameters of the run.
+            parameters: all parameters of the run; of shards this rank's rows are copied.
         """
         self._parameters = list(parameters)
-        self._versions = [version_of(parameter) for parameter in parameters]
+        self._versions = [_version(parameter) for parameter in parameters]
         self._held = dict.fromkeys(parameters) if self._steps_left else dict(self._found)
-        self._copies.take(list(self._held))
+        self._copies.take([_own_rows(parameter) for parameter in self._held])
         self._is_ahead_of_step, self._has_missed = True, False
 
-    def __contains__(self, parameter: nn.Parameter) -> bool:
+    def __contains__(self, parameter: torch.Tensor) -> bool:
         return parameter in self._found
 
-    def expect(self, parameters: Iterable[nn.Parameter]) -> None:
+    def expect(self, parameters: Iterable[torch.Tensor]) -> None:
         """Copy `parameters` from the next batch on."""
         self._found.update(dict.fromkeys(parameters))
 
@@ -72,14 +71,14 @@ class InPlaceWriteTracker:
         """Undo the writes of the batches since `take`; does not undo the steps of optimizers."""
         for held, value in zip(self._held, self._copies.values, strict=True):
             if self._is_ahead_of_step or held in self._found:
-                overwrite([held], [value])
+                overwrite([_own_rows(held)], [value])
 
-    def _has_no_copy(self, changed: Iterable[nn.Parameter]) -> bool:
+    def _has_no_copy(self, changed: Iterable[torch.Tensor]) -> bool:
         return any(parameter not in self._held for parameter in changed)
 
-    def _find_changed(self) -> list[nn.Parameter]:
+    def _find_changed(self) -> list[torch.Tensor]:
         pairs = zip(self._parameters, self._versions, strict=True)
-        return [parameter for parameter, version in pairs if version_of(parameter) != version]
+        return [parameter for parameter, version in pairs if _version(parameter) != version]
 
     def find_writes(self) -> None:
         """Before an optimizer's step, find the weights that the batch has changed."""
@@ -91,4 +90,21 @@ class InPlaceWriteTracker:
         if self._steps_left:
             self._steps_left -= 1
             pairs = zip(self._held, self._copies.values, strict=True)
-            self.expect([held for held, value in pairs if not torch.equal(held.detach(), value)])
+            self.expect(
+                held for held, value in pairs if not torch.equal(_own_rows(held).detach(), value)
+            )
+
+
+def _own_rows(parameter: torch.Tensor) -> torch.Tensor:
+    """The memory of a parameter that this rank has."""
+    if not is_shard(parameter):
+        return parameter
+    from lockstep._torch_compat.fully_shard import rows_of_shard
+
+    return rows_of_shard(parameter)
+
+
+def _version(parameter: torch.Tensor) -> int:
+    """A number that grows with each write: DTensor counts its own, and its rows those to them."""
+    rows = _own_rows(parameter)
+    return version_of(parameter) + (0 if rows is parameter else version_of(rows))

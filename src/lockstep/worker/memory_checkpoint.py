@@ -13,7 +13,7 @@ of which all parts are left, and computes the steps since then again (`replay`).
   hundred of the time (`_COST`).
 - Where ranks hold several copies of a model (HSDP), a rank's copy of its own part is enough: the
   ranks of the other copies have the same rows. Nothing is sent then. And where the survivors have
-  undone the open step, what they hold is a checkpoint itself (`hold_present`): no committed step
+  undone the open step, what they hold is a checkpoint itself (`hold_survivors`): no committed step
   is computed again, as long as of all rows one copy is left at the same step.
 - What changes the state besides training (a user's function, a loaded state) cannot be computed
   again, so the driver renews the checkpoint after each such call.
@@ -48,9 +48,6 @@ if TYPE_CHECKING:
 _COST: Final = 0.01
 """The part of the time that checkpoints may take."""
 
-_OF_SURVIVORS: Final = 1 << 32
-"""Added to the generation of a group that has broken: the number of what its survivors hold."""
-
 _FIRST_INTERVAL: Final = 8
 """Steps from the first checkpoint until the second one, when a step's time is known."""
 
@@ -59,11 +56,13 @@ class MemoryCheckpoint(NamedTuple):
     """The name of one checkpoint.
 
     Attributes:
+        is_of_survivors: it is what the ranks of a broken group hold, see `hold_survivors`.
         number: a later one has a larger number.
         step: committed steps of the run.
         size: the number of parts, which together are the state.
     """
 
+    is_of_survivors: bool
     number: int
     step: int
     size: int
@@ -154,22 +153,21 @@ class MemoryCheckpoints:
         """The part that this process made; None if it was not there yet."""
         return self._own.get(checkpoint)
 
-    def hold_present(
-        self, generation: int, progress: LoopProgress | None, *, is_within: bool
-    ) -> None:
+    def hold_survivors(self, progress: LoopProgress | None, *, is_within_call: bool) -> None:
         """Keep this rank's part of the last committed step, after its group has broken.
 
+        The next checkpoint replaces it; another loss before that finds it again.
+
         Args:
-            generation: of the group, the same on all survivors.
             progress: of the call that was interrupted.
-            is_within: this rank has not come to the end of that call, which is one of `train`.
+            is_within_call: this rank has not come to the end of that call, which is of `train`.
         """
         worker, mesh = self._worker, self._worker.mesh
+        is_within = is_within_call and bool(self.calls)
         taken_in = (self.calls[-1].number, progress) if is_within else (self._num_calls, None)
         part = _take_part(worker, taken_in, with_gradients=False)
-        number, step = _OF_SURVIVORS + generation, part.state["global_step"]
-        present = MemoryCheckpoint(number, step, mesh.shard_size)
-        self._parts[present, mesh.shard_rank] = self._own[present] = part
+        held = MemoryCheckpoint(True, 0, part.state["global_step"], mesh.shard_size)
+        self._parts[held, mesh.shard_rank] = self._own[held] = part
 
     def begin_call(self, request: LoopRequest) -> None:
         """Note that a call of `train` begins at the present step."""
@@ -265,7 +263,7 @@ class MemoryCheckpoints:
         self._number, self._interval = newest + 1, interval
         mine = _take_part(worker, taken_in, with_gradients=any(each[3] for each in seen))
         mesh = worker.mesh
-        taken = MemoryCheckpoint(self._number, mine.state["global_step"], mesh.shard_size)
+        taken = MemoryCheckpoint(False, self._number, mine.state["global_step"], mesh.shard_size)
         self._parts[taken, mesh.shard_rank] = self._own[taken] = mine
         if mesh.size > 1 and mesh.replicate_size == 1:
             to, source = _partners([each[2] for each in seen], group.rank)
@@ -285,6 +283,16 @@ class MemoryCheckpoints:
     def _measure(self, cost_s: float, step_s: float) -> None:
         if self._is_measured and math.isfinite(step_s):
             self._interval = max(1, math.ceil(cost_s / (_COST * max(step_s, 1e-6))))
+
+
+def tracked_weights(worker: StateAccess) -> list[torch.Tensor]:
+    """The weights whose writes by a forward an undo has to take back.
+
+    None where the state comes from a memory checkpoint after a death, which is older.
+    """
+    if worker.spec.keeps_memory_checkpoints and worker.mesh.replicate_size == 1:
+        return []
+    return list(worker.run.parameters())
 
 
 def _take_part(

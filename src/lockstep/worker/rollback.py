@@ -33,7 +33,6 @@ reasons: an undo through ``state_dict``, as for a checkpoint (see `state_dict`).
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,8 +44,11 @@ from lockstep.operator.state_copy import StateCopy
 from lockstep.tensor_copies import TensorCopies
 from lockstep.worker.in_place_writes import InPlaceWriteTracker
 from lockstep.worker.saved_gradients import SavedGradients
+from lockstep.worker.schedule_copies import ScheduleCopies
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torch import nn
 
@@ -93,7 +95,7 @@ class OpenStep:
     start: StepStart
     buffers: list[Any]
     rounds: int
-    schedules: _ScheduleCopies | None
+    schedules: ScheduleCopies | None
     stepped_at: int | None = None
     num_stepped: int = 0
     copies: StateCopy | None = None
@@ -106,21 +108,28 @@ class Rollback:
     Args:
         operator: after its `setup`.
         run: the models, optimizers and schedulers that it registered.
+        tracked: the weights whose writes by a forward are undone, as they are at a call's begin.
         copies_weights: False where the state comes from a memory checkpoint instead: then only
-            counts and buffers are copied.
+            counts, buffers and what is `tracked` are copied.
     """
 
     def __init__(
-        self, operator: TrainingOperator, run: TrainingParts, *, copies_weights: bool
+        self,
+        operator: TrainingOperator,
+        run: TrainingParts,
+        tracked: Callable[[], list[torch.Tensor]],
+        *,
+        copies_weights: bool,
     ) -> None:
         self._operator = operator
         self._run = run
+        self._tracked = tracked
         self._copies_weights = copies_weights
         self._open: OpenStep | None = None
         self._is_intact = True
         self._buffer_places: list[tuple[nn.Module, str]] = []
         self._buffers = TensorCopies()
-        self._parameters: list[nn.Parameter] = []
+        self._parameters: list[torch.Tensor] = []
         # Whether ranks communicate after an optimizer of the same step has stepped; None: unknown.
         self._communicates_after_optimizer: bool | None = None
         self._stepped_once: set[int] = set()
@@ -169,7 +178,7 @@ class Rollback:
             began if self._operator._lockstep_overrides(TrainingOperator.train_epoch) else None
         )
         self._at_call = None if cursor.has_open_window else self.window_gradients()
-        self._parameters = list(self._run.parameters()) if self._copies_weights else []
+        self._parameters = self._tracked()
         self._buffer_places = [
             (owner, key)
             for module in self._run.modules()
@@ -187,6 +196,7 @@ class Rollback:
     def forget(self) -> None:
         """Drop the open step and all copies, because another state of the run is loaded."""
         self._open = self._call_began = self._window_gradients = None
+        self._is_intact = True
         self._tell_server(None)
 
     @property
@@ -272,7 +282,7 @@ class Rollback:
             buffers=[buffers_of(owner)[key] for owner, key in self._buffer_places],
             rounds=self._num_rounds,
             # A loop of the user's own may let schedulers step between the batches of a window.
-            schedules=_ScheduleCopies(self._run) if has_own_loop else None,
+            schedules=ScheduleCopies(self._run) if has_own_loop else None,
             gradients=self._earlier_gradients(),
         )
         if self._sync is not None:
@@ -467,31 +477,10 @@ def _counts_to_keep(
     return AverageMeterCollection() if committed.steps < 0 else meters.copy()
 
 
-class _ScheduleCopies:
-    """Copies of what schedulers change: their own states, and the optimizers' learning rates."""
-
-    def __init__(self, run: TrainingParts) -> None:
-        self._run = run
-        self._schedulers = [copy.deepcopy(each.state_dict()) for each in run.schedulers]
-        self._groups = [
-            [{key: value for key, value in group.items() if key != "params"} for group in groups]
-            for groups in (optimizer.param_groups for optimizer in run.optimizers)
-        ]
-
-    def restore(self) -> None:
-        for scheduler, state in zip(self._run.schedulers, self._schedulers, strict=True):
-            scheduler.load_state_dict(state)
-        for optimizer, groups in zip(self._run.optimizers, self._groups, strict=True):
-            for group, settings in zip(optimizer.param_groups, groups, strict=False):
-                for new in group.keys() - settings.keys() - {"params"}:
-                    del group[new]
-                group.update(settings)
-
-
 def _copy_weights_and_optimizers(
     run: TrainingParts, optimizers: list[torch.optim.Optimizer]
 ) -> StateCopy:
-    """Copy weights, their averages, and optimizer states; `_ScheduleCopies` has schedulers."""
+    """Copy weights, their averages, and optimizer states; `ScheduleCopies` has schedulers."""
     averages = [
         each for average in run.averages for each in (*average.parameters(), *average.buffers())
     ]

@@ -23,6 +23,7 @@ from lockstep.tensor_copies import is_shard
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from lockstep.data_parallel_mesh import DataParallelMesh
     from lockstep.group import Group
     from lockstep.operator.training_parts import TrainingParts
 
@@ -102,10 +103,12 @@ def _receive_tensor(
     return message.cpu()
 
 
-def agree_on_bits(group: Group, run: TrainingParts, *, with_optimizers: bool) -> None:
+def agree_on_bits(
+    group: Group, run: TrainingParts, mesh: DataParallelMesh, *, with_optimizers: bool
+) -> None:
     """Make sure that all ranks hold the same weights, and the same states of optimizers.
 
-    Of a shard there is one copy, and nothing to compare.
+    A rank's rows of what is in shards are those of the rank with the same place in the first copy.
 
     Collective:
         Every rank. One small exchange.
@@ -113,10 +116,17 @@ def agree_on_bits(group: Group, run: TrainingParts, *, with_optimizers: bool) ->
     Raises:
         ReplicasDifferError: on every rank, if the bits differ.
     """
-    replicas = (each for each in _shared_tensors(run, with_optimizers) if not is_shard(each))
-    sums = [sum_of_bits(tensor) for tensor in replicas]
-    everyone = group.exchange([len(sums), zlib.crc32(repr(sums).encode())])
-    differ = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+    shared: list[Any] = list(_shared_tensors(run, with_optimizers))
+    whole = [sum_of_bits(each) for each in shared if not is_shard(each)]
+    rows = [sum_of_bits(each.to_local()) for each in shared if is_shard(each)]
+    sums = [zlib.crc32(repr(each).encode()) for each in (whole, rows)]
+    everyone = group.exchange([len(whole), *sums])
+    first_copy = everyone[: mesh.shard_size]
+    differ = [
+        rank
+        for rank, (*of_whole, of_rows) in enumerate(everyone)
+        if of_whole != everyone[0][:2] or of_rows != first_copy[rank % mesh.shard_size][2]
+    ]
     if differ:
         raise ReplicasDifferError(
             "the workers' weights, or the states of their optimizers, differ",

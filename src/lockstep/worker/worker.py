@@ -8,6 +8,7 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from enum import Enum, auto
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -29,7 +30,7 @@ from lockstep.worker.determinism import deterministic_mode
 from lockstep.worker.device import pick_device
 from lockstep.worker.gloo_sockets import GlooSockets
 from lockstep.worker.loop_run import LoopRequest, LoopRun
-from lockstep.worker.memory_checkpoint import MemoryCheckpoints
+from lockstep.worker.memory_checkpoint import MemoryCheckpoints, tracked_weights
 from lockstep.worker.process_group import (
     Rendezvous,
     form_group,
@@ -229,7 +230,8 @@ class Worker(StateAccess):
         if spec.can_go_back and not is_trial:
             if spec.keeps_memory_checkpoints:
                 self.memory = MemoryCheckpoints(self)
-            self._rollback = Rollback(operator, run, copies_weights=self.memory is None)
+            tracked = partial(tracked_weights, self)
+            self._rollback = Rollback(operator, run, tracked, copies_weights=self.memory is None)
         self._handles += add_step_hooks(operator, run)
 
     def join_group(self, rendezvous: Rendezvous, device: torch.device) -> Group:
@@ -357,11 +359,6 @@ class Worker(StateAccess):
         self.spec = replace(self.spec, num_workers=size)
         self._num_copies = 0
         self._is_asked_to_leave = False
-
-    @property
-    def generation(self) -> int:
-        """The generation of the latest group."""
-        return 0 if self._rendezvous is None else self._rendezvous.generation
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

@@ -4,7 +4,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
+from lockstep._torch_compat.fully_shard import rows_of_shard
 from lockstep.data_parallel_mesh import DataParallelMesh
 from lockstep.group import Group
 from lockstep.sync.mesh_collectives import MeshCollectives
@@ -29,3 +32,16 @@ def test_the_default_group_of_a_gpu_worker_is_bound_to_its_device(world):
     dist.all_reduce(value, group=ordered)
     assert value.tolist() == [1.0, 1.0, 1.0]
     ordered.close()
+
+
+def test_the_rows_of_a_shard_are_one_tensor(world):
+    mesh = DeviceMesh.from_group(world, "cpu")
+    shard = DTensor.from_local(torch.arange(4.0), mesh, [Shard(0)])
+    rows = rows_of_shard(shard)
+    assert rows is rows_of_shard(shard)
+    shard.mul_(2.0)
+    assert rows.tolist() == [0.0, 2.0, 4.0, 6.0]
+    # Each counts its own writes.
+    assert (shard._version, rows._version) == (1, 0)
+    shard.to_local().add_(1.0)
+    assert (shard._version, rows._version) == (1, 1)

@@ -74,7 +74,7 @@ def test_a_copy_goes_to_another_host_where_there_is_one(local_ranks, on_another_
 
 
 FURTHEST = SurvivorState(RunPosition(9, 0))
-OLD, NEW = MemoryCheckpoint(1, 4, 3), MemoryCheckpoint(2, 8, 3)
+OLD, NEW = MemoryCheckpoint(False, 1, 4, 3), MemoryCheckpoint(False, 2, 8, 3)
 
 
 def test_the_newest_checkpoint_of_which_all_parts_are_left():
@@ -91,15 +91,15 @@ def test_the_newest_checkpoint_of_which_all_parts_are_left():
 
 
 def test_what_survivors_of_several_copies_hold_is_a_checkpoint_if_all_rows_are_left():
-    now, before = (MemoryCheckpoint(1 << 32, step, 2) for step in (9, 8))
+    now, before = (MemoryCheckpoint(True, 0, step, 2) for step in (9, 8))
     # Ranks 0 and 2 have the same rows; rank 2 had not committed the last step yet.
     all_left = [[(now, 0), (OLD, 0)], [(now, 1), (OLD, 1)], [(before, 0), (OLD, 0)]]
     restore = find_restore(all_left, FURTHEST)
     assert restore is not None
     assert (restore.checkpoint, restore.steps, restore.holders) == (now, 0, ((0,), (1,)))
     # Nobody has the first rows at the last step, and nobody the second at the one before.
-    one_lost = [[(before, 0), (MemoryCheckpoint(3, 6, 2), 0)], [(now, 1)], all_left[2]]
-    one_lost[1].append((MemoryCheckpoint(3, 6, 2), 1))
+    one_lost = [[(before, 0), (MemoryCheckpoint(False, 3, 6, 2), 0)], [(now, 1)], all_left[2]]
+    one_lost[1].append((MemoryCheckpoint(False, 3, 6, 2), 1))
     restore = find_restore(one_lost, FURTHEST)
     assert restore is not None
     assert (restore.checkpoint.step, restore.steps) == (6, 3)
