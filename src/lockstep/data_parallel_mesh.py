@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DataParallelMesh`: which ranks share one copy of a model out, and which hold the same rows."""
+"""`DataParallelMesh`: over which ranks a copy of a model is sharded, and who has the same rows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 class DataParallelMesh:
     """The place of a rank among ranks that hold one or several copies of a model in shards (HSDP).
 
-    The first `shard_size` ranks share the first copy out, the next ones the second: the ranks of a
-    copy are neighbours, because they communicate most.
+    The first copy is sharded over the first `shard_size` ranks, the second over the next ones: the
+    ranks of a copy are neighbours, because they communicate most.
 
     Args:
         rank: this rank.
         size: of the group.
-        dp_shard_size: how many ranks share a copy out; None for all. A group that it does not
-            divide (one that a rank was lost from) holds one copy.
+        dp_shard_size: over how many ranks a copy is sharded; None for all. A group that it does
+            not divide (one that a rank was lost from) holds one copy.
     """
 
     rank: int
@@ -26,7 +26,7 @@ class DataParallelMesh:
 
     @property
     def shard_size(self) -> int:
-        """The number of ranks that share a copy out."""
+        """The number of ranks over which a copy is sharded."""
         size = self.dp_shard_size
         return self.size if size is None or self.size % size else size
 

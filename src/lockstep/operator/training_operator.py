@@ -203,9 +203,9 @@ class TrainingOperator:
                 ``Sequential``), a list of module classes, or a function that says it of a module.
                 Parameters become torch's `DTensor`. "whole": weights stay whole on every rank.
             mp_policy: torch's `MixedPrecisionPolicy`, for models in units.
-            dp_shard_size: how many workers share one copy of a model in units out; it divides
-                `num_workers`, and the other workers hold further copies (torch's HSDP). All of
-                them by default: one copy.
+            dp_shard_size: over how many workers a model in units is sharded; it divides
+                `num_workers`, and each further group of workers holds a replica (torch's HSDP).
+                By default over all of them: no replica.
             loss_reduction: "mean" or "sum"; if it is left out, the class's `loss_reduction`.
 
         Returns:

@@ -34,7 +34,7 @@ class SyncOptions:
         ddp_args: for torch's DistributedDataParallel.
         shard: which modules are units, see `lockstep.sync.shard_units`; "whole": none.
         mp_policy: torch's `MixedPrecisionPolicy` for models in units; None for none.
-        dp_shard_size: how many ranks share one copy of models in units out; None for all.
+        dp_shard_size: over how many ranks models in units are sharded; None for all.
         resume_step: steps of the run that have happened, where another generation of the group
             goes on: the ranks' values are equal already. None at the beginning: they become
             rank 0's.

@@ -61,7 +61,7 @@ class ShardedSync(GradientSync):
         optimizers: hold the sharded parameters afterwards, and of their states this rank's rows.
         shard: which submodules are units, see `lockstep.sync.shard_units`.
         mp_policy: torch's, for all units; None for none.
-        dp_shard_size: how many ranks share a copy of the models out; None for all.
+        dp_shard_size: over how many ranks a copy of the models is sharded; None for all.
         device: where parameters on the ``meta`` device get their memory, a unit at a time.
 
     Attributes:
