@@ -87,8 +87,8 @@ MUTANTS = {
     ),
     "buffers_travel_in_whatever_shape": Mutant(
         "sync/buffer_broadcast.py",
-        "held if _shape_of(held) == shape else",
-        "held if held is not None else",
+        "if held is None or _shape_of(held) != shape:",
+        "if held is None:",
     ),
     "gradients_of_earlier_steps_are_not_kept": Mutant(
         "worker/rollback.py",
