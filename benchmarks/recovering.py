@@ -86,7 +86,7 @@ def _rows(
     redone = tuple(run[program.name]["redone"] for run in runs)
     quiet = busiest <= BUSY_LIMIT
     ratio_goal, goal_steps = (None, None) if goal_s is None else (RATIO_GOAL, 0.0)
-    name = f"a worker of 3 is killed: to the next step, {mode}"
+    name = f"a worker is killed: to the next step, {mode}"
     rows: list[Result] = [Measured(name, "-", "s", goal_s, ours, (), busiest, quiet)]
     for other in others:
         theirs = tuple(run[other.name][until] for run in runs)

@@ -2,7 +2,7 @@
 """A worker of TorchTrainer is killed: with a spare ready (argument "spare"), or without one.
 
 With the argument "shards" the model is in units, and each worker alone has its rows. With "copies"
-there are four workers, of which two share one copy of the model out, and two another one.
+there are four workers: one copy of the model is sharded over two, another one over the others.
 """
 
 from __future__ import annotations

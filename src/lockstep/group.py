@@ -365,7 +365,7 @@ class Group:
 
     def give_up(self) -> None:
         """Abort the collectives that run and refuse all others: a peer is lost. From any thread."""
-        assert self._can_be_given_up, "`confirm` has not looked"
+        assert self._can_be_given_up, "no step over this group waits for its collectives"
         # Set the flag before the abort: `confirm` must see it after any aborted collective.
         self._is_given_up = True
         abort_nccl(self._process_group)

@@ -53,7 +53,7 @@ class Rows:
     """A rank's rows of a tensor in shards: to gather them would change what is being tested.
 
     Attributes:
-        num_ranks: how many share a copy of the tensor out; the next ones have the next copy.
+        num_ranks: over how many a copy of the tensor is sharded; the next ones have the next copy.
     """
 
     tensor: torch.Tensor

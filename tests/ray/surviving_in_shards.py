@@ -11,9 +11,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.keys import BATCH_SIZE, NUM_STEPS
-from lockstep.testing import struck
+from lockstep.testing import Strike, struck
 
 ROWS, GLOBAL_BATCH, STEPS_IN_EPOCH = 104, 16, 7
+PHASES = ("data", "forward", "backward", "buckets", "optimizer", "applied")
+
+
+def kill(rank, step, phase="backward"):
+    return Strike("kill", rank=rank, step=step, phase=phase)
 
 
 def _data():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two copies of a model, each shared out by two workers: a death costs no committed step."""
+"""Two copies of a model, each sharded over two workers: a death costs no committed step."""
 
 import os
 import random
@@ -12,24 +12,20 @@ from tests.ray.operators import farthest
 from tests.ray.surviving import digest_of, until_complete
 from tests.ray.surviving_in_shards import (
     GLOBAL_BATCH,
+    PHASES,
     InShards,
     Interrupted,
     counts,
+    kill,
     run,
     trainer_of,
 )
 
 from lockstep.errors import ConfigurationError
-from lockstep.testing import Strike
 
 pytestmark = pytest.mark.timeout(240)
 
-PHASES = ("data", "forward", "backward", "buckets", "optimizer", "applied")
 COPIES = {"num_workers": 4, "resources_per_worker": {"CPU": 0.5}}
-
-
-def kill(rank, step, phase="backward"):
-    return Strike("kill", rank=rank, step=step, phase=phase)
 
 
 class WritesToWeights(InShards):

@@ -9,12 +9,14 @@ import pytest
 from tests.ray.operators import farthest
 from tests.ray.surviving import digest_of, until_complete
 from tests.ray.surviving_in_shards import (
+    PHASES,
     STEPS_IN_EPOCH,
     EveryOther,
     InShards,
     Interrupted,
     OwnEpoch,
     counts,
+    kill,
     run,
     trainer_of,
     undisturbed,
@@ -22,17 +24,11 @@ from tests.ray.surviving_in_shards import (
 
 from lockstep import Callback
 from lockstep.errors import ConfigurationError, WorkerDiedError
-from lockstep.testing import Strike
 
 # Each death starts a process that imports torch: seconds, and many where the processors are busy.
 pytestmark = pytest.mark.timeout(240)
 
 EVERY = 4
-PHASES = ("data", "forward", "backward", "buckets", "optimizer", "applied")
-
-
-def kill(rank, step, phase="backward"):
-    return Strike("kill", rank=rank, step=step, phase=phase)
 
 
 @pytest.mark.parametrize(

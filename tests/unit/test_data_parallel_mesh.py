@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks share a copy of a model out, and which have the same rows."""
+"""Over which ranks a copy of a model is sharded, and which have the same rows."""
 
 import pytest
 

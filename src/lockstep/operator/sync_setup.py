@@ -98,7 +98,7 @@ def is_in_units(registered: TrainingParts, context: RankContext) -> bool:
 
 
 def check_shard_size(sync_options: SyncOptions, context: RankContext) -> None:
-    """Refuse a number of ranks that cannot share a copy of the models out.
+    """Refuse a number of ranks over which a copy of the models cannot be sharded.
 
     Under another sync, and with one rank, it has no effect, as ``shard`` has none.
 
@@ -111,12 +111,13 @@ def check_shard_size(sync_options: SyncOptions, context: RankContext) -> None:
     # A spare does not know yet how many they will be; a group that lost a rank, in which `verify`
     # runs `setup` again, holds one copy.
     may_not_divide = context.is_spare or context.is_trial
-    divides = size >= 2 and (may_not_divide or num_workers % size == 0)
+    divides = isinstance(size, int) and size >= 2 and (may_not_divide or num_workers % size == 0)
     if sync_options.shard == "whole" or not divides:
         raise ConfigurationError(
             "register(dp_shard_size=...) does not fit",
             expected='units, as of register(shard="auto"), and equal groups of at least 2 workers',
-            got=f"dp_shard_size={size}, {num_workers} workers, shard={sync_options.shard!r:.40}",
+            got=f"dp_shard_size={size!r:.40}, {num_workers} workers,"
+            f" shard={sync_options.shard!r:.40}",
             fix="a number that divides num_workers; or leave it out",
         )
 

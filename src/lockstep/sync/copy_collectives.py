@@ -104,5 +104,5 @@ def _not_available(what: str) -> NotAvailableError:
         f"{what} is not available among the ranks of one copy of a model",
         got="register(dp_shard_size=...)",
         cause="DTensor was asked for something else than norms, whole tensors or rows of sums",
-        fix="leave dp_shard_size out: all ranks share one copy",
+        fix="leave dp_shard_size out: one copy is then sharded over all ranks",
     )

@@ -280,7 +280,10 @@ class ShardedSync(GradientSync):
         self._transport.move_to(mesh, self._collectives)
 
     def agree_on_values(self) -> None:
-        """See `GradientSync.agree_on_values`: of a shard there is one copy, and nothing to compare.
+        """See `GradientSync.agree_on_values`: here ranks have different rows, and compare nothing.
+
+        Where there are several copies, they are compared when a group forms anew
+        (`state_broadcast.agree_on_bits`).
 
         Gradient:
             None.

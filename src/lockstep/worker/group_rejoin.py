@@ -34,13 +34,13 @@ from lockstep.worker.saved_gradients import SavedGradients
 from lockstep.worker.survivor_state import RunPosition, SurvivorState
 from lockstep.worker.worker import Undone
 
-_log = logging.getLogger("lockstep.recovery")
-
 if TYPE_CHECKING:
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.worker.memory_recovery import MemoryRestore
     from lockstep.worker.process_group import Rendezvous
     from lockstep.worker.worker import Worker
+
+_log = logging.getLogger("lockstep.recovery")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def leave_broken_group(
         return _abandoned(worker, survivor, interrupted) if is_abandoned else survivor
     survivor = _leave_broken_group(worker, interrupted)
     if memory is not None and survivor.position is not None and worker.mesh.replicate_size > 1:
-        _hold_survivors(worker, survivor, interrupted)
+        _take_without_peers(worker, survivor, interrupted)
     if is_abandoned and survivor.position is not None:
         survivor = _abandoned(worker, survivor, interrupted)
     if memory is None or survivor.position is None:
@@ -103,10 +103,10 @@ def leave_broken_group(
     return worker.survivor
 
 
-def _hold_survivors(worker: Worker, survivor: SurvivorState, interrupted: str | None) -> None:
-    """Hold what this rank has as a part of a checkpoint, if it is that of a committed step.
+def _take_without_peers(worker: Worker, survivor: SurvivorState, interrupted: str | None) -> None:
+    """Make a part of a checkpoint of what this rank has, if that is the state of a committed step.
 
-    Where it is not certain, or fails, the newest memory checkpoint counts.
+    Where that is not certain, or copying fails, the ranks go back to the newest memory checkpoint.
     """
     operator, memory, call = worker.operator, worker.memory, worker.loop_run
     is_known = interrupted == "train" or (
@@ -118,9 +118,14 @@ def _hold_survivors(worker: Worker, survivor: SurvivorState, interrupted: str | 
         return
     is_within_call = interrupted == "train" and call is not None and not call.is_over
     try:
-        memory.hold_survivors(survivor.progress, is_within_call=is_within_call)
+        memory.take_without_peers(survivor.progress, is_within_call=is_within_call)
     except Exception:
-        _log.warning("rank %d holds no part of the last step", worker.rank, exc_info=True)
+        _log.warning(
+            "rank %d could not copy its part of the last step: the run goes back to the newest"
+            " memory checkpoint, unless another rank has the same rows",
+            worker.rank,
+            exc_info=True,
+        )
 
 
 def _abandoned(worker: Worker, survivor: SurvivorState, interrupted: str | None) -> SurvivorState:

@@ -13,8 +13,8 @@ of which all parts are left, and computes the steps since then again (`replay`).
   hundred of the time (`_COST`).
 - Where ranks hold several copies of a model (HSDP), a rank's copy of its own part is enough: the
   ranks of the other copies have the same rows. Nothing is sent then. And where the survivors have
-  undone the open step, what they hold is a checkpoint itself (`hold_survivors`): no committed step
-  is computed again, as long as of all rows one copy is left at the same step.
+  undone the open step, what they have is a checkpoint itself (`take_without_peers`): no committed
+  step is computed again, as long as of all rows one copy is left at the same step.
 - What changes the state besides training (a user's function, a loaded state) cannot be computed
   again, so the driver renews the checkpoint after each such call.
 
@@ -56,7 +56,7 @@ class MemoryCheckpoint(NamedTuple):
     """The name of one checkpoint.
 
     Attributes:
-        is_of_survivors: it is what the ranks of a broken group hold, see `hold_survivors`.
+        is_of_survivors: it is what the ranks of a broken group hold, see `take_without_peers`.
         number: a later one has a larger number.
         step: committed steps of the run.
         size: the number of parts, which together are the state.
@@ -153,8 +153,8 @@ class MemoryCheckpoints:
         """The part that this process made; None if it was not there yet."""
         return self._own.get(checkpoint)
 
-    def hold_survivors(self, progress: LoopProgress | None, *, is_within_call: bool) -> None:
-        """Keep this rank's part of the last committed step, after its group has broken.
+    def take_without_peers(self, progress: LoopProgress | None, *, is_within_call: bool) -> None:
+        """Copy this rank's part of the last committed step, after its group has broken.
 
         The next checkpoint replaces it; another loss before that finds it again.
 
@@ -351,9 +351,9 @@ def merge_parts(parts: Iterable[Part], mine: tuple[int, int], own: Part | None) 
     """The part of one rank among another number of ranks, from all old parts in order.
 
     Args:
-        parts: 0, 1, ...; each is dropped before the next one is asked for. They stay as
+        parts: number 0, 1, ...; each is dropped before the next one is asked for. They stay as
             they are: another loss may need them again.
-        mine: the rank among those that share a copy out, and their number.
+        mine: the rank among those over which a copy is sharded, and their number.
         own: the part that this process made: what is each rank's own comes from there. None in a
             new process, which begins with those of rank 0.
     """

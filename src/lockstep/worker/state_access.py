@@ -218,7 +218,7 @@ class StateAccess:
 
     @property
     def mesh(self) -> DataParallelMesh:
-        """This rank's place among those that share the state's tensors out, in copies."""
+        """This rank's place among those over which copies of the models are sharded."""
         size = self.run.sync_options.dp_shard_size
         return DataParallelMesh(self.rank, self.spec.num_workers, size)
 

@@ -131,6 +131,7 @@ def agree_on_bits(
         raise ReplicasDifferError(
             "the workers' weights, or the states of their optimizers, differ",
             where=f"rank {', '.join(map(str, differ))} against rank 0",
+            expected="the same bits on every rank; of shards, the same rows in every copy",
             cause="they had drifted apart before the failure, or something besides the optimizers"
             " wrote to the weights on some ranks only",
             fix="load the last checkpoint into a new trainer, and look with `lockstep audit`",

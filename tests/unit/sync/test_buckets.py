@@ -38,3 +38,18 @@ def test_a_large_gradient_does_not_wait_for_the_layer_below():
 
 def test_the_last_gradient_needs_no_empty_bucket_behind_it():
     assert buckets(400, 1200) == [[400, 1200]]
+
+
+@pytest.mark.parametrize(
+    ("weight", "divisor"),
+    [(12.0, 12.0), (0.5, 0.5), (1.0 + 2**-22, 1.0), (1.0 + 2**-20, 1.0 + 2**-20)],
+)
+def test_what_gradients_are_divided_by_is_one_number_on_ranks_that_read_it_and_others(
+    weight, divisor
+):
+    layout = Layout([Slot(0, "p", torch.empty(3))], CAP)
+    layout.sums_on_device.zero_()
+    layout.sums_on_device[0] = weight
+    assert layout.divisor.item() == divisor
+    # A rank that has read the sum leaves the division out where the others divide by 1.
+    assert layout.is_unit_weight(layout.read_sums().weight) == (divisor == 1.0)

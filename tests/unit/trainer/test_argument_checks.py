@@ -102,8 +102,7 @@ def test_the_arguments_of_register_and_their_defaults():
     assert defaults(TrainingOperator.register) == {
         "models": empty, "optimizers": empty, "criterion": None, "schedulers": None,
         "ema": None, "ddp_args": None, "shard": "whole", "mp_policy": None,
-            "dp_shard_size": None,
-        "loss_reduction": "mean",
+        "dp_shard_size": None, "loss_reduction": "mean",
     }  # fmt: skip
     loaders = {"train_loader": None, "validation_loader": None}
     assert defaults(TrainingOperator.register_data) == loaders
