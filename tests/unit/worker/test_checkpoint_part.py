@@ -6,6 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from lockstep import checkpoint
 from lockstep.checkpoint import finish_directory, publish_directory
@@ -119,12 +122,21 @@ def test_where_the_folder_is_not_there_the_driver_reads_the_file_by_pieces(worke
     assert checkpoint.read(tmp_path)["rows"].unique().tolist() == [2.0]
 
 
-def test_a_rank_of_another_copy_of_the_models_has_no_rows_to_write(tmp_path, worker):
-    worker.mesh, worker.rank = DataParallelMesh(1, 2, 1), 1
+@pytest.fixture
+def shard():
+    """All rows of a tensor, as the one rank of a mesh has them."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    yield DTensor.from_local(torch.ones(4, 3), mesh, [Shard(0)])
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_ranks_of_the_first_copy_of_the_models_write_its_rows(tmp_path, worker, shard, rank):
+    worker.mesh, worker.rank = DataParallelMesh(rank, 2, 1), rank
+    worker.own_state_dict = lambda copy: {"global_step": 1, **copy({"rows": shard})}
     part = CheckpointPart(worker)
-    worker.train()
-    step = part.copy()
-    written = part.write(step, str(tmp_path))
+    written = part.write(part.copy(), str(tmp_path))
     assert written is not None
-    assert written.part.in_rows  # it knows of the tensor, as the ranks of the first copy do
-    assert not written.part.files
+    assert written.part.in_rows  # each knows of the tensor
+    assert bool(written.part.files) == (rank == 0)
