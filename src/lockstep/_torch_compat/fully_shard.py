@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from lockstep._torch_compat import disable_dynamo_at_first_call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
@@ -199,6 +199,14 @@ def rows_of_shard(shard: Any) -> torch.Tensor:
     """
     rows: torch.Tensor = shard._local_tensor
     return rows
+
+
+def divide_rows(shards: Iterable[Any], divisor: float) -> None:
+    """Divide this rank's rows of ``DTensor``s, in one call: each ``to_local`` takes longer.
+
+    Torch 2.13 (``_foreach_div_``).
+    """
+    torch._foreach_div_([rows_of_shard(shard) for shard in shards], divisor)
 
 
 def finished_work(result: Any) -> Any:

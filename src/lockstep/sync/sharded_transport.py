@@ -25,7 +25,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep._torch_compat import current_graph_task
-from lockstep._torch_compat.fully_shard import ShardedUnit, forget_aborted_step, is_aborted
+from lockstep._torch_compat.fully_shard import (
+    ShardedUnit,
+    divide_rows,
+    forget_aborted_step,
+    is_aborted,
+)
 from lockstep.errors import GradientNotReducedError, NotAvailableError, UnknownParameterError
 from lockstep.sync import round_error_texts
 from lockstep.sync.end_of_backward import call_at_end
@@ -310,11 +315,14 @@ class ShardedTransport(Transport):
         self._used.clear()
         with torch.no_grad():
             self._write_gradients(totals, used_anywhere)
+        # The controller counts in means over the ranks: where it takes the sum for one, it makes
+        # the unit of weights so large that every backward multiplies whole gradients by a fraction.
+        mean = totals._replace(weight=totals.weight / self._collectives.mesh.size)
         return RoundResult(
             took_place=True,
             has_gradients=totals.plain + totals.weighted > 0,
             used_all=used_all,
-            sums_to_judge=[(totals, contribution)],
+            sums_to_judge=[(mean, contribution)],
         )
 
     def _exchange(self, contribution: Contribution) -> tuple[RoundTotals, list[bool]]:
@@ -329,15 +337,15 @@ class ShardedTransport(Transport):
 
     def _write_gradients(self, totals: RoundTotals, used: list[bool]) -> None:
         is_refused = bool(totals.faults) or not totals.weight > 0.0
-        for slot, is_used in zip(self._slots, used, strict=True):
-            gradient = slot.param.grad
-            if is_refused or not is_used or gradient is None:
-                slot.set_reduced(None)
-                continue
-            if self._controller.weights.averages and totals.weight != 1.0:
-                local: Any = gradient
-                local.to_local().div_(totals.weight)
-            slot.set_reduced(gradient)
+        reduced = {
+            slot: gradient
+            for slot, is_used in zip(self._slots, used, strict=True)
+            if is_used and not is_refused and (gradient := slot.param.grad) is not None
+        }
+        if reduced and self._controller.weights.averages and totals.weight != 1.0:
+            divide_rows(reduced.values(), totals.weight)
+        for slot in self._slots:
+            slot.set_reduced(reduced.get(slot))
 
     @property
     def is_half_sent(self) -> bool:
