@@ -6,6 +6,7 @@ import random
 import signal
 
 import pytest
+import torch
 from tests.ray.operators import farthest
 from tests.ray.surviving import digest_of, until_complete
 from tests.ray.surviving_in_shards import (
@@ -374,6 +375,55 @@ def test_neighbours_that_die_together_take_a_part_with_them():
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match="part of the state is lost"):
             trainer.train(num_steps=3)
+
+
+def _on_disk(folder):
+    """The checkpoints of these tests, 5 steps apart, and room for two spares."""
+    return {
+        "checkpoint_dir": folder,
+        "checkpoint_every": 5,
+        "resources_per_worker": {"CPU": 0.5},
+    }
+
+
+@pytest.mark.parametrize(
+    ("step", "spares"),
+    [
+        (13, 2),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [(15, 2), (13, 0), (15, 0)]),
+    ],
+)
+def test_neighbours_that_die_together_come_back_from_the_disk(step, spares, tmp_path):
+    """In the call that the checkpoint was taken in, and in the one after it."""
+    expected, whole, bits = undisturbed(InShards, noise=0.3)
+    arguments = {"config": {"noise": 0.3}, "spare_workers": spares, **_on_disk(tmp_path)}
+    with trainer_of(InShards, [kill(1, step), kill(2, step)], **arguments) as trainer:
+        results, model = run(trainer)
+        recoveries = trainer.status()["recoveries"]
+    assert counts(results) == counts(expected)
+    assert farthest(model, whole) < 1e-12
+    assert (
+        all(each["same_bits"] for each in recoveries) == (digest_of(model) == bits) == bool(spares)
+    )
+    paths = [each["checkpoint"] for each in recoveries if each["checkpoint"]]
+    assert len(paths) == 1
+    assert paths[0].startswith(str(tmp_path))
+    assert sum(len(each["lost"]) for each in recoveries) == 2
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_before_a_change_is_not_gone_back_to(tmp_path):
+    with trainer_of(InShards, [kill(1, 8), kill(2, 8)], **_on_disk(tmp_path)) as trainer:
+        trainer.train(num_steps=7)
+        trainer.apply_all_operators(_halve)
+        with pytest.raises(WorkerDiedError, match="part of the state is lost"):
+            trainer.train(num_steps=3)
+
+
+def _halve(operator):
+    with torch.no_grad():
+        for parameter in operator.model.parameters():
+            parameter.mul_(0.5)
 
 
 def _pid(operator):

@@ -144,6 +144,9 @@ class Engine(Protocol):
             CheckpointWriteError: a worker died meanwhile.
         """
 
+    def note_checkpoint(self, step: int, path: str) -> None:
+        """Note that the state at `step` is on the disk; another thread may call this."""
+
     def local_operator(self) -> TrainingOperator | None:
         """The operator of rank 0, if rank 0 lives in this process."""
 

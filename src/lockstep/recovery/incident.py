@@ -18,11 +18,13 @@ class Incident:
         during: the remote method, and the last known phase of the lost workers.
         step: the committed steps of the run; none of them is lost.
         replayed: steps that were computed again: the one that was interrupted, if any was, and
-            under ``sync="fsdp"`` those since the memory checkpoint.
+            under ``sync="fsdp"`` those since the checkpoint.
         seconds: from the first sign of the failure until the next generation had formed.
         generation: the number of that generation.
         workers: the size of that generation.
         same_bits: the run still ends with the bits of an undisturbed run.
+        checkpoint: the one on the disk that the run went back to, because a part of the state was
+            lost with all workers that had it; None if it did not have to.
     """
 
     at: float
@@ -35,6 +37,7 @@ class Incident:
     generation: int
     workers: int
     same_bits: bool
+    checkpoint: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -46,8 +49,9 @@ class Incident:
         )
         steps = "step" if self.replayed == 1 else "steps"
         workers = "worker" if self.workers == 1 else "workers"
+        source = f" from {self.checkpoint}" if self.checkpoint else ""
         return (
             f"recovered in {self.seconds:.2f} s: {who} during {self.during}, after step"
-            f" {self.step}; {self.replayed} {steps} computed again, none lost; generation"
+            f" {self.step}; {self.replayed} {steps} computed again{source}, none lost; generation"
             f" {self.generation} has {self.workers} {workers}; {bits}"
         )

@@ -111,6 +111,9 @@ class RecoveringEngine:
     def write_parts(self, step: int, folder: str) -> list[WrittenPart] | None:
         return self._engine.write_parts(step, folder)
 
+    def note_checkpoint(self, step: int, path: str) -> None:
+        self._regrouping.on_disk = step, path
+
     def close(self, *, force: bool) -> None:
         # An interrupted worker may be in the middle of a step for long.
         was_interrupted = self.interrupted_by is not None
@@ -192,6 +195,7 @@ class RecoveringEngine:
         """
         if not self._engine.spec.keeps_memory_checkpoints or not self._may_change_state(call):
             return
+        self._regrouping.on_disk = None
         # Not by `_call`, which may form the group anew before, and so lose what has changed.
         renewal = renew_memory_checkpoint.with_args()
         pending_call = self._perform(renewal, None, None)
@@ -379,6 +383,7 @@ class RecoveringEngine:
             generation=generation,
             workers=size,
             same_bits=self._has_same_bits,
+            checkpoint=restore.source if restore and isinstance(restore.source, str) else None,
         )
         self._incidents.append(incident)
         _log.warning("%s", incident)

@@ -15,8 +15,9 @@ the next generation is three rounds of calls:
    its state to members that are behind or new (`Formation.stale`), and all compare their bits.
 
 Under ``sync="fsdp"`` no survivor has the whole state. Then `join` goes back to the newest memory
-checkpoint of which all parts are left (`find_restore`), and a fourth round, `replay`, computes the
-steps since then again, up to where the furthest survivor had come.
+checkpoint of which all parts are left, or else to the newest on the disk (`find_restore`), and a
+fourth round, `replay`, computes the steps since then again, up to where the furthest survivor had
+come.
 
 A member that dies in the third round is lost like any other, and another attempt begins with the
 first round; after `_ATTEMPTS` of them the run ends. Invariants: an attempt changes no committed
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from lockstep.engine.ray_engine import RayEngine
     from lockstep.engine.worker_handle import WorkerHandle
     from lockstep.recovery.watchdog import Watchdog
-    from lockstep.worker import MemoryRestore, RemoteCall, RunPosition, SurvivorState, Worker
+    from lockstep.worker import RemoteCall, RunPosition, StateRestore, SurvivorState, Worker
 
 _ATTEMPTS: Final = 10
 """Attempts to form a generation before the run ends."""
@@ -60,12 +61,12 @@ class NewGeneration:
     Attributes:
         source: the survivor whose state all members have now.
         lost_workers: the lost workers, in the order of their loss.
-        restore: how all went back to a memory checkpoint; None where the source sent its state.
+        restore: how all went back to a checkpoint; None where the source sent its state.
     """
 
     source: SurvivorState
     lost_workers: Sequence[LostWorker]
-    restore: MemoryRestore | None
+    restore: StateRestore | None
 
     @property
     def position(self) -> RunPosition:
@@ -79,6 +80,8 @@ class Regrouping:
 
     Attributes:
         spares: finds the workers that are ready for a rank.
+        on_disk: step and directory of the newest checkpoint that was written since the state has
+            changed by anything but training; None without one.
     """
 
     def __init__(self, engine: RayEngine, min_workers: int, watchdog: Watchdog) -> None:
@@ -87,6 +90,7 @@ class Regrouping:
         self._min_workers = min_workers
         self._watchdog = watchdog
         self.spares = SpareWorkers(engine.workers, watchdog)
+        self.on_disk: tuple[int, str] | None = None
 
     @property
     def can_grow(self) -> bool:
@@ -194,7 +198,7 @@ class Regrouping:
         restore = None
         if self._engine.spec.keeps_memory_checkpoints:
             held = [() if state is None else state.held for state in states]
-            restore = find_restore(held, furthest)
+            restore = find_restore(held, furthest, self.on_disk)
             if restore is None:
                 raise _parts_lost_error(table.lost_workers)
         self._workers.generation += 1
@@ -219,7 +223,7 @@ class Regrouping:
         ranks = range(formation.size)
         return self._perform({rank: join.with_args(rank, formation) for rank in ranks}, table)
 
-    def _replay(self, restore: MemoryRestore, table: RankTable) -> bool:
+    def _replay(self, restore: StateRestore, table: RankTable) -> bool:
         """Let the members compute lost steps again; False if a member was lost meanwhile."""
         again = replay.with_args(restore)
         return self._perform(dict.fromkeys(range(len(self._workers.members)), again), table)
@@ -287,19 +291,25 @@ def _parts_lost_error(lost_workers: Sequence[LostWorker]) -> WorkerDiedError:
         lost_workers,
         cause="a worker and the one that kept a copy of its part (with dp_shard_size: all that had"
         " the same rows) have died together, or the state"
-        " was changed between two calls while gradients were not reduced (no_sync)",
+        " was changed between two calls while gradients were not reduced (no_sync); and no"
+        " checkpoint was written since the state was changed by anything but the default loop",
+        fix="build a new trainer and load the last checkpoint; where checkpoint_dir and"
+        " checkpoint_every are given, a run goes back to one by itself",
     )
 
 
 def _lost_error(
-    what: str, lost_workers: Sequence[LostWorker], cause: str | None
+    what: str,
+    lost_workers: Sequence[LostWorker],
+    cause: str | None,
+    fix: str = "build a new trainer and load the last checkpoint",
 ) -> WorkerDiedError:
     lost = ", ".join(f"{each.worker}, rank {each.rank}" for each in lost_workers)
     died = WorkerDiedError(
         what,
         got=f"lost {lost}" if lost else None,
         cause=cause,
-        fix="build a new trainer and load the last checkpoint",
+        fix=fix,
     )
     if lost_workers:
         died.__cause__ = lost_workers[0].died

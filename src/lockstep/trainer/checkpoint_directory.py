@@ -113,14 +113,15 @@ class CheckpointDirectory:
         # Under fsdp each worker reads its rows: the whole state may fit nowhere.
         return checkpoint.open_checkpoint(path) if self._sync == "fsdp" else checkpoint.read(path)
 
-    def write(self, snapshot: Snapshot, write_parts: WriteParts) -> None:
-        """Write a checkpoint, and let go of the oldest."""
+    def write(self, snapshot: Snapshot, write_parts: WriteParts) -> str:
+        """Write a checkpoint, and let go of the oldest; returns its path."""
         assert self._rotation is not None, "asked for only where `is_on`"
         write = partial(
             write_snapshot, snapshot, in_shards=self._sync == "fsdp", write_parts=write_parts
         )
         path = self._rotation.write(snapshot.step, write)
         _log.info("step %d is safe: %s", snapshot.step, path)
+        return path
 
     def finish_resume(self) -> None:
         """Log from which step the run goes on, and drop the state: the workers have loaded it."""

@@ -34,12 +34,12 @@ class CheckpointWriter:
     wait only the latest is written.
 
     Args:
-        write: writes a snapshot to the disk.
+        write: writes a snapshot to the disk, and returns its path.
         engine: the engine whose workers make the snapshots.
     """
 
-    def __init__(self, write: Callable[[Snapshot], None], engine: Engine) -> None:
-        self._write = write
+    def __init__(self, write: Callable[[Snapshot], str], engine: Engine) -> None:
+        self._write, self._engine = write, engine
         self._preemption = SigtermDeferral()
         self._lock = threading.Lock()
         self._waiting: Snapshot | None = None
@@ -91,7 +91,7 @@ class CheckpointWriter:
         if snapshot is None:
             return
         try:
-            self._write(snapshot)
+            self._engine.note_checkpoint(snapshot.step, self._write(snapshot))
         # No error may be lost in this thread: `finish` returns it to the caller.
         except Exception as error:
             self.note_failure(error)

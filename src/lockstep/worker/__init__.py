@@ -13,7 +13,7 @@ from lockstep.worker.group_rejoin import (
 )
 from lockstep.worker.loop_run import LoopProgress, LoopRequest
 from lockstep.worker.memory_recovery import (
-    MemoryRestore,
+    StateRestore,
     find_restore,
     renew_memory_checkpoint,
     replay,
@@ -44,7 +44,6 @@ __all__ = [
     "LoopCounts",
     "LoopProgress",
     "LoopRequest",
-    "MemoryRestore",
     "OnFailure",
     "Outcome",
     "PartOnDisk",
@@ -57,6 +56,7 @@ __all__ = [
     "RunPosition",
     "Snapshot",
     "StartReport",
+    "StateRestore",
     "SurvivorState",
     "Trial",
     "Worker",

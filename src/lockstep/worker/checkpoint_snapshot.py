@@ -94,26 +94,37 @@ class SnapshotTaker:
             self._counted_to = self._committed
 
     def forget(self) -> None:
-        """Restart the count, because ranks may have taken different snapshots before a recovery."""
+        """Restart the count, because ranks may have taken different snapshots before a recovery.
+
+        Where each rank writes a part, a snapshot is due again: a checkpoint that was being written
+        may lack the part of a rank that has died.
+        """
         self.part.drop()
-        self._counted_to = None
+        every = self._worker.spec.checkpoint_every
+        is_again = every is not None and self._worker.spec.saves_parts
+        self._counted_to = self._committed - every if is_again and every is not None else None
         self.begin()
 
-    def before_batch(self, committed: CommittedCounts) -> None:
+    def before_batch(self, committed: CommittedCounts) -> bool:
         """Between two batches, take a snapshot if one is due or requested.
 
         Collective:
             Where `_needs_all_ranks`, when a copy is due: every rank.
+
+        Returns:
+            Whether this rank has copied its part of the state, and training goes on from there.
         """
         is_settled = self.is_settled(committed)
         if self._is_requested and not self._needs_all_ranks:
             self._take_requested_snapshot(is_settled)
         if not self._is_due or not is_settled or (self._has_own_loop and self._needs_all_ranks):
-            return
+            return False
         # The variables of a user's `train_epoch` cannot be copied between two batches, so
         # `after_call` takes the snapshot.
-        if not self._worker.operator._lockstep_overrides(TrainingOperator.train_epoch):
-            self._copy()
+        if self._worker.operator._lockstep_overrides(TrainingOperator.train_epoch):
+            return False
+        self._copy()
+        return self._worker.spec.saves_parts
 
     def is_settled(self, committed: CommittedCounts) -> bool:
         """Whether no gradients wait for the next batch; the same on every rank."""

@@ -36,7 +36,7 @@ from lockstep.worker.worker import Undone
 
 if TYPE_CHECKING:
     from lockstep.operator.training_parts import TrainingParts
-    from lockstep.worker.memory_recovery import MemoryRestore
+    from lockstep.worker.memory_recovery import StateRestore
     from lockstep.worker.process_group import Rendezvous
     from lockstep.worker.worker import Worker
 
@@ -59,7 +59,7 @@ class Formation:
     source: int
     stale: tuple[int, ...]
     local_ranks: tuple[int, ...]
-    restore: MemoryRestore | None = None
+    restore: StateRestore | None = None
 
 
 @remote_method(Communication.NONE, OnFailure.RAISE, is_timed=True)
@@ -99,6 +99,7 @@ def leave_broken_group(
         },
         held=memory.held,
         calls=tuple(memory.calls),
+        saved=dict(memory.saved),
     )
     return worker.survivor
 

@@ -17,6 +17,8 @@ of which all parts are left, and computes the steps since then again (`replay`).
   step is computed again, as long as of all rows one copy is left at the same step.
 - What changes the state besides training (a user's function, a loaded state) cannot be computed
   again, so the driver renews the checkpoint after each such call.
+- A rank also notes what a checkpoint on the disk leaves out (`note_saved`): where a part is lost
+  with all that had it, the ranks go back to the newest of those.
 
 Sources: checkpoints in the memory of peers are those of Gemini (Wang et al., SOSP 2023).
 Rejected: parity of several parts in the place of a copy (Reed-Solomon): it saves memory on the
@@ -44,9 +46,13 @@ if TYPE_CHECKING:
     from lockstep.group import Group
     from lockstep.worker.loop_run import LoopProgress, LoopRequest
     from lockstep.worker.state_access import StateAccess
+    from lockstep.worker.survivor_state import SurvivorState
 
 _COST: Final = 0.01
 """The part of the time that checkpoints may take."""
+
+_MOST_SAVED: Final = 8
+"""Checkpoints on the disk, or on their way, to which the ranks can go back."""
 
 _FIRST_INTERVAL: Final = 8
 """Steps from the first checkpoint until the second one, when a step's time is known."""
@@ -119,8 +125,8 @@ class MemoryCheckpoints:
         worker: whose state is copied.
 
     Attributes:
-        calls: the calls of `train` since the latest checkpoint, in order; and while one is taken
-            since the one before.
+        calls: the calls of `train` since the oldest state to which the ranks can go back, in order.
+        saved: what checkpoints on the disk leave out of this rank's part, by step.
         taken_in: the call of `train` that goes on from the latest one, see `Part`.
         reached: committed steps and epoch to which training has come; a state that is loaded since
             does not count.
@@ -138,6 +144,7 @@ class MemoryCheckpoints:
         self._ended_at = 0.0
         self._num_calls = 0
         self.calls: list[TrainCall] = []
+        self.saved: dict[int, Part] = {}
         self.taken_in: tuple[int, LoopProgress | None] = 0, None
         self.reached = 0, 0
 
@@ -176,18 +183,33 @@ class MemoryCheckpoints:
         self.calls.append(TrainCall(self._num_calls, request, step, recomputed))
         self._num_calls += 1
 
-    def go_back(self, part: Part, calls: Sequence[TrainCall], reached: tuple[int, int]) -> None:
+    def go_back(self, part: Part, survivor: SurvivorState, reached: tuple[int, int]) -> None:
         """Note that the state of `part` was loaded, and which calls lead on from there.
 
         Args:
             part: this rank's.
-            calls: those since then, and maybe earlier ones, of a rank that has made them.
+            survivor: a rank that has made the calls since then.
             reached: where they lead to.
         """
-        self.reached = reached
-        self.calls = [call for call in calls if call.number >= part.call]
+        self.reached, self.calls = reached, list(survivor.calls)
+        self.saved = dict(survivor.saved)
         self._num_calls = max([part.call, *(call.number + 1 for call in self.calls)])
         self.taken_in = part.call, part.progress
+
+    def calls_to_repeat(self) -> list[TrainCall]:
+        """The calls that lead from the state that was loaded last to where the run was."""
+        return [call for call in self.calls if call.number >= self.taken_in[0]]
+
+    def note_saved(self, progress: LoopProgress) -> None:
+        """Between two batches of a call: note that the state of this moment goes to the disk.
+
+        Args:
+            progress: of the call.
+        """
+        rest = _take_rest(self._worker, (self.calls[-1].number, progress))
+        self.saved[self._worker.operator._lockstep.committed] = rest
+        for step in sorted(self.saved)[:-_MOST_SAVED]:
+            del self.saved[step]
 
     def rewind_call(self, epoch: int, step_in_epoch: int) -> None:
         """Set the counts back to where the present call of a user's `train_epoch` began."""
@@ -225,6 +247,11 @@ class MemoryCheckpoints:
         self._note_reached()
         if self._worker.has_own_epoch:
             self.take_between_calls()
+
+    def renew(self) -> None:
+        """Between calls: `take` a checkpoint, because no older one leads to the present state."""
+        self.saved.clear()
+        self.take_between_calls()
 
     def take_between_calls(self) -> None:
         """See `take`."""
@@ -276,7 +303,8 @@ class MemoryCheckpoints:
         self._own = {taken: mine}
         self._taken_at, self._ended_at = state.committed, time.monotonic()
         self.taken_in = taken_in
-        self.calls = [call for call in self.calls if call.number >= taken_in[0]]
+        oldest = min([taken_in[0], *(rest.call for rest in self.saved.values())])
+        self.calls = [call for call in self.calls if call.number >= oldest]
         # The rank that came last has waited for nobody.
         self._measure(min(cost for cost, _ in times), min(each for _, each in times))
 
@@ -298,13 +326,20 @@ def tracked_weights(worker: StateAccess) -> list[torch.Tensor]:
 def _take_part(
     worker: StateAccess, taken_in: tuple[int, LoopProgress | None], *, with_gradients: bool
 ) -> Part:
+    parameters = worker.run.parameters()
+    gradients = [copy_own_rows(p.grad) for p in parameters] if with_gradients else None
+    rest = _take_rest(worker, taken_in)
+    return replace(rest, state=worker.own_state_dict(), gradients=gradients)
+
+
+def _take_rest(worker: StateAccess, taken_in: tuple[int, LoopProgress | None]) -> Part:
+    """What a checkpoint on the disk leaves out: a part with an empty state."""
     run, (call, progress) = worker.run, taken_in
-    gradients = [copy_own_rows(p.grad) for p in run.parameters()] if with_gradients else None
     return Part(
-        state=worker.own_state_dict(),
+        state={},
         requires_grad=[parameter.requires_grad for parameter in run.parameters()],
         buffers=[copy_own_rows(buffer) for buffer in run.unsaved_buffers()],
-        gradients=gradients,
+        gradients=None,
         weighed_by=dict(worker.operator._lockstep.weighed_by),
         call=call,
         progress=progress,

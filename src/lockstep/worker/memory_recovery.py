@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Goes back to a memory checkpoint, and computes the steps since then again.
+"""Goes back to a checkpoint in memory or on the disk, and computes the steps since then again.
 
 Those steps have been counted, reported and logged, so here they change nothing but the state. They
 come to the same weights: what a step computes follows from the state, the position in the data and
@@ -11,10 +11,12 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from lockstep.checkpoint import open_checkpoint
+from lockstep.errors import CheckpointError
 from lockstep.metrics import TimerCollection
 from lockstep.operator.sync_setup import rejoin
 from lockstep.worker import state_broadcast
@@ -38,18 +40,29 @@ if TYPE_CHECKING:
     from lockstep.worker.worker import Worker
 
 
-@dataclass(frozen=True)
-class MemoryRestore:
-    """How the next generation of the group gets its state back.
+class PartsInMemory(NamedTuple):
+    """A memory checkpoint of which no part is lost.
 
     Attributes:
-        checkpoint: the newest one of which all parts are left.
         holders: for each part the ranks of the next generation that have it.
-        furthest: the survivor that has come furthest: steps are computed again up to there.
     """
 
     checkpoint: MemoryCheckpoint
     holders: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class StateRestore:
+    """How the next generation of the group gets its state back.
+
+    Attributes:
+        step: committed steps of the run in that state.
+        source: where the state is: the ranks' memory, or a directory on the disk.
+        furthest: the survivor that has come furthest: steps are computed again up to there.
+    """
+
+    step: int
+    source: PartsInMemory | str
     furthest: SurvivorState
 
     @property
@@ -61,17 +74,20 @@ class MemoryRestore:
     @property
     def steps(self) -> int:
         """The committed steps that are computed again."""
-        return self.target.steps - self.checkpoint.step
+        return self.target.steps - self.step
 
 
 def find_restore(
-    held: Sequence[Sequence[tuple[MemoryCheckpoint, int]]], furthest: SurvivorState
-) -> MemoryRestore | None:
+    held: Sequence[Sequence[tuple[MemoryCheckpoint, int]]],
+    furthest: SurvivorState,
+    on_disk: tuple[int, str] | None,
+) -> StateRestore | None:
     """The restore from the newest complete checkpoint; None if of each a part is lost.
 
     Args:
         held: the parts that each rank of the next generation has.
         furthest: the survivor that has come furthest.
+        on_disk: step and directory of the newest checkpoint on the disk, for where none is left.
     """
     holders: dict[MemoryCheckpoint, dict[int, tuple[int, ...]]] = {}
     for rank, parts in enumerate(held):
@@ -85,21 +101,41 @@ def find_restore(
         # A later one was taken with gradients on the way that are lost with a worker.
         if len(found) == each.size and each.step <= furthest.position.steps
     ]
-    if not whole:
-        return None
-    newest = max(whole)
-    ordered = tuple(holders[newest][part] for part in range(newest.size))
-    return MemoryRestore(newest, ordered, furthest)
+    if whole:
+        newest = max(whole)
+        ordered = tuple(holders[newest][part] for part in range(newest.size))
+        return StateRestore(newest.step, PartsInMemory(newest, ordered), furthest)
+    if on_disk is not None and on_disk[0] in furthest.saved:
+        return StateRestore(*on_disk, furthest)
+    return None
 
 
-def _receive_part(worker: Worker, group: Group, restore: MemoryRestore) -> Part:
+def _read_part(worker: Worker, restore: StateRestore, directory: str) -> Part:
+    """What this rank has of a checkpoint on the disk.
+
+    Raises:
+        CheckpointError: it cannot be read here.
+    """
+    try:
+        state = worker.own_tensors(open_checkpoint(directory))
+    except CheckpointError as error:
+        error.add_note(
+            "Workers have died together with those that had copies of their parts in memory, so all"
+            " workers read this checkpoint. A new trainer with resume='auto' needs it on the"
+            " driver's host alone."
+        )
+        raise
+    return replace(restore.furthest.saved[restore.step], state=state)
+
+
+def _receive_part(worker: Worker, group: Group, source: PartsInMemory) -> Part:
     """What this rank has of the checkpoint's state in `group`, of whatever size that is.
 
     Collective:
         Every rank: a broadcast of each part that a rank needs and does not hold itself.
     """
-    checkpoint, mesh = restore.checkpoint, worker.mesh
-    needed = (part for part in _receive_parts(worker, group, restore) if part is not None)
+    checkpoint, mesh = source.checkpoint, worker.mesh
+    needed = (part for part in _receive_parts(worker, group, source) if part is not None)
     if checkpoint.size == mesh.shard_size:
         (mine,) = needed
         return mine
@@ -107,11 +143,11 @@ def _receive_part(worker: Worker, group: Group, restore: MemoryRestore) -> Part:
     return merge_parts(needed, (mesh.shard_rank, mesh.shard_size), own)
 
 
-def _receive_parts(worker: Worker, group: Group, restore: MemoryRestore) -> Iterator[Part | None]:
+def _receive_parts(worker: Worker, group: Group, source: PartsInMemory) -> Iterator[Part | None]:
     """The parts in order; None for those that this rank does not need."""
-    checkpoint, memory, mesh = restore.checkpoint, _memory_of(worker), worker.mesh
+    checkpoint, memory, mesh = source.checkpoint, _memory_of(worker), worker.mesh
     is_same_size = checkpoint.size == mesh.shard_size
-    for number, holders in enumerate(restore.holders):
+    for number, holders in enumerate(source.holders):
         is_mine = mesh.shard_rank == number or not is_same_size
         needed_by = range(number, mesh.size, mesh.shard_size) if is_same_size else range(mesh.size)
         own = memory.part(checkpoint, number) if group.rank in holders else None
@@ -126,24 +162,31 @@ def _receive_parts(worker: Worker, group: Group, restore: MemoryRestore) -> Iter
         yield own if is_mine else None
 
 
-def go_back(worker: Worker, group: Group, restore: MemoryRestore) -> None:
-    """Load the state of a memory checkpoint, of which this rank has other rows now.
+def go_back(worker: Worker, group: Group, restore: StateRestore) -> None:
+    """Load the state of a checkpoint, of which this rank has other rows now.
 
     Collective:
-        Every rank of `group`: exchanges parts, attaches the gradients' synchronisation.
+        Every rank of `group`: exchanges parts in memory, attaches the gradients' synchronisation.
+
+    Raises:
+        CheckpointError: the checkpoint is on the disk, and cannot be read here.
     """
-    part = _receive_part(worker, group, restore)
+    source = restore.source
+    if isinstance(source, str):
+        part = _read_part(worker, restore, source)
+    else:
+        part = _receive_part(worker, group, source)
     for parameter, flag in zip(worker.run.parameters(), part.requires_grad, strict=True):
         parameter.requires_grad_(flag)
     context = worker.operator._lockstep.context
-    rejoin(worker.run, context, restore.checkpoint.step, load=partial(_load, worker, part))
+    rejoin(worker.run, context, restore.step, load=partial(_load, worker, part))
     furthest = restore.furthest
     worker.num_batches_to_recompute = furthest.num_batches_to_recompute
     for purpose, place in furthest.other_places.items():
         worker.cursors[purpose].move_to(*place)
     # Also in a new process: after another loss every rank knows how far the run had come.
     worker.survivor, worker.has_state = furthest, True
-    _memory_of(worker).go_back(part, furthest.calls, restore.target)
+    _memory_of(worker).go_back(part, furthest, restore.target)
 
 
 def take_again(worker: Worker) -> None:
@@ -204,18 +247,18 @@ def renew_memory_checkpoint(worker: Worker) -> None:
         Every rank; see `MemoryCheckpoints.take`.
     """
     worker.survivor = None  # it tells of the state from before
-    _memory_of(worker).take_between_calls()
+    _memory_of(worker).renew()
 
 
 @remote_method(Communication.RUN_GROUP, OnFailure.RAISE, is_timed=True)
-def replay(worker: Worker, restore: MemoryRestore) -> None:
-    """Train from the memory checkpoint, whose state is loaded, to where the run was.
+def replay(worker: Worker, restore: StateRestore) -> None:
+    """Train from the checkpoint, whose state is loaded, to where the run was.
 
     Collective:
         Every rank, as in training.
     """
     memory, before, target = _memory_of(worker), worker.loop_run, restore.target
-    calls, (first, progress) = memory.calls, memory.taken_in
+    calls, (first, progress) = memory.calls_to_repeat(), memory.taken_in
     # The undo of a window that was open may have led back to before the last call.
     ends = [*(min(call.step, target.steps) for call in calls[1:]), target.steps]
     worker.rollback.begin_call(worker.cursors["train"])

@@ -168,7 +168,7 @@ class StateAccess:
         """
         incoming, self.incoming = self.incoming, None
         if incoming is None:
-            incoming = read_own_tensors(self._own_part(state), *self.place_in_shards)
+            incoming = self.own_tensors(state)
         before = self.own_state_dict()
         # `before` lies at the start of the open window: batches after it are computed again, and
         # must not be counted again.
@@ -185,6 +185,10 @@ class StateAccess:
             before, num_counted = held
             self.load_state(before)
             self.num_batches_to_recompute = num_counted
+
+    def own_tensors(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """`state` with this rank's rows in the place of each `StoredTensor`, read from the disk."""
+        return dict(read_own_tensors(self._own_part(state), *self.place_in_shards))
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Load the `state_dict` of a worker of the same run, without a way back."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from lockstep.worker.loop_run import LoopProgress
-    from lockstep.worker.memory_checkpoint import MemoryCheckpoint, TrainCall
+    from lockstep.worker.memory_checkpoint import MemoryCheckpoint, Part, TrainCall
 
 
 class RunPosition(NamedTuple):
@@ -37,6 +37,7 @@ class SurvivorState:
         other_places: epoch and step in data that is not for training, by purpose.
         held: the parts of memory checkpoints that it has, each with the rank whose part it is.
         calls: see `MemoryCheckpoints`.
+        saved: see `MemoryCheckpoints`.
     """
 
     position: RunPosition | None
@@ -46,3 +47,4 @@ class SurvivorState:
     other_places: dict[str, tuple[int, int]] = field(default_factory=dict)
     held: tuple[tuple[MemoryCheckpoint, int], ...] = ()
     calls: tuple[TrainCall, ...] = ()
+    saved: dict[int, Part] = field(default_factory=dict)

@@ -304,8 +304,10 @@ class Worker(StateAccess):
         if self.loop_run is not None:
             self.loop_run.note_counts()
             if self.loop_run.request.purpose == "train":
-                self.snapshots.before_batch(self.loop_run.committed)
+                is_saved = self.snapshots.before_batch(self.loop_run.committed)
                 if self.memory is not None:
+                    if is_saved and not self.operator._lockstep_overrides_loop():
+                        self.memory.note_saved(self.loop_run.progress)
                     is_settled = self.snapshots.is_settled(self.loop_run.committed)
                     self.memory.before_batch(self.loop_run.progress, is_settled=is_settled)
         if self._is_asked_to_leave:

@@ -79,40 +79,56 @@ OLD, NEW = MemoryCheckpoint(False, 1, 4, 3), MemoryCheckpoint(False, 2, 8, 3)
 
 def test_the_newest_checkpoint_of_which_all_parts_are_left():
     held = [[(OLD, 0), (OLD, 2), (NEW, 0)], [(OLD, 1), (OLD, 0), (NEW, 1), (NEW, 0)], []]
-    restore = find_restore(held, FURTHEST)
+    restore = find_restore(held, FURTHEST, None)
     assert restore is not None
-    assert (restore.checkpoint, restore.steps) == (OLD, 5)
+    assert (restore.source.checkpoint, restore.steps) == (OLD, 5)
     # Rank 0 has its own part, and that of the rank that is gone.
-    assert restore.holders == ((0, 1), (1,), (0,))
+    assert restore.source.holders == ((0, 1), (1,), (0,))
     complete = [[*held[0], (NEW, 2)], *held[1:]]
-    restore = find_restore(complete, FURTHEST)
+    restore = find_restore(complete, FURTHEST, None)
     assert restore is not None
-    assert (restore.checkpoint, restore.steps) == (NEW, 1)
+    assert (restore.source.checkpoint, restore.steps) == (NEW, 1)
 
 
 def test_what_survivors_of_several_copies_hold_is_a_checkpoint_if_all_rows_are_left():
     now, before = (MemoryCheckpoint(True, 0, step, 2) for step in (9, 8))
     # Ranks 0 and 2 have the same rows; rank 2 had not committed the last step yet.
     all_left = [[(now, 0), (OLD, 0)], [(now, 1), (OLD, 1)], [(before, 0), (OLD, 0)]]
-    restore = find_restore(all_left, FURTHEST)
+    restore = find_restore(all_left, FURTHEST, None)
     assert restore is not None
-    assert (restore.checkpoint, restore.steps, restore.holders) == (now, 0, ((0,), (1,)))
+    assert (restore.source, restore.steps) == ((now, ((0,), (1,))), 0)
     # Nobody has the first rows at the last step, and nobody the second at the one before.
     one_lost = [[(before, 0), (MemoryCheckpoint(False, 3, 6, 2), 0)], [(now, 1)], all_left[2]]
     one_lost[1].append((MemoryCheckpoint(False, 3, 6, 2), 1))
-    restore = find_restore(one_lost, FURTHEST)
+    restore = find_restore(one_lost, FURTHEST, None)
     assert restore is not None
-    assert (restore.checkpoint.step, restore.steps) == (6, 3)
+    assert (restore.step, restore.steps) == (6, 3)
+
+
+LOST = [[(OLD, 0), (OLD, 2)], [(NEW, 1), (NEW, 2)]]
 
 
 def test_none_where_a_part_of_each_is_lost():
-    assert find_restore([[(OLD, 0), (OLD, 2)], [(NEW, 1), (NEW, 2)]], FURTHEST) is None
+    assert find_restore(LOST, FURTHEST, None) is None
+
+
+def test_the_newest_on_the_disk_where_a_part_of_each_in_memory_is_lost():
+    saved = replace(FURTHEST, saved={5: part_of(0, 1)})
+    restore = find_restore(LOST, saved, (5, "step-5"))
+    assert restore is not None
+    assert (restore.source, restore.step, restore.steps) == ("step-5", 5, 4)
+    # Written by an earlier run, say: nobody knows the calls that have led on from there.
+    assert find_restore(LOST, saved, (4, "step-4")) is None
+    # In memory it is newer.
+    restore = find_restore([[(NEW, 0), (NEW, 1), (NEW, 2)]], saved, (5, "step-5"))
+    assert restore is not None
+    assert restore.step == NEW.step
 
 
 def test_none_that_is_further_than_the_run_can_go_back_to():
     held = [[(NEW, 0), (NEW, 1), (NEW, 2)]]
-    assert find_restore(held, FURTHEST) is not None
-    assert find_restore(held, SurvivorState(RunPosition(7, 0))) is None
+    assert find_restore(held, FURTHEST, None) is not None
+    assert find_restore(held, SurvivorState(RunPosition(7, 0)), None) is None
 
 
 REQUEST = LoopRequest("train", None, False, {})
@@ -132,15 +148,15 @@ def memory_with(steps, every="auto"):
 
 def test_the_call_in_which_it_was_taken_goes_on_and_later_ones_begin():
     """Also where the next call began at the very step at which this one ended."""
-    calls = memory_with([0, 5, 5, 9]).calls
+    survivor = replace(FURTHEST, calls=tuple(memory_with([0, 5, 5, 9]).calls))
     progress = LoopProgress(0, 0, 5, 0, False)
     spare = memory_with([])
-    spare.go_back(replace(part_of(0, 1), call=0, progress=progress), calls, (9, 0))
-    assert [call.step for call in spare.calls] == [0, 5, 5, 9]
+    spare.go_back(replace(part_of(0, 1), call=0, progress=progress), survivor, (9, 0))
+    assert [call.step for call in spare.calls_to_repeat()] == [0, 5, 5, 9]
     assert spare.taken_in == (0, progress)
-    spare.go_back(replace(part_of(0, 1), call=2, progress=None), calls, (9, 0))
-    assert [call.number for call in spare.calls] == [2, 3]
-    assert spare.calls[0].steps_at(9) == 4
+    spare.go_back(replace(part_of(0, 1), call=2, progress=None), survivor, (9, 0))
+    assert [call.number for call in spare.calls_to_repeat()] == [2, 3]
+    assert spare.calls_to_repeat()[0].steps_at(9) == 4
     spare.begin_call(REQUEST)
     assert spare.calls[-1].number == 4
 
