@@ -21,7 +21,7 @@ from tests.ray.surviving_in_shards import (
     trainer_of,
 )
 
-from lockstep.errors import ConfigurationError
+from lockstep.errors import ConfigurationError, ReplicasDifferError
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -38,6 +38,16 @@ class WritesToWeights(InShards):
             if self.global_step >= 8:
                 self.kept[2].mul_(0.9)  # late: the versions alone tell of it
         return super().compute_loss(batch, batch_info)
+
+
+class LoadsOnOneRank(InShards):
+    """Weights that come to one rank alone, after all ranks had been given the same."""
+
+    def setup(self, config):
+        super().setup(config)
+        if self.world_rank == 3:
+            with torch.no_grad():
+                self.kept[1].add_(1.0)
 
 
 class SwapsInValidation(InShards):
@@ -214,6 +224,13 @@ def test_random_kills(seed):
         recoveries = trainer.status()["recoveries"]
     assert len(recoveries) == 4
     assert all(each["replayed"] <= 1 and each["same_bits"] for each in recoveries)
+
+
+def test_copies_that_setup_makes_different_are_refused_before_the_first_step():
+    with pytest.raises(ReplicasDifferError, match="before the first step") as refused:
+        in_copies(operator_cls=LoadsOnOneRank)
+    assert refused.value.details["where"] == "rank 3 against rank 1"
+    assert refused.value.details["got"] == "`0.bias`"
 
 
 @pytest.mark.slow

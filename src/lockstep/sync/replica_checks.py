@@ -52,13 +52,18 @@ def compare_structures(group: Group, found: SyncedTensors, settings: list[Any]) 
 
 
 def compare_values(
-    group: Group, parameters: Mapping[str, torch.Tensor], *, have_stepped: bool
+    group: Group,
+    parameters: Mapping[str, torch.Tensor],
+    *,
+    have_stepped: bool,
+    shard_size: int = 1,
 ) -> None:
     """Compare the ranks' values, which were equal after the broadcast, by their bits.
 
     Args:
         group: the ranks.
-        parameters: by name, the same on every rank.
+        parameters: by name, the same on every rank; of shards, this rank's rows.
+        shard_size: so many ranks hold different rows, and the next ones the same again.
         have_stepped: optimizers have, since the broadcast; for the error's words.
 
     Collective:
@@ -68,19 +73,22 @@ def compare_values(
         ReplicasDifferError: on every rank; names the parameters and the ranks.
     """
     everyone = group.exchange([sum_of_bits(param) for param in parameters.values()])
-    ranks = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
-    if not ranks:
+    pairs = [(rank, rank % shard_size) for rank in range(len(everyone))]
+    pairs = [(rank, first) for rank, first in pairs if everyone[rank] != everyone[first]]
+    if not pairs:
         return
     differ = [
         f"`{name}`"
-        for name, *values in zip(parameters, *everyone, strict=True)
-        if len(set(values)) > 1
+        for place, name in enumerate(parameters)
+        if any(everyone[rank][place] != everyone[first][place] for rank, first in pairs)
     ]
+    firsts = sorted({first for _, first in pairs})
     more = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
     what, cause, fix = _AFTER_STEPS if have_stepped else _BEFORE_STEPS
     raise ReplicasDifferError(
         what,
-        where=f"rank {', '.join(map(str, ranks))} against rank 0",
+        where=f"rank {', '.join(str(rank) for rank, _ in pairs)} against rank"
+        f" {', '.join(map(str, firsts))}",
         got=", ".join(differ[:5]) + more,
         cause=cause,
         fix=fix,

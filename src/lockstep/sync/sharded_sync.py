@@ -20,7 +20,7 @@ from lockstep._torch_compat import (
     set_tensor_hooks,
     tensor_hooks,
 )
-from lockstep._torch_compat.fully_shard import NEEDED_METHODS, begin_as_root
+from lockstep._torch_compat.fully_shard import NEEDED_METHODS, begin_as_root, rows_of_shard
 from lockstep.data_parallel_mesh import DataParallelMesh
 from lockstep.errors import NotAvailableError
 from lockstep.local_rows import LocalRows
@@ -36,6 +36,7 @@ from lockstep.sync.meta_device import (
 )
 from lockstep.sync.ordered_process_group import OrderedProcessGroup, make_ordered_group
 from lockstep.sync.parameter_shards import shard_like
+from lockstep.sync.replica_checks import compare_values
 from lockstep.sync.shard_units import find_units, refuse_models, refuse_unshardable
 from lockstep.sync.sharded_transport import ShardedTransport
 from lockstep.sync.tensor_broadcast import broadcast_tensors
@@ -280,17 +281,26 @@ class ShardedSync(GradientSync):
         self._transport.move_to(mesh, self._collectives)
 
     def agree_on_values(self) -> None:
-        """See `GradientSync.agree_on_values`: here ranks have different rows, and compare nothing.
-
-        Where there are several copies, they are compared when a group forms anew
-        (`state_broadcast.agree_on_bits`).
+        """See `GradientSync.agree_on_values`: several copies are compared, each rank's rows alone.
 
         Gradient:
-            None.
+            None: metadata only.
 
         Collective:
-            None.
+            Every rank, if there are several copies. Two small all-gathers.
+
+        Raises:
+            ReplicasDifferError: on every rank; names the parameters and the ranks.
         """
+        mesh = self._collectives.mesh
+        if mesh.replicate_size > 1:
+            rows = {slot.name: rows_of_shard(slot.param) for slot in self._rounds.slots}
+            compare_values(
+                self._rounds.attached_group(),
+                rows,
+                have_stepped=self._rounds.has_stepped,
+                shard_size=mesh.shard_size,
+            )
 
 
 def _places(roots: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str, Any]]:
