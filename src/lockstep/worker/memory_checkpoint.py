@@ -41,12 +41,11 @@ from lockstep.worker.state_broadcast import from_messages, messages_of
 from lockstep.worker.state_dict import copy_own_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from lockstep.group import Group
     from lockstep.worker.loop_run import LoopProgress, LoopRequest
     from lockstep.worker.state_access import StateAccess
-    from lockstep.worker.survivor_state import SurvivorState
 
 _COST: Final = 0.01
 """The part of the time that checkpoints may take."""
@@ -183,16 +182,22 @@ class MemoryCheckpoints:
         self.calls.append(TrainCall(self._num_calls, request, step, recomputed))
         self._num_calls += 1
 
-    def go_back(self, part: Part, survivor: SurvivorState, reached: tuple[int, int]) -> None:
+    def go_back(
+        self,
+        part: Part,
+        calls: Sequence[TrainCall],
+        saved: Mapping[int, Part],
+        reached: tuple[int, int],
+    ) -> None:
         """Note that the state of `part` was loaded, and which calls lead on from there.
 
         Args:
             part: this rank's.
-            survivor: a rank that has made the calls since then.
-            reached: where they lead to.
+            calls: of a rank that has made those since then.
+            saved: of the same rank.
+            reached: where the calls lead to.
         """
-        self.reached, self.calls = reached, list(survivor.calls)
-        self.saved = dict(survivor.saved)
+        self.reached, self.calls, self.saved = reached, list(calls), dict(saved)
         self._num_calls = max([part.call, *(call.number + 1 for call in self.calls)])
         self.taken_in = part.call, part.progress
 

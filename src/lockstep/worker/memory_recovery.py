@@ -186,7 +186,7 @@ def go_back(worker: Worker, group: Group, restore: StateRestore) -> None:
         worker.cursors[purpose].move_to(*place)
     # Also in a new process: after another loss every rank knows how far the run had come.
     worker.survivor, worker.has_state = furthest, True
-    _memory_of(worker).go_back(part, furthest, restore.target)
+    _memory_of(worker).go_back(part, furthest.calls, furthest.saved, restore.target)
 
 
 def take_again(worker: Worker) -> None:

@@ -148,13 +148,13 @@ def memory_with(steps, every="auto"):
 
 def test_the_call_in_which_it_was_taken_goes_on_and_later_ones_begin():
     """Also where the next call began at the very step at which this one ended."""
-    survivor = replace(FURTHEST, calls=tuple(memory_with([0, 5, 5, 9]).calls))
+    calls = memory_with([0, 5, 5, 9]).calls
     progress = LoopProgress(0, 0, 5, 0, False)
     spare = memory_with([])
-    spare.go_back(replace(part_of(0, 1), call=0, progress=progress), survivor, (9, 0))
+    spare.go_back(replace(part_of(0, 1), call=0, progress=progress), calls, {}, (9, 0))
     assert [call.step for call in spare.calls_to_repeat()] == [0, 5, 5, 9]
     assert spare.taken_in == (0, progress)
-    spare.go_back(replace(part_of(0, 1), call=2, progress=None), survivor, (9, 0))
+    spare.go_back(replace(part_of(0, 1), call=2, progress=None), calls, {}, (9, 0))
     assert [call.number for call in spare.calls_to_repeat()] == [2, 3]
     assert spare.calls_to_repeat()[0].steps_at(9) == 4
     spare.begin_call(REQUEST)
