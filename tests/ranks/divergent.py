@@ -250,6 +250,17 @@ class InHalfTheBits(Divergent):
         return {"in float32": torch.tensor(float(torch.float32 in self.dtypes))}
 
 
+class InHalfTheBitsOnOneRank(Divergent):
+    """Ranks whose layers compute in different dtypes, which would send messages of two sizes."""
+
+    def build(self):
+        model = reset(self.make(), 7)
+        policy = MixedPrecisionPolicy(torch.float32) if self.world_rank == 0 else None
+        self.model, self.optimizer = self.register(
+            models=model, optimizers=sgd(model), mp_policy=policy
+        )
+
+
 class WritesAfterALook(Divergent):
     """Weights are written to after a forward that has no backward."""
 
@@ -400,6 +411,7 @@ IN_UNITS_ALONE: dict[str, type[Plain]] = {
         AsksEverybody,
         OnMeta,
         InHalfTheBits,
+        InHalfTheBitsOnOneRank,
         WritesAfterALook,
         ClearedBeforeBackward,
         FailsInTheMiddle,
