@@ -61,7 +61,7 @@ class DDPSync(GradientSync):
             buffers=buffers if self._keeps_buffers else "manual",
             averages=averages,
             make_transport=make_transport,
-            settings=sorted(map(repr, arguments.items())),
+            settings={name: repr(arguments[name]) for name in sorted(arguments)},
         )
 
     def broadcast_buffers(self) -> None:

@@ -23,7 +23,7 @@ from lockstep.sync.synced_tensors import as_modules, find_synced_tensors
 from lockstep.sync.tensor_broadcast import broadcast_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -108,14 +108,19 @@ class GradientSync:
         averages: bool = True,
         order: ShardOrder | None = None,
         make_transport: TransportFactory | None = None,
-        settings: Sequence[Any] = (),
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         _check_options(buffers, bucket_cap_mb)
         self._found = find_synced_tensors(modules)
         fix = "detach() the GradientSync that has it"
         optimizer_guard.refuse_attached(self._found.parameters, fix)
         self._cap_bytes = int(bucket_cap_mb * 2**20)
-        self._settings = [self._cap_bytes, buffers, averages, *settings]
+        self._settings = {
+            "bucket_cap_mb": bucket_cap_mb,
+            "buffers": buffers,
+            "averages": averages,
+            **(settings or {}),
+        }
         compare_structures(group, self._found, self._settings)
         self._owns_group = owns_group
         self._buffers = BufferBroadcast(self._found.buffers.values())

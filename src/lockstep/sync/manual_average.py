@@ -47,7 +47,7 @@ def average_gradients(model: Any, weight: float | None = None, *, group: Any = N
     share = 1.0 if weight is None else as_weight(weight, ranks.place)
     found = find_synced_tensors(as_modules(model))
     optimizer_guard.refuse_attached(found.parameters, "leave average_gradients out")
-    compare_structures(ranks, found, [])
+    compare_structures(ranks, found, {})
     slots = [
         Slot(number, name, param) for number, (name, param) in enumerate(found.parameters.items())
     ]

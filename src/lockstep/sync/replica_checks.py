@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lockstep.sync.synced_tensors import Entry, SyncedTensors
 
 
-def compare_structures(group: Group, found: SyncedTensors, settings: list[Any]) -> None:
+def compare_structures(group: Group, found: SyncedTensors, settings: Mapping[str, Any]) -> None:
     """Compare structure and settings of all ranks; raise on every rank or on none.
 
     Collective:
@@ -27,7 +27,7 @@ def compare_structures(group: Group, found: SyncedTensors, settings: list[Any]) 
         WrongTypeError: this rank's model holds something that cannot be synchronised.
         ReplicasDifferError: the ranks differ; names the first difference and the ranks.
     """
-    mine = {"refused": found.refused, "settings": settings, "structure": found.structure()}
+    mine = {"refused": found.refused, "settings": {**settings}, "structure": found.structure()}
     everyone = group.exchange(mine)
     if found.refused:
         raise WrongTypeError(
@@ -110,9 +110,12 @@ _AFTER_STEPS: Final = (
 
 
 def _first_difference(expected: dict[str, Any], got: dict[str, Any]) -> tuple[str, str]:
-    for key in ("refused", "settings"):
-        if expected[key] != got[key]:
-            return f"{key} {expected[key]}", f"{key} {got[key]}"
+    if expected["refused"] != got["refused"]:
+        return f"refused {expected['refused']}", f"refused {got['refused']}"
+    ours, theirs = expected["settings"], got["settings"]
+    for name in ours | theirs:
+        if ours.get(name) != theirs.get(name):
+            return f"{name}={ours.get(name)}", f"{name}={theirs.get(name)}"
     ours, theirs = expected["structure"], got["structure"]
     for one, other in zip(ours, theirs, strict=False):
         if one != other:

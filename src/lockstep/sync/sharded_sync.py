@@ -124,7 +124,11 @@ class ShardedSync(GradientSync):
             averages=averages,
             broadcast=False,  # each unit before it is cut into shards
             make_transport=self._make_transport,
-            settings=[list(self.units), repr(self._mp_policy), dp_shard_size],
+            settings={
+                "units": list(self.units),
+                "mp_policy": repr(self._mp_policy),
+                "dp_shard_size": dp_shard_size,
+            },
         )
 
     def _prepare(self, group: Group) -> None:
