@@ -8,10 +8,18 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from lockstep.checkpoint import WrittenPart
     from lockstep.operator import TrainingOperator
-    from lockstep.worker import ProgressReport, RemoteCall, Snapshot, StartReport, Worker
+    from lockstep.worker import (
+        CheckpointOnDisk,
+        ProgressReport,
+        RemoteCall,
+        Snapshot,
+        StartReport,
+        Worker,
+    )
 
 R = TypeVar("R")
 
@@ -71,6 +79,13 @@ class SnapshotKeeper(Protocol):
 
     def note_failure(self, error: Exception) -> None:
         """Note that a worker made a copy which could not be sent to the driver."""
+
+    @property
+    def written(self) -> Sequence[CheckpointOnDisk]:
+        """The latest checkpoints of this run on the disk, in the order of their writing."""
+
+    def keep_written(self) -> AbstractContextManager[None]:
+        """Inside, no checkpoint is written or removed. Waits for one that is being written."""
 
 
 class SnapshotFetcher(Protocol):
@@ -143,9 +158,6 @@ class Engine(Protocol):
         Raises:
             CheckpointWriteError: a worker died meanwhile.
         """
-
-    def note_checkpoint(self, step: int, path: str) -> None:
-        """Note that the state at `step` is on the disk; another thread may call this."""
 
     def local_operator(self) -> TrainingOperator | None:
         """The operator of rank 0, if rank 0 lives in this process."""

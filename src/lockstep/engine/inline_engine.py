@@ -95,9 +95,6 @@ class InlineEngine:
     def write_parts(self, step: int, folder: str) -> list[WrittenPart] | None:
         raise AssertionError("one worker has the whole state")
 
-    def note_checkpoint(self, step: int, path: str) -> None:
-        """See `Engine`; a group of these workers is not formed anew."""
-
     def local_operator(self) -> TrainingOperator | None:
         return self._worker.operator
 

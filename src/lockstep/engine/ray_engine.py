@@ -297,9 +297,6 @@ class RayEngine:
 
     # --------------------------------------------------------------------------------- ending
 
-    def note_checkpoint(self, step: int, path: str) -> None:
-        """See `Engine`; a group of these workers is not formed anew."""
-
     def local_operator(self) -> TrainingOperator | None:
         first = self.workers.rank_0
         return None if first is None or first.worker is None else first.worker.operator

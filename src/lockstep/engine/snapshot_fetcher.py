@@ -86,5 +86,5 @@ class RemoteSnapshotFetcher:
             self._to.note_failure(error)
             return
         if answer is not None:
-            step, structure, arrays = answer
-            self._to.keep(Snapshot(step, join(structure, arrays)))
+            step, call, structure, arrays = answer
+            self._to.keep(Snapshot(step, join(structure, arrays), call=call))

@@ -131,8 +131,8 @@ class WorkerActor:
             self._worker.break_group(generation)
 
     @ray.method(concurrency_group="control")
-    def snapshot(self, is_requested: bool) -> tuple[int, bytes, list[Any]] | None:
-        """The latest snapshot that was not fetched yet: its step, structure and arrays; or None.
+    def snapshot(self, is_requested: bool) -> tuple[int, int, bytes, list[Any]] | None:
+        """The latest snapshot that was not fetched yet: step, call, structure and arrays; or None.
 
         Args:
             is_requested: request a snapshot before the next batch.
@@ -148,7 +148,7 @@ class WorkerActor:
             return None
         structure, buffers = split(snapshot.state)
         # Ray stores arrays, and maps them on the other side, without pickling.
-        return snapshot.step, structure, [buffer.numpy() for buffer in buffers]
+        return snapshot.step, snapshot.call, structure, [buffer.numpy() for buffer in buffers]
 
     @ray.method(concurrency_group="files")
     def write_part(self, step: int, folder: str) -> PartOnDisk | None:

@@ -106,13 +106,11 @@ class RecoveringEngine:
         return self._engine.local_operator()
 
     def start_snapshot_fetcher(self, to: SnapshotKeeper) -> SnapshotFetcher:
+        self._regrouping.checkpoints = to
         return self._engine.start_snapshot_fetcher(to)
 
     def write_parts(self, step: int, folder: str) -> list[WrittenPart] | None:
         return self._engine.write_parts(step, folder)
-
-    def note_checkpoint(self, step: int, path: str) -> None:
-        self._regrouping.on_disk = step, path
 
     def close(self, *, force: bool) -> None:
         # An interrupted worker may be in the middle of a step for long.
@@ -195,7 +193,6 @@ class RecoveringEngine:
         """
         if not self._engine.spec.keeps_memory_checkpoints or not self._may_change_state(call):
             return
-        self._regrouping.on_disk = None
         # Not by `_call`, which may form the group anew before, and so lose what has changed.
         renewal = renew_memory_checkpoint.with_args()
         pending_call = self._perform(renewal, None, None)
@@ -383,7 +380,7 @@ class RecoveringEngine:
             generation=generation,
             workers=size,
             same_bits=self._has_same_bits,
-            checkpoint=restore.source if restore and isinstance(restore.source, str) else None,
+            checkpoint=None if restore is None else restore.directory,
         )
         self._incidents.append(incident)
         _log.warning("%s", incident)

@@ -15,9 +15,9 @@ the next generation is three rounds of calls:
    its state to members that are behind or new (`Formation.stale`), and all compare their bits.
 
 Under ``sync="fsdp"`` no survivor has the whole state. Then `join` goes back to the newest memory
-checkpoint of which all parts are left, or else to the newest on the disk (`find_restore`), and a
-fourth round, `replay`, computes the steps since then again, up to where the furthest survivor had
-come.
+checkpoint of which all parts are left (`find_restore`), and a fourth round, `replay`, computes the
+steps since then again, up to where the furthest survivor had come. If of each memory checkpoint a
+part is lost, the members first read the newest checkpoint on the disk (`_read_from_disk`).
 
 A member that dies in the third round is lost like any other, and another attempt begins with the
 first round; after `_ATTEMPTS` of them the run ends. Invariants: an attempt changes no committed
@@ -30,25 +30,49 @@ driver, which outlives them all, knows of every death.
 
 from __future__ import annotations
 
+import logging
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from lockstep.checkpoint import open_checkpoint, read_own_tensors
 from lockstep.engine.rank_assignment import local_ranks
 from lockstep.engine.rollback_errors import rollback_impossible_error
-from lockstep.errors import WorkerDiedError
+from lockstep.errors import CheckpointError, WorkerDiedError
 from lockstep.recovery.lost_worker import LostWorker
 from lockstep.recovery.rank_table import RankTable
 from lockstep.recovery.spare_workers import SpareWorkers
-from lockstep.worker import Formation, find_restore, join, leave_broken_group, replay
+from lockstep.worker import (
+    Formation,
+    find_restore,
+    find_restores_on_disk,
+    join,
+    leave_broken_group,
+    read_rows,
+    receive_state,
+    replay,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from lockstep.engine.engine_protocol import SnapshotKeeper
     from lockstep.engine.pending_call import PendingCall
     from lockstep.engine.ray_engine import RayEngine
     from lockstep.engine.worker_handle import WorkerHandle
     from lockstep.recovery.watchdog import Watchdog
-    from lockstep.worker import RemoteCall, RunPosition, StateRestore, SurvivorState, Worker
+    from lockstep.worker import (
+        CheckpointOnDisk,
+        RemoteCall,
+        RunPosition,
+        StateRestore,
+        SurvivorState,
+        Worker,
+    )
+
+R = TypeVar("R")
+
+_log = logging.getLogger("lockstep.recovery")
 
 _ATTEMPTS: Final = 10
 """Attempts to form a generation before the run ends."""
@@ -80,8 +104,7 @@ class Regrouping:
 
     Attributes:
         spares: finds the workers that are ready for a rank.
-        on_disk: step and directory of the newest checkpoint that was written since the state has
-            changed by anything but training; None without one.
+        checkpoints: those of the run on the disk; None if none are written.
     """
 
     def __init__(self, engine: RayEngine, min_workers: int, watchdog: Watchdog) -> None:
@@ -90,7 +113,7 @@ class Regrouping:
         self._min_workers = min_workers
         self._watchdog = watchdog
         self.spares = SpareWorkers(engine.workers, watchdog)
-        self.on_disk: tuple[int, str] | None = None
+        self.checkpoints: SnapshotKeeper | None = None
 
     @property
     def can_grow(self) -> bool:
@@ -134,7 +157,7 @@ class Regrouping:
                 raise _no_worker_left_error(table.lost_workers, list(survivors))
             self._workers.set_members(self._members(table))
             formation = self._formation(survivors, furthest, table)
-            if not self._join(formation, table):
+            if formation is None or not self._join(formation, table):
                 continue
             if formation.restore is None or self._replay(formation.restore, table):
                 return NewGeneration(furthest, table.lost_workers, formation.restore)
@@ -148,7 +171,9 @@ class Regrouping:
         self, purpose: str | None, is_abandoned: bool, table: RankTable
     ) -> dict[WorkerHandle, SurvivorState]:
         """Let all members leave the group; a member that fails is lost. Empty if all are lost."""
-        call = leave_broken_group.with_args(purpose, is_abandoned=is_abandoned)
+        call = leave_broken_group.with_args(
+            purpose, is_abandoned=is_abandoned, on_disk=self._on_disk()
+        )
         while members := list(self._workers.members):
             self._watchdog.begin_call()
             pending_call = self._engine.perform(
@@ -191,16 +216,18 @@ class Regrouping:
         survivors: dict[WorkerHandle, SurvivorState],
         furthest: SurvivorState,
         table: RankTable,
-    ) -> Formation:
+    ) -> Formation | None:
+        """The next generation; None if a member was lost while it read a checkpoint."""
         members = self._workers.members
         states = [survivors.get(member) for member in members]
         source = states.index(furthest)
         restore = None
         if self._engine.spec.keeps_memory_checkpoints:
             held = [() if state is None else state.held for state in states]
-            restore = find_restore(held, furthest, self.on_disk)
-            if restore is None:
-                raise _parts_lost_error(table.lost_workers)
+            last_written = max((each.step for each in self._on_disk()), default=0)
+            restore = find_restore(held, furthest, last_written)
+            if restore is None and (restore := self._read_from_disk(furthest, table)) is None:
+                return None
         self._workers.generation += 1
         return Formation(
             rendezvous=self._workers.open_rendezvous(),
@@ -218,22 +245,69 @@ class Regrouping:
             restore=restore,
         )
 
+    def _on_disk(self) -> list[CheckpointOnDisk]:
+        return [] if self.checkpoints is None else [*self.checkpoints.written]
+
+    def _read_from_disk(self, furthest: SurvivorState, table: RankTable) -> StateRestore | None:
+        """Let the members read their rows of the newest checkpoint that training has led on from.
+
+        Returns:
+            None if a member was lost meanwhile.
+
+        Raises:
+            WorkerDiedError: there is none, or none can be read.
+        """
+        keep = nullcontext() if self.checkpoints is None else self.checkpoints.keep_written()
+        with keep:
+            refused = None
+            for restore in find_restores_on_disk(self._on_disk(), furthest):
+                assert restore.directory is not None, "it is on the disk"
+                _log.warning(
+                    "a part of the state is lost with all workers that had it in memory: the others"
+                    " go back to %s",
+                    restore.directory,
+                )
+                try:
+                    state = open_checkpoint(restore.directory)
+                    return restore if self._send(state, table) else None
+                except CheckpointError as error:
+                    _log.warning("%s cannot be read: %s", restore.directory, error)
+                    refused = error
+        raise _parts_lost_error(table.lost_workers) from refused
+
+    def _send(self, state: dict[str, Any], table: RankTable) -> bool:
+        """Let each member read its rows, or send them; False if a member was lost meanwhile."""
+        size = len(self._workers.members)
+        calls = {rank: read_rows.with_args(rank, size, state) for rank in range(size)}
+        if (places := self._perform(calls, table)) is None:
+            return False
+        for rank, place in places.items():
+            if place is not None:  # its host does not see the directory
+                rows = receive_state.with_args(read_own_tensors(state, *place))
+                if self._perform({rank: rows}, table) is None:
+                    return False
+        return True
+
     def _join(self, formation: Formation, table: RankTable) -> bool:
         """Let the members form the group; False if a member was lost meanwhile."""
         ranks = range(formation.size)
-        return self._perform({rank: join.with_args(rank, formation) for rank in ranks}, table)
+        calls = {rank: join.with_args(rank, formation) for rank in ranks}
+        return self._perform(calls, table) is not None
 
     def _replay(self, restore: StateRestore, table: RankTable) -> bool:
         """Let the members compute lost steps again; False if a member was lost meanwhile."""
         again = replay.with_args(restore)
-        return self._perform(dict.fromkeys(range(len(self._workers.members)), again), table)
+        calls = dict.fromkeys(range(len(self._workers.members)), again)
+        return self._perform(calls, table) is not None
 
-    def _perform(self, calls: Mapping[int, RemoteCall[Worker, None]], table: RankTable) -> bool:
-        """Make a call on all members; False if a member was lost meanwhile."""
+    def _perform(
+        self, calls: Mapping[int, RemoteCall[Worker, R]], table: RankTable
+    ) -> Mapping[int, R] | None:
+        """Make calls on members: the results by rank; None if a member was lost meanwhile."""
         members = list(self._workers.members)
         self._watchdog.begin_call()
 
-        def on_poll(pending_call: PendingCall[None]) -> None:
+        def on_poll(pending_call: PendingCall[R]) -> None:
             self._watchdog.poll(pending_call)
             if pending_call.has_failed:
                 self._workers.close_rendezvous()
@@ -247,7 +321,7 @@ class Regrouping:
             self._engine.results(pending_call)
         for rank in pending_call.deaths:
             self._mark_lost(members[rank], rank, pending_call, table)
-        return not pending_call.has_failed
+        return None if pending_call.has_failed else pending_call.values
 
 
 def _ignore_interrupt(_: BaseException) -> None:
@@ -290,26 +364,22 @@ def _parts_lost_error(lost_workers: Sequence[LostWorker]) -> WorkerDiedError:
         "a part of the state is lost with the workers that had it",
         lost_workers,
         cause="a worker and the one that kept a copy of its part (with dp_shard_size: all that had"
-        " the same rows) have died together, or the state"
-        " was changed between two calls while gradients were not reduced (no_sync); and no"
-        " checkpoint was written since the state was changed by anything but the default loop",
-        fix="build a new trainer and load the last checkpoint; where checkpoint_dir and"
-        " checkpoint_every are given, a run goes back to one by itself",
+        " the same rows) have died together, or the state was changed between two calls while"
+        " gradients were not reduced (no_sync); and the run has written no checkpoint that it can"
+        " go on from by itself: there is no checkpoint_every, the state was changed since (load,"
+        " apply_all_operators), or the loop is your own",
     )
 
 
 def _lost_error(
-    what: str,
-    lost_workers: Sequence[LostWorker],
-    cause: str | None,
-    fix: str = "build a new trainer and load the last checkpoint",
+    what: str, lost_workers: Sequence[LostWorker], cause: str | None
 ) -> WorkerDiedError:
     lost = ", ".join(f"{each.worker}, rank {each.rank}" for each in lost_workers)
     died = WorkerDiedError(
         what,
         got=f"lost {lost}" if lost else None,
         cause=cause,
-        fix=fix,
+        fix="build a new trainer and load the last checkpoint",
     )
     if lost_workers:
         died.__cause__ = lost_workers[0].died

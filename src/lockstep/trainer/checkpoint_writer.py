@@ -8,16 +8,18 @@ thread. Training waits for the copy alone.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import CheckpointError, CheckpointWriteError
 from lockstep.trainer.preemption import SigtermDeferral
+from lockstep.worker import CheckpointOnDisk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
 
     from lockstep.engine import Engine
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from lockstep.worker import Snapshot
 
 _log = logging.getLogger("lockstep.checkpoint")
+
+_MOST_WRITTEN: Final = 8
+"""Checkpoints that are remembered; the folder may hold fewer."""
 
 
 class CheckpointWriter:
@@ -39,7 +44,9 @@ class CheckpointWriter:
     """
 
     def __init__(self, write: Callable[[Snapshot], str], engine: Engine) -> None:
-        self._write, self._engine = write, engine
+        self._write = write
+        self._writing = threading.Lock()
+        self._written: list[CheckpointOnDisk] = []
         self._preemption = SigtermDeferral()
         self._lock = threading.Lock()
         self._waiting: Snapshot | None = None
@@ -69,6 +76,20 @@ class CheckpointWriter:
             self._wait()
             self._preemption.take_effect()
 
+    def _names_written(self) -> set[tuple[int, int]]:
+        return {(each.step, each.call) for each in self._written if each.call >= 0}
+
+    @property
+    def written(self) -> Sequence[CheckpointOnDisk]:
+        """See `SnapshotKeeper`."""
+        return [each for each in self._written if os.path.exists(each.path)]
+
+    @contextmanager
+    def keep_written(self) -> Iterator[None]:
+        """See `SnapshotKeeper`."""
+        with self._writing:
+            yield
+
     def note_failure(self, error: Exception) -> None:
         """Note that a checkpoint could not be written; the next success clears the failure."""
         _log.error("a checkpoint could not be written: %s", error)
@@ -88,10 +109,12 @@ class CheckpointWriter:
     def _write_latest(self) -> None:
         with self._lock:
             snapshot, self._waiting = self._waiting, None
-        if snapshot is None:
-            return
+        if snapshot is None or (snapshot.step, snapshot.call) in self._names_written():
+            return  # a recovery has led to this step again
         try:
-            self._engine.note_checkpoint(snapshot.step, self._write(snapshot))
+            with self._writing:
+                written = CheckpointOnDisk(snapshot.step, snapshot.call, self._write(snapshot))
+                self._written = [*self._written[-_MOST_WRITTEN:], written]
         # No error may be lost in this thread: `finish` returns it to the caller.
         except Exception as error:
             self.note_failure(error)

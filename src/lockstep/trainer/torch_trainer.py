@@ -94,7 +94,7 @@ class TorchTrainer:
             one; a path from that one. `num_shards` and `seed` come from it.
         memory_checkpoint_every: under ``sync="fsdp"``, global batches between two copies of each
             worker's part of the state in another worker's memory; after a death at most so many
-            are computed again. "auto": so that the copies take 1 % of the time. None: no copies,
+            are computed again (more if that other worker has died with it). "auto": so that the copies take 1 % of the time. None: no copies,
             and a death ends the run.
         audit: how often ranks are compared: "watch" (the first steps more often, then every 64th),
             "full" (every step, slower), "off".
@@ -346,8 +346,9 @@ class TorchTrainer:
             ``workers``, ``spares`` (ready ones), ``shards``, ``generation`` (formations of the
             group, from 0), ``epoch`` (passes begun), ``epochs_finished``, ``step`` (global
             batches), ``recoveries`` (one dict each: ``lost``, ``why``, ``during``, ``step``,
-            ``replayed``, ``seconds``, ``generation``, ``workers``, ``same_bits``, and ``at``, in
-            seconds since 1970), ``units`` (of ``register(shard=...)``, by name; empty without).
+            ``replayed``, ``seconds``, ``generation``, ``workers``, ``same_bits``, ``checkpoint``
+            (path of one on the disk that the run went back to), and ``at``, in seconds since
+            1970), ``units`` (of ``register(shard=...)``, by name; empty without).
         """
         return self._workers.summary()
 

@@ -2,9 +2,9 @@
 """One rank of a run: remote methods, process group, position in the data, undo of a step."""
 
 from lockstep.worker.call_outcome import Outcome, add_rank, error_text, failed_outcome, is_peer_lost
-from lockstep.worker.checkpoint_calls import begin_load, hold_part, receive_state
+from lockstep.worker.checkpoint_calls import begin_load, hold_part, read_rows, receive_state
 from lockstep.worker.checkpoint_part import PartOnDisk
-from lockstep.worker.checkpoint_snapshot import Snapshot
+from lockstep.worker.checkpoint_snapshot import CheckpointOnDisk, Snapshot
 from lockstep.worker.group_rejoin import (
     Formation,
     join,
@@ -15,6 +15,7 @@ from lockstep.worker.loop_run import LoopProgress, LoopRequest
 from lockstep.worker.memory_recovery import (
     StateRestore,
     find_restore,
+    find_restores_on_disk,
     renew_memory_checkpoint,
     replay,
 )
@@ -39,6 +40,7 @@ from lockstep.worker.worker_status import WorkerStatus, status_of
 
 __all__ = [
     "CallContract",
+    "CheckpointOnDisk",
     "Communication",
     "Formation",
     "LoopCounts",
@@ -68,6 +70,7 @@ __all__ = [
     "error_text",
     "failed_outcome",
     "find_restore",
+    "find_restores_on_disk",
     "hold_part",
     "is_peer_lost",
     "items_ahead",
@@ -76,6 +79,7 @@ __all__ = [
     "position",
     "predict",
     "progress_of",
+    "read_rows",
     "receive_state",
     "renew_memory_checkpoint",
     "replay",

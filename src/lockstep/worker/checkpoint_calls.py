@@ -6,12 +6,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockstep import checkpoint
+from lockstep.checkpoint import StoredTensor
+from lockstep.tensor_tree import leaves_of
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lockstep.checkpoint import StoredTensor
     from lockstep.worker.worker import Worker
 
 
@@ -42,3 +43,30 @@ def begin_load(worker: Worker, stored: StoredTensor | None) -> tuple[int, int] |
 def receive_state(worker: Worker, state: Mapping[str, Any]) -> None:
     """Keep what this rank has of a checkpoint that its host does not see, for `apply_state`."""
     worker.incoming = state
+
+
+@remote_method(Communication.NONE, OnFailure.RAISE)
+def read_rows(
+    worker: Worker, rank: int, size: int, state: Mapping[str, Any]
+) -> tuple[int, int] | None:
+    """Read, for `memory_recovery.go_back`, what this worker will have as rank `rank` of `size`.
+
+    Not while the group forms: there a rank that reads for long would be taken for one that hangs.
+
+    Args:
+        state: a checkpoint as `open_checkpoint` returns it, made by the driver: a host with another
+            directory of the same name must not read that.
+
+    Returns:
+        As `begin_load`.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    worker.incoming = None
+    place = worker.place_among(rank, size)
+    stored = next((leaf for leaf in leaves_of(state) if isinstance(leaf, StoredTensor)), None)
+    if stored is not None and not checkpoint.is_here(stored):
+        return place
+    worker.incoming = checkpoint.read_own_tensors(state, *place)
+    return None

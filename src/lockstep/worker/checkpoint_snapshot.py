@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.operator import TrainingOperator
 from lockstep.worker import state_broadcast
@@ -36,16 +36,27 @@ class Snapshot:
         step: global batches that the run has committed.
         state: as `TorchTrainer.state_dict` returns it; None where each rank holds its part.
         pool: receives the memory of the copy when the snapshot has been written.
+        call: of `train` in which the run came to this step, among all calls: after `load` a run may
+            come to a step again.
     """
 
     step: int
     state: dict[str, Any] | None
     pool: TensorPool | None = None
+    call: int = -1
 
     def give_back(self) -> None:
         """Let the next snapshot use the memory of this one, which has been written or left out."""
         if self.pool is not None:
             self.pool.put_back(self.state)
+
+
+class CheckpointOnDisk(NamedTuple):
+    """A snapshot of this run that has been written; `step` and `call` as a `Snapshot` has them."""
+
+    step: int
+    call: int
+    path: str
 
 
 class SnapshotTaker:
@@ -93,17 +104,23 @@ class SnapshotTaker:
         if self._counted_to is None or self._counted_to > self._committed:
             self._counted_to = self._committed
 
-    def forget(self) -> None:
+    def forget(self, last_written: int | None = None) -> None:
         """Restart the count, because ranks may have taken different snapshots before a recovery.
 
-        Where each rank writes a part, a snapshot is due again: a checkpoint that was being written
-        may lack the part of a rank that has died.
+        Args:
+            last_written: the step of the newest checkpoint that is on the disk. One that was being
+                written since may lack the part of a rank that has died: it is due again.
         """
         self.part.drop()
-        every = self._worker.spec.checkpoint_every
-        is_again = every is not None and self._worker.spec.saves_parts
-        self._counted_to = self._committed - every if is_again and every is not None else None
+        self._counted_to = last_written
         self.begin()
+
+    def forget_parts(self) -> None:
+        """Drop the copies of this rank's part that nobody has begun to write."""
+        self.part.drop()
+        if self._worker.spec.saves_parts:
+            with self._lock:
+                self._latest = None
 
     def before_batch(self, committed: CommittedCounts) -> bool:
         """Between two batches, take a snapshot if one is due or requested.
@@ -131,10 +148,16 @@ class SnapshotTaker:
         # A step ends the window of a loop of the user's own.
         return committed.has_stepped if self._has_own_loop else self._is_between_windows
 
-    def after_call(self) -> None:
-        """After a call of `train`, take the snapshot that was not possible within the call."""
-        if self._is_due and (self._has_own_loop or self._is_between_windows):
-            self._copy()
+    def after_call(self) -> bool:
+        """After a call of `train`, take the snapshot that was not possible within the call.
+
+        Returns:
+            As `before_batch`.
+        """
+        if not self._is_due or not (self._has_own_loop or self._is_between_windows):
+            return False
+        self._copy()
+        return self._worker.spec.saves_parts
 
     @property
     def _committed(self) -> int:
@@ -185,7 +208,7 @@ class SnapshotTaker:
         if worker.spec.saves_parts:
             step = self.part.copy()
             if worker.rank == 0:
-                self._keep(Snapshot(step, None))
+                self._keep(Snapshot(step, None, call=worker.call_number))
             return
         state: dict[str, Any] = {}
         if worker.rank == 0:
@@ -195,7 +218,8 @@ class SnapshotTaker:
             own = state["operator"] if state else copy_to_cpu(worker.operator.state_dict())
             state["operator_by_rank"] = self._by_rank(own)
         if worker.rank == 0:
-            self._keep(Snapshot(state["global_step"], state, self._pool))
+            snapshot = Snapshot(state["global_step"], state, self._pool, worker.call_number)
+            self._keep(snapshot)
 
     def _by_rank(self, own: Any) -> list[Any]:
         worker, found = self._worker, []

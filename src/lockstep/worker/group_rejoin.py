@@ -35,7 +35,10 @@ from lockstep.worker.survivor_state import RunPosition, SurvivorState
 from lockstep.worker.worker import Undone
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lockstep.operator.training_parts import TrainingParts
+    from lockstep.worker.checkpoint_snapshot import CheckpointOnDisk
     from lockstep.worker.memory_recovery import StateRestore
     from lockstep.worker.process_group import Rendezvous
     from lockstep.worker.worker import Worker
@@ -64,7 +67,11 @@ class Formation:
 
 @remote_method(Communication.NONE, OnFailure.RAISE, is_timed=True)
 def leave_broken_group(
-    worker: Worker, interrupted: str | None, *, is_abandoned: bool = False
+    worker: Worker,
+    interrupted: str | None,
+    *,
+    is_abandoned: bool = False,
+    on_disk: Sequence[CheckpointOnDisk] = (),
 ) -> SurvivorState:
     """Leave the group and undo the step that was not committed. Idempotent.
 
@@ -72,8 +79,11 @@ def leave_broken_group(
         interrupted: the purpose of the loop that not all workers have completed; None if another
             call was interrupted.
         is_abandoned: the call does not go on: it has ended with the last committed step.
+        on_disk: the run's checkpoints there.
     """
     memory = worker.memory
+    if memory is not None:
+        worker.snapshots.forget_parts()
     if memory is not None and worker.survivor is not None:
         # Another loss, before the steps since the checkpoint were computed again.
         worker.leave()
@@ -99,7 +109,11 @@ def leave_broken_group(
         },
         held=memory.held,
         calls=tuple(memory.calls),
-        saved=dict(memory.saved),
+        saved={
+            (each.step, each.call): memory.saved[each.step, each.call]
+            for each in on_disk
+            if (each.step, each.call) in memory.saved
+        },
     )
     return worker.survivor
 

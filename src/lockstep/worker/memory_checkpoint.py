@@ -17,8 +17,8 @@ of which all parts are left, and computes the steps since then again (`replay`).
   step is computed again, as long as of all rows one copy is left at the same step.
 - What changes the state besides training (a user's function, a loaded state) cannot be computed
   again, so the driver renews the checkpoint after each such call.
-- A rank also notes what a checkpoint on the disk leaves out (`note_saved`): where a part is lost
-  with all that had it, the ranks go back to the newest of those.
+- When a checkpoint goes to the disk each rank notes how training went on from there (`note_saved`):
+  where a part is lost with all ranks that had it, the run can go on from that checkpoint.
 
 Sources: checkpoints in the memory of peers are those of Gemini (Wang et al., SOSP 2023).
 Rejected: parity of several parts in the place of a copy (Reed-Solomon): it saves memory on the
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 _COST: Final = 0.01
 """The part of the time that checkpoints may take."""
 
-_MOST_SAVED: Final = 8
-"""Checkpoints on the disk, or on their way, to which the ranks can go back."""
+_MOST_SAVED: Final = 3
+"""Checkpoints on the disk, or on their way, from which the run can go on."""
 
 _FIRST_INTERVAL: Final = 8
 """Steps from the first checkpoint until the second one, when a step's time is known."""
@@ -125,7 +125,9 @@ class MemoryCheckpoints:
 
     Attributes:
         calls: the calls of `train` since the oldest state to which the ranks can go back, in order.
-        saved: what checkpoints on the disk leave out of this rank's part, by step.
+        saved: for checkpoints that were copied for the disk, what those do not hold: the place in
+            the call, which parameters train, buffers that are not persistent. Parts of an empty
+            state, by the step and the call of the copy: a step may come again after `load`.
         taken_in: the call of `train` that goes on from the latest one, see `Part`.
         reached: committed steps and epoch to which training has come; a state that is loaded since
             does not count.
@@ -143,7 +145,7 @@ class MemoryCheckpoints:
         self._ended_at = 0.0
         self._num_calls = 0
         self.calls: list[TrainCall] = []
-        self.saved: dict[int, Part] = {}
+        self.saved: dict[tuple[int, int], Part] = {}
         self.taken_in: tuple[int, LoopProgress | None] = 0, None
         self.reached = 0, 0
 
@@ -180,13 +182,14 @@ class MemoryCheckpoints:
         worker = self._worker
         step, recomputed = worker.operator._lockstep.committed, worker.num_batches_to_recompute
         self.calls.append(TrainCall(self._num_calls, request, step, recomputed))
+        worker.call_number = self._num_calls
         self._num_calls += 1
 
     def go_back(
         self,
         part: Part,
         calls: Sequence[TrainCall],
-        saved: Mapping[int, Part],
+        saved: Mapping[tuple[int, int], Part],
         reached: tuple[int, int],
     ) -> None:
         """Note that the state of `part` was loaded, and which calls lead on from there.
@@ -199,22 +202,30 @@ class MemoryCheckpoints:
         """
         self.reached, self.calls, self.saved = reached, list(calls), dict(saved)
         self._num_calls = max([part.call, *(call.number + 1 for call in self.calls)])
+        self._worker.call_number = self._num_calls - 1
         self.taken_in = part.call, part.progress
 
     def calls_to_repeat(self) -> list[TrainCall]:
         """The calls that lead from the state that was loaded last to where the run was."""
         return [call for call in self.calls if call.number >= self.taken_in[0]]
 
-    def note_saved(self, progress: LoopProgress) -> None:
-        """Between two batches of a call: note that the state of this moment goes to the disk.
+    def note_saved(self, progress: LoopProgress | None) -> None:
+        """Note that the state of this moment was copied for the disk.
 
         Args:
-            progress: of the call.
+            progress: of the call; None after it.
         """
-        rest = _take_rest(self._worker, (self.calls[-1].number, progress))
-        self.saved[self._worker.operator._lockstep.committed] = rest
-        for step in sorted(self.saved)[:-_MOST_SAVED]:
-            del self.saved[step]
+        worker = self._worker
+        # What such loops have between two batches, and gradients that wait, no checkpoint holds.
+        if (
+            worker.operator._lockstep_overrides_loop()
+            or worker.rollback.window_gradients() is not None
+        ):
+            return
+        call = self._num_calls if progress is None else worker.call_number
+        name = worker.operator._lockstep.committed, worker.call_number
+        self.saved[name] = _take_rest(worker, (call, progress))
+        self.saved = dict([*self.saved.items()][-_MOST_SAVED:])
 
     def rewind_call(self, epoch: int, step_in_epoch: int) -> None:
         """Set the counts back to where the present call of a user's `train_epoch` began."""

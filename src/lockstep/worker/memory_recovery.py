@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lockstep.checkpoint import open_checkpoint
-from lockstep.errors import CheckpointError
 from lockstep.metrics import TimerCollection
 from lockstep.operator.sync_setup import rejoin
 from lockstep.worker import state_broadcast
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
 
     from lockstep.group import Group
     from lockstep.operator import TrainingOperator
+    from lockstep.worker.checkpoint_snapshot import CheckpointOnDisk
     from lockstep.worker.loop_run import LoopProgress
     from lockstep.worker.memory_checkpoint import (
         MemoryCheckpoint,
@@ -57,13 +56,19 @@ class StateRestore:
 
     Attributes:
         step: committed steps of the run in that state.
-        source: where the state is: the ranks' memory, or a directory on the disk.
         furthest: the survivor that has come furthest: steps are computed again up to there.
+        last_written: the step of the newest checkpoint that is on the disk; 0 without one.
+        parts: where the state is in the ranks' memory; None if it was read from the disk.
+        rest: what the checkpoint on the disk does not hold; None if the state is in memory.
+        directory: that checkpoint's; None if the state is in memory.
     """
 
     step: int
-    source: PartsInMemory | str
     furthest: SurvivorState
+    last_written: int
+    parts: PartsInMemory | None = None
+    rest: Part | None = None
+    directory: str | None = None
 
     @property
     def target(self) -> RunPosition:
@@ -80,14 +85,14 @@ class StateRestore:
 def find_restore(
     held: Sequence[Sequence[tuple[MemoryCheckpoint, int]]],
     furthest: SurvivorState,
-    on_disk: tuple[int, str] | None,
+    last_written: int = 0,
 ) -> StateRestore | None:
-    """The restore from the newest complete checkpoint; None if of each a part is lost.
+    """The restore from the newest complete memory checkpoint; None if of each a part is lost.
 
     Args:
         held: the parts that each rank of the next generation has.
         furthest: the survivor that has come furthest.
-        on_disk: step and directory of the newest checkpoint on the disk, for where none is left.
+        last_written: see `StateRestore`.
     """
     holders: dict[MemoryCheckpoint, dict[int, tuple[int, ...]]] = {}
     for rank, parts in enumerate(held):
@@ -101,31 +106,42 @@ def find_restore(
         # A later one was taken with gradients on the way that are lost with a worker.
         if len(found) == each.size and each.step <= furthest.position.steps
     ]
-    if whole:
-        newest = max(whole)
-        ordered = tuple(holders[newest][part] for part in range(newest.size))
-        return StateRestore(newest.step, PartsInMemory(newest, ordered), furthest)
-    if on_disk is not None and on_disk[0] in furthest.saved:
-        return StateRestore(*on_disk, furthest)
-    return None
+    if not whole:
+        return None
+    newest = max(whole)
+    in_order = tuple(holders[newest][part] for part in range(newest.size))
+    return StateRestore(newest.step, furthest, last_written, parts=PartsInMemory(newest, in_order))
 
 
-def _read_part(worker: Worker, restore: StateRestore, directory: str) -> Part:
-    """What this rank has of a checkpoint on the disk.
+def find_restores_on_disk(
+    on_disk: Sequence[CheckpointOnDisk], furthest: SurvivorState
+) -> list[StateRestore]:
+    """The restores from checkpoints on the disk, from which training alone has led on.
 
-    Raises:
-        CheckpointError: it cannot be read here.
+    Args:
+        on_disk: the run's checkpoints, the newest one last.
+        furthest: the survivor that has come furthest.
+
+    Returns:
+        The newest one first.
     """
-    try:
-        state = worker.own_tensors(open_checkpoint(directory))
-    except CheckpointError as error:
-        error.add_note(
-            "Workers have died together with those that had copies of their parts in memory, so all"
-            " workers read this checkpoint. A new trainer with resume='auto' needs it on the"
-            " driver's host alone."
+    return [
+        StateRestore(
+            each.step,
+            furthest,
+            on_disk[-1].step,
+            rest=furthest.saved[each.step, each.call],
+            directory=each.path,
         )
-        raise
-    return replace(restore.furthest.saved[restore.step], state=state)
+        for each in reversed(on_disk)
+        if (each.step, each.call) in furthest.saved
+    ]
+
+
+def _part_that_was_read(worker: Worker, rest: Part) -> Part:
+    state, worker.incoming = worker.incoming, None
+    assert state is not None, "`read_rows` comes first"
+    return replace(rest, state=dict(state))
 
 
 def _receive_part(worker: Worker, group: Group, source: PartsInMemory) -> Part:
@@ -167,15 +183,12 @@ def go_back(worker: Worker, group: Group, restore: StateRestore) -> None:
 
     Collective:
         Every rank of `group`: exchanges parts in memory, attaches the gradients' synchronisation.
-
-    Raises:
-        CheckpointError: the checkpoint is on the disk, and cannot be read here.
     """
-    source = restore.source
-    if isinstance(source, str):
-        part = _read_part(worker, restore, source)
+    if restore.parts is not None:
+        part = _receive_part(worker, group, restore.parts)
     else:
-        part = _receive_part(worker, group, source)
+        assert restore.rest is not None, "it was read from the disk"
+        part = _part_that_was_read(worker, restore.rest)
     for parameter, flag in zip(worker.run.parameters(), part.requires_grad, strict=True):
         parameter.requires_grad_(flag)
     context = worker.operator._lockstep.context
@@ -270,7 +283,7 @@ def replay(worker: Worker, restore: StateRestore) -> None:
         finally:
             worker.loop_run = before
     # A new process counts from here, as the others do.
-    worker.snapshots.forget()
+    worker.snapshots.forget(restore.last_written)
     worker.attach_audit(worker.operator._lockstep.committed)
 
 

@@ -38,6 +38,7 @@ class StateAccess:
     rank: int
     num_batches_to_recompute: int
     before_call: dict[str, Any] | None
+    call_number: int
     incoming: Mapping[str, Any] | None
     _before_load: tuple[dict[str, Any], int] | None
     _dataset_switch: DatasetSwitch
@@ -168,7 +169,7 @@ class StateAccess:
         """
         incoming, self.incoming = self.incoming, None
         if incoming is None:
-            incoming = self.own_tensors(state)
+            incoming = read_own_tensors(self._own_part(state), *self.place_in_shards)
         before = self.own_state_dict()
         # `before` lies at the start of the open window: batches after it are computed again, and
         # must not be counted again.
@@ -185,10 +186,6 @@ class StateAccess:
             before, num_counted = held
             self.load_state(before)
             self.num_batches_to_recompute = num_counted
-
-    def own_tensors(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """`state` with this rank's rows in the place of each `StoredTensor`, read from the disk."""
-        return dict(read_own_tensors(self._own_part(state), *self.place_in_shards))
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Load the `state_dict` of a worker of the same run, without a way back."""
@@ -232,9 +229,14 @@ class StateAccess:
 
         Where weights are whole on every rank, so is what is loaded: optimizers take their rows.
         """
-        sync = self.operator._lockstep.sync
+        return self.place_among(self.rank, self.spec.num_workers)
+
+    def place_among(self, rank: int, size: int) -> tuple[int, int]:
+        """`place_in_shards` of this worker as rank `rank` of `size`."""
+        sync, dp_shard_size = self.operator._lockstep.sync, self.run.sync_options.dp_shard_size
+        mesh = DataParallelMesh(rank, size, dp_shard_size)
         has_units = sync is not None and bool(sync.units)
-        return (self.mesh.shard_rank, self.mesh.shard_size) if has_units else (0, 1)
+        return (mesh.shard_rank, mesh.shard_size) if has_units else (0, 1)
 
     def _own_part(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         by_rank = state.get("operator_by_rank")

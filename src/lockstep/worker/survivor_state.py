@@ -37,7 +37,7 @@ class SurvivorState:
         other_places: epoch and step in data that is not for training, by purpose.
         held: the parts of memory checkpoints that it has, each with the rank whose part it is.
         calls: see `MemoryCheckpoints`.
-        saved: see `MemoryCheckpoints`.
+        saved: those of `MemoryCheckpoints` that are on the disk.
     """
 
     position: RunPosition | None
@@ -47,4 +47,4 @@ class SurvivorState:
     other_places: dict[str, tuple[int, int]] = field(default_factory=dict)
     held: tuple[tuple[MemoryCheckpoint, int], ...] = ()
     calls: tuple[TrainCall, ...] = ()
-    saved: dict[int, Part] = field(default_factory=dict)
+    saved: dict[tuple[int, int], Part] = field(default_factory=dict)

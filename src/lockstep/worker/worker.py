@@ -112,6 +112,7 @@ class Worker(StateAccess):
         self._dataset_switch = DatasetSwitch()
         self._before_load: tuple[dict[str, Any], int] | None = None
         self.before_call: dict[str, Any] | None = None
+        self.call_number = -1
         self.num_batches_to_recompute = 0
         self._rollback = None
         self.memory: MemoryCheckpoints | None = None
@@ -306,7 +307,7 @@ class Worker(StateAccess):
             if self.loop_run.request.purpose == "train":
                 is_saved = self.snapshots.before_batch(self.loop_run.committed)
                 if self.memory is not None:
-                    if is_saved and not self.operator._lockstep_overrides_loop():
+                    if is_saved:
                         self.memory.note_saved(self.loop_run.progress)
                     is_settled = self.snapshots.is_settled(self.loop_run.committed)
                     self.memory.before_batch(self.loop_run.progress, is_settled=is_settled)
@@ -437,8 +438,10 @@ class Worker(StateAccess):
         if request.purpose == "train":
             if self._rollback is not None:
                 self._rollback.end_call()
-            self.snapshots.after_call()
+            is_saved = self.snapshots.after_call()
             if self.memory is not None:
+                if is_saved:
+                    self.memory.note_saved(None)
                 self.memory.after_call()
         return report
 

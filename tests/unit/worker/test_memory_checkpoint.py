@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lockstep.local_rows import LocalRows, first_row, rows_of
+from lockstep.worker.checkpoint_snapshot import CheckpointOnDisk
 from lockstep.worker.loop_run import LoopProgress, LoopRequest
 from lockstep.worker.memory_checkpoint import (
     MemoryCheckpoint,
@@ -16,7 +17,7 @@ from lockstep.worker.memory_checkpoint import (
     _partners,
     merge_parts,
 )
-from lockstep.worker.memory_recovery import find_restore
+from lockstep.worker.memory_recovery import find_restore, find_restores_on_disk
 from lockstep.worker.survivor_state import RunPosition, SurvivorState
 
 TENSORS = {
@@ -79,28 +80,28 @@ OLD, NEW = MemoryCheckpoint(False, 1, 4, 3), MemoryCheckpoint(False, 2, 8, 3)
 
 def test_the_newest_checkpoint_of_which_all_parts_are_left():
     held = [[(OLD, 0), (OLD, 2), (NEW, 0)], [(OLD, 1), (OLD, 0), (NEW, 1), (NEW, 0)], []]
-    restore = find_restore(held, FURTHEST, None)
+    restore = find_restore(held, FURTHEST)
     assert restore is not None
-    assert (restore.source.checkpoint, restore.steps) == (OLD, 5)
+    assert (restore.parts.checkpoint, restore.steps) == (OLD, 5)
     # Rank 0 has its own part, and that of the rank that is gone.
-    assert restore.source.holders == ((0, 1), (1,), (0,))
+    assert restore.parts.holders == ((0, 1), (1,), (0,))
     complete = [[*held[0], (NEW, 2)], *held[1:]]
-    restore = find_restore(complete, FURTHEST, None)
+    restore = find_restore(complete, FURTHEST)
     assert restore is not None
-    assert (restore.source.checkpoint, restore.steps) == (NEW, 1)
+    assert (restore.parts.checkpoint, restore.steps) == (NEW, 1)
 
 
 def test_what_survivors_of_several_copies_hold_is_a_checkpoint_if_all_rows_are_left():
     now, before = (MemoryCheckpoint(True, 0, step, 2) for step in (9, 8))
     # Ranks 0 and 2 have the same rows; rank 2 had not committed the last step yet.
     all_left = [[(now, 0), (OLD, 0)], [(now, 1), (OLD, 1)], [(before, 0), (OLD, 0)]]
-    restore = find_restore(all_left, FURTHEST, None)
+    restore = find_restore(all_left, FURTHEST)
     assert restore is not None
-    assert (restore.source, restore.steps) == ((now, ((0,), (1,))), 0)
+    assert (restore.parts, restore.steps) == ((now, ((0,), (1,))), 0)
     # Nobody has the first rows at the last step, and nobody the second at the one before.
     one_lost = [[(before, 0), (MemoryCheckpoint(False, 3, 6, 2), 0)], [(now, 1)], all_left[2]]
     one_lost[1].append((MemoryCheckpoint(False, 3, 6, 2), 1))
-    restore = find_restore(one_lost, FURTHEST, None)
+    restore = find_restore(one_lost, FURTHEST)
     assert restore is not None
     assert (restore.step, restore.steps) == (6, 3)
 
@@ -109,26 +110,28 @@ LOST = [[(OLD, 0), (OLD, 2)], [(NEW, 1), (NEW, 2)]]
 
 
 def test_none_where_a_part_of_each_is_lost():
-    assert find_restore(LOST, FURTHEST, None) is None
+    assert find_restore(LOST, FURTHEST) is None
 
 
-def test_the_newest_on_the_disk_where_a_part_of_each_in_memory_is_lost():
-    saved = replace(FURTHEST, saved={5: part_of(0, 1)})
-    restore = find_restore(LOST, saved, (5, "step-5"))
-    assert restore is not None
-    assert (restore.source, restore.step, restore.steps) == ("step-5", 5, 4)
-    # Written by an earlier run, say: nobody knows the calls that have led on from there.
-    assert find_restore(LOST, saved, (4, "step-4")) is None
-    # In memory it is newer.
-    restore = find_restore([[(NEW, 0), (NEW, 1), (NEW, 2)]], saved, (5, "step-5"))
-    assert restore is not None
-    assert restore.step == NEW.step
+def test_a_checkpoint_on_the_disk_is_known_by_its_step_and_its_call():
+    ours, earlier = part_of(0, 1), part_of(0, 2)
+    survivor = replace(FURTHEST, saved={(5, 3): ours, (4, 2): earlier})
+    on_disk = [
+        CheckpointOnDisk(4, 2, "step-4"),
+        CheckpointOnDisk(5, 3, "step-5"),
+        # Of a way that the run has left by `load`: it came to these steps in another call.
+        CheckpointOnDisk(5, 1, "left"),
+    ]
+    first, second = find_restores_on_disk(on_disk, survivor)
+    assert (first.directory, first.rest, first.steps) == ("step-5", ours, 4)
+    assert (second.directory, second.rest, second.steps) == ("step-4", earlier, 5)
+    assert find_restores_on_disk(on_disk, FURTHEST) == []
 
 
 def test_none_that_is_further_than_the_run_can_go_back_to():
     held = [[(NEW, 0), (NEW, 1), (NEW, 2)]]
-    assert find_restore(held, FURTHEST, None) is not None
-    assert find_restore(held, SurvivorState(RunPosition(7, 0)), None) is None
+    assert find_restore(held, FURTHEST) is not None
+    assert find_restore(held, SurvivorState(RunPosition(7, 0))) is None
 
 
 REQUEST = LoopRequest("train", None, False, {})
