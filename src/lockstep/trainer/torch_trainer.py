@@ -94,8 +94,8 @@ class TorchTrainer:
             one; a path from that one. `num_shards` and `seed` come from it.
         memory_checkpoint_every: under ``sync="fsdp"``, global batches between two copies of each
             worker's part of the state in another worker's memory; after a death at most so many
-            are computed again (more if that other worker has died with it). "auto": so that the copies take 1 % of the time. None: no copies,
-            and a death ends the run.
+            are computed again (more if both die). "auto": so that the copies take 1 % of the time.
+            None: no copies, and a death ends the run.
         audit: how often ranks are compared: "watch" (the first steps more often, then every 64th),
             "full" (every step, slower), "off".
         callbacks: `Callback` objects.

@@ -17,7 +17,7 @@ of which all parts are left, and computes the steps since then again (`replay`).
   step is computed again, as long as of all rows one copy is left at the same step.
 - What changes the state besides training (a user's function, a loaded state) cannot be computed
   again, so the driver renews the checkpoint after each such call.
-- When a checkpoint goes to the disk each rank notes how training went on from there (`note_saved`):
+- When a checkpoint goes to the disk each rank notes how training went on from there (`_note_saved`):
   where a part is lost with all ranks that had it, the run can go on from that checkpoint.
 
 Sources: checkpoints in the memory of peers are those of Gemini (Wang et al., SOSP 2023).
@@ -209,7 +209,7 @@ class MemoryCheckpoints:
         """The calls that lead from the state that was loaded last to where the run was."""
         return [call for call in self.calls if call.number >= self.taken_in[0]]
 
-    def note_saved(self, progress: LoopProgress | None) -> None:
+    def _note_saved(self, progress: LoopProgress | None) -> None:
         """Note that the state of this moment was copied for the disk.
 
         Args:
@@ -235,17 +235,22 @@ class MemoryCheckpoints:
             state.step_log.rewind_to(state.committed)
         self._worker.cursors["train"].move_to(epoch, step_in_epoch)
 
-    def before_batch(self, progress: LoopProgress, *, is_settled: bool) -> None:
+    def before_batch(
+        self, progress: LoopProgress, *, is_settled: bool, is_saved: bool = False
+    ) -> None:
         """Between two batches of a call: take a checkpoint if one is due.
 
         Args:
             progress: of the call.
             is_settled: no gradients wait for the next batch.
+            is_saved: the state of this moment was copied for the disk.
 
         Collective:
             As `take`, before a batch that is the same on all ranks.
         """
         worker = self._worker
+        if is_saved:
+            self._note_saved(progress)
         due_at = self._taken_at + self._interval
         if (
             is_settled
@@ -254,13 +259,18 @@ class MemoryCheckpoints:
         ):
             self.take((self.calls[-1].number, progress))
 
-    def after_call(self) -> None:
+    def after_call(self, *, is_saved: bool = False) -> None:
         """After a call of `train`; take a checkpoint if nothing can go back into its middle.
+
+        Args:
+            is_saved: see `before_batch`.
 
         Collective:
             As `take`, if the loop is a user's `train_epoch`.
         """
         self._note_reached()
+        if is_saved:
+            self._note_saved(None)
         if self._worker.has_own_epoch:
             self.take_between_calls()
 

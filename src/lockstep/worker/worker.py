@@ -307,10 +307,9 @@ class Worker(StateAccess):
             if self.loop_run.request.purpose == "train":
                 is_saved = self.snapshots.before_batch(self.loop_run.committed)
                 if self.memory is not None:
-                    if is_saved:
-                        self.memory.note_saved(self.loop_run.progress)
                     is_settled = self.snapshots.is_settled(self.loop_run.committed)
-                    self.memory.before_batch(self.loop_run.progress, is_settled=is_settled)
+                    progress = self.loop_run.progress
+                    self.memory.before_batch(progress, is_settled=is_settled, is_saved=is_saved)
         if self._is_asked_to_leave:
             raise PeerLostError(
                 "this rank left the group between two steps",
@@ -440,9 +439,7 @@ class Worker(StateAccess):
                 self._rollback.end_call()
             is_saved = self.snapshots.after_call()
             if self.memory is not None:
-                if is_saved:
-                    self.memory.note_saved(None)
-                self.memory.after_call()
+                self.memory.after_call(is_saved=is_saved)
         return report
 
     def _begin(self, request: LoopRequest) -> LoopRun:
