@@ -76,9 +76,6 @@ class CheckpointWriter:
             self._wait()
             self._preemption.take_effect()
 
-    def _names_written(self) -> set[tuple[int, int]]:
-        return {(each.step, each.call) for each in self._written if each.call >= 0}
-
     @property
     def written(self) -> Sequence[CheckpointOnDisk]:
         """See `SnapshotKeeper`."""
@@ -109,12 +106,13 @@ class CheckpointWriter:
     def _write_latest(self) -> None:
         with self._lock:
             snapshot, self._waiting = self._waiting, None
-        if snapshot is None or (snapshot.step, snapshot.call) in self._names_written():
-            return  # a recovery has led to this step again
+        if snapshot is None or self._is_written(snapshot):
+            return
         try:
             with self._writing:
                 written = CheckpointOnDisk(snapshot.step, snapshot.call, self._write(snapshot))
-                self._written = [*self._written[-_MOST_WRITTEN:], written]
+                others = [each for each in self._written if each.path != written.path]
+                self._written = [*others[-_MOST_WRITTEN:], written]
         # No error may be lost in this thread: `finish` returns it to the caller.
         except Exception as error:
             self.note_failure(error)
@@ -122,6 +120,12 @@ class CheckpointWriter:
             self._failure = None
         finally:
             snapshot.give_back()
+
+    def _is_written(self, snapshot: Snapshot) -> bool:
+        """Whether a recovery has led to the same step again, in the same call."""
+        # Between calls there is no call that would tell it from another state of that step.
+        name = snapshot.step, snapshot.call
+        return snapshot.call >= 0 and name in {(each.step, each.call) for each in self.written}
 
     def _wait(self) -> Exception | None:
         """Wait for all writes; return why the latest checkpoint is missing, once."""

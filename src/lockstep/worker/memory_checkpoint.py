@@ -17,7 +17,7 @@ of which all parts are left, and computes the steps since then again (`replay`).
   step is computed again, as long as of all rows one copy is left at the same step.
 - What changes the state besides training (a user's function, a loaded state) cannot be computed
   again, so the driver renews the checkpoint after each such call.
-- When a checkpoint goes to the disk each rank notes how training went on from there (`_note_saved`):
+- When a checkpoint goes to the disk each rank notes how training went on from it (`_note_saved`):
   where a part is lost with all ranks that had it, the run can go on from that checkpoint.
 
 Sources: checkpoints in the memory of peers are those of Gemini (Wang et al., SOSP 2023).

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the driver knows of the checkpoints that a second thread writes."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from lockstep.trainer.checkpoint_writer import CheckpointWriter
+from lockstep.worker import CheckpointOnDisk, Snapshot
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Writes a snapshot into a file of its step; `steps` are those that were written."""
+
+    def write(snapshot):
+        found.begun.set()
+        path = tmp_path / f"step-{snapshot.step}"
+        path.write_text(f"call {snapshot.call}")
+        found.steps.append(snapshot.step)
+        return str(path)
+
+    found = SimpleNamespace(steps=[], write=write, path=tmp_path, begun=threading.Event())
+    return found
+
+
+def writer_to(folder):
+    fetcher = SimpleNamespace(finish=lambda: None, request=lambda: None)
+    return CheckpointWriter(
+        folder.write, SimpleNamespace(start_snapshot_fetcher=lambda to: fetcher)
+    )
+
+
+def written_after(writer, *snapshots):
+    for snapshot in snapshots:
+        writer.keep(snapshot)
+        assert writer.finish() is None
+    return list(writer.written)
+
+
+def test_a_step_that_a_recovery_has_led_to_again_is_written_once(folder):
+    writer = writer_to(folder)
+    first, again, later = (Snapshot(5, {}, call=call) for call in (0, 0, 1))
+    (known,) = written_after(writer, first, again)
+    assert known == CheckpointOnDisk(5, 0, str(folder.path / "step-5"))
+    # After `load` another call has led there, to another state, in the same place.
+    assert [each.call for each in written_after(writer, later)] == [1]
+    assert folder.steps == [5, 5]
+    # Between two calls (SIGTERM, `save`) the state may have been changed by anything.
+    written_after(writer, Snapshot(6, {}), Snapshot(6, {}))
+    assert folder.steps == [5, 5, 6, 6]
+    writer.close(raises=True)
+
+
+def test_one_that_is_not_there_any_more_is_not_known(folder):
+    writer = writer_to(folder)
+    written_after(writer, Snapshot(5, {}, call=0), Snapshot(10, {}, call=0))
+    (folder.path / "step-5").unlink()  # as the rotation does
+    assert [each.step for each in writer.written] == [10]
+    writer.close(raises=True)
+
+
+def test_none_is_written_while_they_are_read(folder):
+    writer = writer_to(folder)
+    with writer.keep_written():
+        writer.keep(Snapshot(5, {}, call=0))
+        assert not folder.begun.wait(0.2)
+    assert writer.finish() is None
+    assert folder.begun.is_set()
+    writer.close(raises=True)
