@@ -6,14 +6,15 @@ soon as its backward is done. The transport replaces the collectives in there, a
 torch leaves to its user:
 
 - The ranks compare what they are about to do (`UnitOrder`), so that no layer meets another one.
-- Sums, not means: the round controller has scaled the losses, or says by what a plain backward's
-  gradients are multiplied, and divides once, by the weight of all ranks.
+- Weighted means: the round controller has scaled the losses, or says by what a plain backward's
+  gradients are multiplied. A unit's sum is divided by the number of ranks while it is in the cache;
+  the round divides again only where the mean weight of the ranks is not 1.
 - A backward of weight zero sends zeros, whatever it has computed (zero times infinity is NaN).
 - A parameter that no rank has used has no gradient afterwards; torch's would be zero, and weight
   decay and momentum would move the weight.
 
 Every backward reduces, also under ``no_sync``: a window's gradients are summed in shards, because
-whole ones would take the memory that sharding saves. Only the end of the window divides them.
+whole ones would take the memory that sharding saves. Only its end divides them by their weight.
 """
 
 from __future__ import annotations
@@ -136,10 +137,11 @@ class ShardedTransport(Transport):
             self._collectives.all_gather_into(output, rows)
 
     def reduce_scatter(self, unit: int, output: torch.Tensor, gradients: torch.Tensor) -> None:
-        """Sum the ranks' `gradients` of a unit, and keep this rank's rows.
+        """The mean of the ranks' `gradients` of a unit, of which this rank keeps its rows.
 
         Gradient:
-            Multiplied by the weight of a plain backward; zeros for a batch that does not count.
+            Multiplied by the weight of a plain backward; zeros for a batch that does not count. A
+            sum, and no mean, where the losses are sums.
 
         Collective:
             Every rank. A comparison (see `UnitOrder`), then one reduce-scatter.
@@ -154,6 +156,8 @@ class ShardedTransport(Transport):
         self._order.compare(UnitAction(REDUCE, unit, gradients.numel(), gradients.dtype))
         with self._order.own_collective():
             self._collectives.reduce_scatter(output, gradients)
+        if self._controller.weights.averages:
+            output.div_(self._collectives.mesh.size)
 
     def _take_part(self, action: UnitAction) -> None:
         """Join the other ranks in an action that this rank does not need; see `UnitOrder`.
@@ -315,25 +319,27 @@ class ShardedTransport(Transport):
         self._used.clear()
         with torch.no_grad():
             self._write_gradients(totals, used_anywhere)
-        # The controller counts in means over the ranks: where it takes the sum for one, it makes
-        # the unit of weights so large that every backward multiplies whole gradients by a fraction.
-        mean = totals._replace(weight=totals.weight / self._collectives.mesh.size)
         return RoundResult(
             took_place=True,
             has_gradients=totals.plain + totals.weighted > 0,
             used_all=used_all,
-            sums_to_judge=[(mean, contribution)],
+            sums_to_judge=[(totals, contribution)],
         )
 
     def _exchange(self, contribution: Contribution) -> tuple[RoundTotals, list[bool]]:
-        """The sums over the ranks, and which parameters any of them has used."""
+        """The sums over the ranks, and which parameters any of them has used.
+
+        The weight is the ranks' mean, as the gradients are.
+        """
         flags = [float(slot in self._used) for slot in self._slots]
         values = [*flags, *contribution.sums(1.0)]
         # On the CPU: the host need not wait for an accelerator.
         sent = torch.tensor(values, dtype=torch.float64, device="cpu")
         self._order.group.all_reduce(sent).wait()
         summed = sent.tolist()
-        return RoundTotals(*summed[len(flags) :]), [n > 0 for n in summed[: len(flags)]]
+        totals = RoundTotals(*summed[len(flags) :])
+        mean = totals._replace(weight=totals.weight / self._collectives.mesh.size)
+        return mean, [n > 0 for n in summed[: len(flags)]]
 
     def _write_gradients(self, totals: RoundTotals, used: list[bool]) -> None:
         is_refused = bool(totals.faults) or not totals.weight > 0.0
