@@ -102,7 +102,6 @@ def finish(probe: Probe) -> Ledger:
     ledger = probe.ledger
     ledger.facts.lockstep = probe.sync_of_lockstep() or ledger.facts.lockstep
     ledger.facts.joins = any(w.joins for w in probe.wrappers)
-    ledger.facts.torch = "torch" in sys.modules
     # Accelerate's own count of processes, without which it shares nothing out.
     accelerate = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     counted = getattr(accelerate, "_shared_state", {}).get("num_processes")

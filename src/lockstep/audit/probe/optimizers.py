@@ -28,7 +28,7 @@ from lockstep.audit.probe.arrivals import join
 from lockstep.audit.probe.described import describe
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.frozen import prints_of
-from lockstep.audit.probe.fully_sharded import note_reductions
+from lockstep.audit.probe.fully_sharded import note_kept_back
 from lockstep.audit.probe.patches import is_recorded
 from lockstep.audit.probe.probe import Watched, Window
 from lockstep.audit.probe.shards import is_piece
@@ -212,7 +212,7 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
         step.frozen = prints_of(probe, window.frozen)
     step.numpy_state = numpy_state()
     step.scale = probe.scale
-    probe.harmlessly(note_reductions, probe, watched, window)
+    probe.harmlessly(note_kept_back, probe, watched, window)
     if step.number < CLOSELY:
         probe.harmlessly(note_unheld, probe, watched)
 
