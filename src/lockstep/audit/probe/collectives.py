@@ -69,29 +69,17 @@ def install(probe: Probe) -> None:
     modules = (dist.distributed_c10d, dist)
     for name in NAMES:
         probe.patches.wrap_in_each(modules, name, functools.partial(_watcher, probe, name))
-    probe.patches.wrap_in_each(modules, "init_process_group", functools.partial(_starter, probe))
-    probe.patches.wrap_in_each(modules, "new_group", functools.partial(_grouper, probe))
+    probe.patches.wrap_in_each(modules, "init_process_group", probe.afterwards(_note_start))
+    probe.patches.wrap_in_each(modules, "new_group", probe.afterwards(_note_subgroup))
 
 
-def _starter(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        probe.note_group()
-        return result
-
-    return watched
+def _note_start(probe: Probe, *_: Any) -> None:
+    probe.note_group()
 
 
-def _grouper(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        made = original(*args, **kwargs)
-        ranks = args[0] if args else kwargs.get("ranks")
-        probe.ledger.facts.subgroups.append(
-            None if ranks is None else [int(rank) for rank in ranks]
-        )
-        return made
-
-    return watched
+def _note_subgroup(probe: Probe, _: Any, args: Any, kwargs: Any) -> None:
+    ranks = args[0] if args else kwargs.get("ranks")
+    probe.ledger.facts.subgroups.append(None if ranks is None else [int(rank) for rank in ranks])
 
 
 def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[..., Any]:

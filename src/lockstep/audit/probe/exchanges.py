@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -17,8 +16,6 @@ from lockstep.audit.probe.collectives import note_in_windows, ranks_of
 from lockstep.audit.probe.frames import users_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from lockstep.audit.probe.probe import Probe
 
 NAME = "batch_isend_irecv"
@@ -27,21 +24,13 @@ NAME = "batch_isend_irecv"
 def install(probe: Probe) -> None:
     """Watch exchanges between two ranks."""
     modules = (dist.distributed_c10d, dist)
-    probe.patches.wrap_in_each(modules, NAME, functools.partial(_watcher, probe))
+    probe.patches.wrap_in_each(modules, NAME, probe.afterwards(_note))
 
 
-def _watcher(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        requests = original(*args, **kwargs)
-        if probe.is_on and probe.detailed and not probe.is_elsewhere():
-            operations = args[0] if args else kwargs.get("p2p_op_list", [])
-            probe.harmlessly(_note, probe, operations)
-        return requests
-
-    return watched
-
-
-def _note(probe: Probe, operations: list[Any]) -> None:
+def _note(probe: Probe, _: Any, args: Any, kwargs: Any) -> None:
+    if not probe.is_on or not probe.detailed or probe.is_elsewhere():
+        return
+    operations: list[Any] = args[0] if args else kwargs.get("p2p_op_list", [])
     sent = [o.tensor for o in operations if o.op.__name__ == "isend"]
     received = [o.tensor for o in operations if o.op.__name__ == "irecv"]
     call = Collective(NAME, users_lines(), ranks_of(operations[0].group if operations else None))

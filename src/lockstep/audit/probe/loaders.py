@@ -44,7 +44,7 @@ _shared_with_workers: Final[deque[Any]] = deque(maxlen=4 * _LOADINGS)
 def install(probe: Probe) -> None:
     """Watch iterations over ``DataLoader``."""
     iterator = module._BaseDataLoaderIter
-    probe.patches.wrap(iterator, "__init__", functools.partial(_beginner, probe))
+    probe.patches.wrap(iterator, "__init__", probe.afterwards(_note_iterator))
     with_workers = module._MultiProcessingDataLoaderIter
     probe.patches.wrap(with_workers, "__init__", functools.partial(_starter, probe))
     probe.patches.wrap(with_workers, "_reset", functools.partial(_resetter, probe))
@@ -52,12 +52,8 @@ def install(probe: Probe) -> None:
     probe.patches.wrap(iterator, "__next__", functools.partial(_deliverer, probe))
 
 
-def _beginner(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(self: Any, loader: DataLoader[Any]) -> None:
-        original(self, loader)
-        probe.harmlessly(_note_beginning, probe, self, loader)
-
-    return watched
+def _note_iterator(probe: Probe, _: Any, args: Any, kwargs: Any) -> None:
+    _note_beginning(probe, args[0], args[1] if len(args) > 1 else kwargs["loader"])
 
 
 def _resetter(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:

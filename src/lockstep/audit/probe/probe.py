@@ -334,12 +334,26 @@ class Probe:
         """
         self.is_on = False
         self.look(closely=False)
+        self.drawing.undo()
         self.forget_gathered()
         self.windows.clear()
         self.recent = Window()
         done, self.when_done = self.when_done, None
         if done is not None:
             done()
+
+    def afterwards(self, look: Callable[..., None]) -> Callable[..., Any]:
+        """For `Patches.wrap`: call the original, then ``look(probe, result, args, kwargs)``."""
+
+        def around(original: Callable[..., Any]) -> Callable[..., Any]:
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                result = original(*args, **kwargs)
+                self.harmlessly(look, self, result, args, kwargs)
+                return result
+
+            return watched
+
+        return around
 
     def harmlessly(self, look: Callable[..., Any], *args: Any) -> Any:
         """``look(*args)``; what it raises is ours, and not the program's to deal with."""

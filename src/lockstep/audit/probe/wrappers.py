@@ -42,10 +42,10 @@ _PARTS = 4
 
 def install(probe: Probe) -> None:
     """Watch the construction of wrappers, and module calls."""
-    probe.patches.wrap(DDP, "__init__", functools.partial(_constructor, probe))
+    probe.patches.wrap(DDP, "__init__", probe.afterwards(_note_wrapper))
     hook = probe.forward_hook = _ForwardHook(probe)
     if probe.mode != "watch":
-        probe.patches.wrap(torch.nn.Module, "train", functools.partial(_mode_setter, hook))
+        probe.patches.wrap(torch.nn.Module, "train", probe.afterwards(hook.note_mode))
     hook()
     probe.patches.keep(hook)
     # It says that global hooks may fire twice for a compiled module, which is no harm here.
@@ -81,6 +81,12 @@ class _ForwardHook:
         elif not is_wanted:
             self.remove()
 
+    def note_mode(self, _: Probe, module: torch.nn.Module, *__: Any) -> None:
+        """``module.train(...)`` was called, which returns the module."""
+        if not module.training:
+            self.evaluated[id(module)] = weakref.ref(module)
+            self()
+
     def _is_evaluated(self) -> bool:
         # The first that still is will do: `eval()` of a model asks once for each of its modules.
         while self.evaluated:
@@ -97,17 +103,6 @@ class _ForwardHook:
             self._handle = None
 
 
-def _mode_setter(hook: _ForwardHook, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(self: torch.nn.Module, mode: bool = True) -> Any:
-        result = original(self, mode)
-        if not mode:
-            hook.evaluated[id(self)] = weakref.ref(self)
-            hook()
-        return result
-
-    return watched
-
-
 class _Filter:
     """The filter for one warning, which goes when the hooks go."""
 
@@ -119,17 +114,13 @@ class _Filter:
             warnings.filters.remove(self._entry)  # type: ignore[attr-defined]
 
 
-def _constructor(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        probe.note_group()
-        probe.keep_group(self.process_group)
-        wrapper = Wrapper(self, f"ddp{len(probe.wrappers)}")
-        probe.wrappers.append(wrapper)
-        for module in self.module.modules():
-            probe.owned[id(module)] = weakref.ref(module)
-
-    return watched
+def _note_wrapper(probe: Probe, _: Any, args: Any, __: Any) -> None:
+    made = args[0]
+    probe.note_group()
+    probe.keep_group(made.process_group)
+    probe.wrappers.append(Wrapper(made, f"ddp{len(probe.wrappers)}"))
+    for module in made.module.modules():
+        probe.owned[id(module)] = weakref.ref(module)
 
 
 def _module_hook(probe: Probe) -> Callable[..., None]:
