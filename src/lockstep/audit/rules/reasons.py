@@ -17,7 +17,7 @@ from lockstep.audit.shared_track import names_of
 if TYPE_CHECKING:
     from lockstep.audit.facts import Backward, Step
     from lockstep.audit.finding import Place
-    from lockstep.audit.shared_track import Shared, SharedTrack
+    from lockstep.audit.shared_track import SharedTrack
     from lockstep.audit.world import World
 
 
@@ -74,7 +74,7 @@ def _without_wrapper(
         return _unknown(names, "passed no reduction, and the others did")
     if reduced & set(names):
         return _after(world, track, step.number, step)
-    sizes = [c for c in step.collectives if c.op in ("all_reduce", "reduce") and c.shape]
+    sizes = [c for c in step.collectives if c.op in _REDUCING and c.shape]
     if any(p.is_alone for p in track.parameters if p.name in names):
         return Reason(
             "group too small",
@@ -153,7 +153,7 @@ def _with_wrapper(track: SharedTrack, step: Step, key: str) -> Reason | None:
             "autograd.grad",
             "they did not come from `backward()`: torch.autograd.grad runs no reducer",
             "call `loss.backward()`, or `lockstep.average_gradients(model)` before the step",
-            where=_lines(backwards),
+            where=[place for b in backwards[-1:] for place in b.where],
             evidence=evidence,
         )
     last_backward, last = seen[-1]
@@ -246,18 +246,15 @@ def _after(world: World, track: SharedTrack, number: int, step: Step) -> Reason:
             kind="scales",
             evidence={"scales": {str(r): s for r, s in scales.items()}},
         )
-    if world.sync_of_lockstep():
+    by_lockstep = world.sync_of_lockstep()
+    if by_lockstep or _equal_after_backward(track, number):
         return Reason(
             "overwritten after the reduction",
             "lockstep reduced them, or the step would have been refused: they were changed after "
+            "that"
+            if by_lockstep
+            else "they were equal on all ranks when backward had returned, and were changed after "
             "that",
-            "change gradients in the same way on every rank, from the same numbers",
-            kind="after",
-        )
-    if _equal_after_backward(track, number):
-        return Reason(
-            "overwritten after the reduction",
-            "they were equal on all ranks when backward had returned, and were changed after that",
             "change gradients in the same way on every rank, from the same numbers",
             kind="after",
         )
@@ -295,7 +292,9 @@ def _handed_back(track: SharedTrack, number: int) -> list[str]:
 def _in_another_order(track: SharedTrack) -> Reason | None:
     """A wrapper pairs parameters by their places, and these are at others on some ranks."""
     wrapped = [p for p in track.parameters if p.wrapper and len(p.index) == len(track.ranks)]
-    orders = [[p.name for p in _as_held_by(rank, wrapped)] for rank in track.ranks]
+    orders = [
+        [p.name for p in sorted(wrapped, key=lambda p: p.index[rank])] for rank in track.ranks
+    ]
     for at_once in zip(*orders, strict=True):
         names = dict(zip(track.ranks, at_once, strict=True))
         if len(set(names.values())) > 1:
@@ -312,10 +311,6 @@ def _in_another_order(track: SharedTrack) -> Reason | None:
     return None
 
 
-def _as_held_by(rank: int, parameters: list[Shared]) -> list[Shared]:
-    return sorted(parameters, key=lambda p: p.index[rank])
-
-
 def _equal_after_backward(track: SharedTrack, number: int) -> bool:
     prints = {}
     for rank, step in track.steps(number).items():
@@ -328,7 +323,3 @@ def _equal_after_backward(track: SharedTrack, number: int) -> bool:
         if len(hashes) > 1:
             return False
     return len(prints) > 1
-
-
-def _lines(backwards: list[Backward]) -> list[Place]:
-    return [place for b in backwards[-1:] for place in b.where]
