@@ -260,10 +260,8 @@ class _Run:
         if not stands:
             self._stands_since = None
         elif self._stands_since is None:
-            from lockstep.audit.rules.liveness_text import standing as in_words
-
             self._stands_since = time.monotonic()
-            lines = [f"  rank {led.rank} {in_words(led)}" for led in ledgers]
+            lines = [f"  rank {led.rank} {led.standing}" for led in ledgers]
             end = f"they are ended in {limit_s:g} s (--hang-timeout)" if limit_s else ""
             _say(f"nothing has moved for {every_s:.0f} s:", *lines, *[f"  {end}"] * bool(end))
         elif limit_s and time.monotonic() - self._stands_since >= limit_s:

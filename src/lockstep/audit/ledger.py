@@ -85,6 +85,21 @@ class Ledger:
     exit_code: int | None = None
     failed_at: float | None = None
 
+    @property
+    def standing(self) -> str:
+        """``is in all_reduce at train.py:31 (call 12)``, or what it failed with and where."""
+        stuck, failure = self.stuck_in, self.failure
+        if stuck is not None:
+            at = f" at {stuck.where[0].at}" if stuck.where else ""
+            verb = "failed in" if failure is not None else "is in"
+            return f"{verb} {stuck.op}{at} (its collective {self.calls_made})"
+        at = f" at {self.stack[0].at}" if self.stack else ""
+        if failure is not None:
+            return f"raised {failure.type}{at}"
+        if self.exit_code is not None:
+            return f"ended with code {self.exit_code} after {self.calls_made} collectives"
+        return f"is{at} after {self.calls_made} collectives"
+
     def to_bytes(self) -> bytes:
         """JSON: what a rank writes is read by another process, and must not run code there."""
         return json.dumps(_packed(self)).encode()
