@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
     from lockstep.audit.facts import Parameter, Step, Track
     from lockstep.audit.prints import Fingerprint
+
+TABLE_ROWS: Final = 8
+"""Of the two tables that show whether ranks train one model: gradients by rank, drift by step."""
 
 Kind = Literal["entry", "gradients", "exit"]
 
@@ -114,6 +117,16 @@ class SharedTrack:
             for rank, track in tracks.items()
         }
         self._steps = {rank: {s.number: s for s in track.steps} for rank, track in tracks.items()}
+
+    @property
+    def first(self) -> Track:
+        """As the first rank has it."""
+        return next(iter(self.tracks.values()))
+
+    @property
+    def counts_differ(self) -> bool:
+        """Did some ranks take more steps than others?"""
+        return len({track.count for track in self.tracks.values()}) > 1
 
     @cached_property
     def parameters(self) -> list[Shared]:
@@ -292,6 +305,25 @@ class SharedTrack:
         first = self.tracks[self.ranks[0]]
         held = [(p.name, p.shape) for p in first.parameters]
         return repr([self.ranks, [p.index for p in self.parameters], held, first.where])
+
+    def gradient_table(self, name: str) -> list[dict[str, Any]]:
+        """The first element of that gradient on every rank, step by step."""
+        shared = next(p for p in self.parameters if p.name == name)
+        rows = []
+        for number in self.numbers[:TABLE_ROWS]:
+            values = {}
+            for rank, step in self.steps(number).items():
+                if step.gradients is None or rank not in shared.index:
+                    continue
+                samples = self.sampled(step.gradients, shared, rank)
+                if samples:
+                    values[str(rank)] = samples[0]
+            rows.append({"step": number + 1, "parameter": name, "values": values})
+        return rows
+
+    def drift_table(self) -> list[dict[str, float]]:
+        """How far replicas were apart after each step."""
+        return [{"step": step, "drift": drift} for step, drift in self.drift()[:TABLE_ROWS]]
 
     def drift(self) -> list[tuple[int, float]]:
         """(step, largest difference between replicas after it), over the sampled elements."""

@@ -76,6 +76,11 @@ class World:
         """Those of them that several ranks have as replicas of one model."""
         return [track for track in self._alike if track not in self.alone]
 
+    @property
+    def in_step(self) -> list[SharedTrack]:
+        """Those of them whose replicas are to agree after each step, and not now and then."""
+        return [track for track in self.compared if not track.returns_to_agreement]
+
     @cached_property
     def alone(self) -> list[SharedTrack]:
         """Those that look like replicas and may be models of each rank's own."""

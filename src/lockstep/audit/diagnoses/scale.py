@@ -93,7 +93,7 @@ def rate_is_divided(track: SharedTrack) -> bool:
     The one place where text has a say: no number tells which rate was meant. Only of SGD, for which
     a rate makes up for a factor, and where weights do not decay.
     """
-    first = next(iter(track.tracks.values()))
+    first = track.first
     decays = any(group.get("weight_decay") for step in first.steps[:1] for group in step.hyper)
     return first.optimizer == "SGD" and not decays and divides_rate(first.where)
 

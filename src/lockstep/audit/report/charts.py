@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.diagnoses.seen import seen_in
 from lockstep.audit.report.words import cut
-from lockstep.audit.tables import drift_table, gradient_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,8 +89,8 @@ def curves_of_tracks(world: World) -> str:
     blocks = [
         curves(
             {
-                "gradients": gradient_table(track, track.parameters[0].name),
-                "drift": drift_table(track),
+                "gradients": track.gradient_table(track.parameters[0].name),
+                "drift": track.drift_table(),
             }
         )
         for track in world.compared

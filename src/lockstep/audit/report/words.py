@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.audit.tables import TABLE_ROWS
+from lockstep.audit.shared_track import TABLE_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lockstep.audit.rules.base import first_found, named, numbers
+from lockstep.audit.rules.base import first_of_each, named, numbers
 from lockstep.audit.rules.replicas import BEFORE, BETWEEN
 
 if TYPE_CHECKING:
@@ -31,14 +32,9 @@ class Frozen:
     def judge(self, world: World) -> Iterable[Finding]:
         if world.is_model_parallel:
             return
-        for track in world.compared:
-            if track.returns_to_agreement:
-                continue
-            found = first_found(track, _at_step)
-            if found is not None:
-                # Where the replicas themselves differ, what follows them does too.
-                yield replace(found, optimizer="*")
-                return
+        for found in itertools.islice(first_of_each(world.in_step, _at_step), 1):
+            # Where the replicas themselves differ, what follows them does too.
+            yield replace(found, optimizer="*")
 
 
 def _at_step(track: SharedTrack, number: int) -> Finding | None:

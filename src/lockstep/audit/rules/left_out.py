@@ -31,7 +31,7 @@ class LeftOut:
                     severity="notice",
                     rank=track.ranks,
                     parameters=names,
-                    where=next(iter(track.tracks.values())).where,
+                    where=track.first.where,
                     optimizer=track.key,
                 )
                 return

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
 from typing import TYPE_CHECKING
 
-from lockstep.audit.rules.base import Code, first_found
+from lockstep.audit.rules.base import Code, first_of_each
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,11 +24,8 @@ class Modes:
     codes = (MODE,)
 
     def judge(self, world: World) -> Iterable[Finding]:
-        for track in world.compared:
-            found = first_found(track, _at_step)
-            if found is not None:
-                yield replace(found, optimizer=track.key)
-                return
+        # The module is one, however many optimizers step its parameters.
+        return itertools.islice(first_of_each(world.compared, _at_step), 1)
 
 
 def _at_step(track: SharedTrack, number: int) -> Finding | None:

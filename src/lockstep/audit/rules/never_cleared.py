@@ -60,11 +60,10 @@ def _adds_to(last: Step, step: Step, key: str) -> bool:
 
 
 def _finding(track: SharedTrack, steps: int) -> Finding:
-    first = next(iter(track.tracks.values()))
-    where = first.steps[1].where
+    where = track.first.steps[1].where
     at = f" (`step()` at {where[0].at})" if where else ""
     return NEVER.finding(
-        f"{first.optimizer}{at}: in each of the steps 2 to {steps + 1} backward added to the "
+        f"{track.first.optimizer}{at}: in each of the steps 2 to {steps + 1} backward added to the "
         "gradients that the step before had used: they are those of all batches so far, and grow",
         "call `optimizer.zero_grad()` once a step, unless they are added up on purpose",
         rank=track.ranks,

@@ -49,7 +49,7 @@ def _finding(track: SharedTrack, number: int, steps: dict[int, Step]) -> Finding
     loss = f", and so was the loss ({wrong[0]})" if wrong else "; the loss was finite"
     return NOT_FINITE.finding(
         f"step {number + 1}: the gradients of {named(names)} ({len(names)} of "
-        f"{len(next(iter(track.tracks.values())).parameters)} parameters) were not finite on ranks "
+        f"{len(track.first.parameters)} parameters) were not finite on ranks "
         f"{sorted(steps)}{loss if losses else ''}: the step put NaN or infinity into the weights, "
         "and everything after it is computed from them",
         "look at that step's samples; `torch.autograd.set_detect_anomaly(True)` names the operation"

@@ -7,7 +7,6 @@ long the gradients were that backward left, that went in, that came out and that
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from lockstep.audit.diagnoses.scale import UNDIVIDED, rate_is_divided
 from lockstep.audit.expectation import is_near, is_one_mean, share_one_loss
 from lockstep.audit.ledger import SCATTERING
-from lockstep.audit.rules.base import Code, first_found
+from lockstep.audit.rules.base import Code, first_of_each
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,18 +31,16 @@ class Scattered:
     codes: tuple[Code, ...] = (UNDIVIDED,)
 
     def judge(self, world: World) -> Iterable[Finding]:
-        if world.sync_of_lockstep():
-            return
-        for track in world.compared:
-            found = None if rate_is_divided(track) else first_found(track, _judge_step)
-            if found is not None:
-                yield replace(found, optimizer=track.key)
+        if not world.sync_of_lockstep():
+            yield from first_of_each(world.compared, _judge_step)
 
 
 def _judge_step(track: SharedTrack, number: int) -> Finding | None:
     steps = track.steps(number)
     size = len(steps)
     if size < track.world_size or not all(_is_own_mean(step) for step in steps.values()):
+        return None
+    if rate_is_divided(track):
         return None
     if share_one_loss(steps.values()) or not all(_used_the_sum(s, size) for s in steps.values()):
         return None

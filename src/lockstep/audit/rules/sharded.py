@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lockstep.audit.rules.base import first_found, named
+from lockstep.audit.rules.base import first_of_each, named
 from lockstep.audit.rules.gradients import BYPASSED
 
 if TYPE_CHECKING:
@@ -23,10 +22,7 @@ class Unreduced:
     codes = (BYPASSED,)
 
     def judge(self, world: World) -> Iterable[Finding]:
-        for track in world.compared:
-            found = first_found(track, _unreduced)
-            if found is not None:
-                yield replace(found, optimizer=track.key)
+        return first_of_each(world.compared, _unreduced)
 
 
 def _unreduced(track: SharedTrack, number: int) -> Finding | None:
