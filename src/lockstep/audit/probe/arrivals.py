@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lockstep.audit.probe.graphs import mark_of
+from lockstep.audit.probe.graphs import each_saved, mark_of
 from lockstep.audit.probe.records import Arrival
-from lockstep.audit.probe.saved import each_saved
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

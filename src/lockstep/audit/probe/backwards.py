@@ -16,7 +16,6 @@ from lockstep.audit.probe.increments import recorded
 from lockstep.audit.probe.loss_graph import factor_of, nearest_parameters, terms_of
 from lockstep.audit.probe.modes import note_mode
 from lockstep.audit.probe.optimizers import fingerprint_gradients, gradient_versions, watch_made
-from lockstep.audit.probe.probe import Window
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -135,6 +134,4 @@ def _remember(probe: Probe, record: Backward, written: dict[str, list[object]]) 
     record.touched = [key for key, versions in now.items() if versions != written.get(key)]
     record.gradients = fingerprint_gradients(probe)
     probe.harmlessly(scattered.note_left, probe, record)
-    for window in probe.each_window():
-        if len(window.backwards) < Window.LIMIT:
-            window.backwards.append(record)
+    probe.remember("backwards", record)

@@ -11,7 +11,6 @@ import torch
 from lockstep.audit.facts import Clip
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.optimizers import watch_made
-from lockstep.audit.probe.probe import Window
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,10 +82,7 @@ def _note(
     watch_made(probe)
     ids = set(map(id, held))
     of = [w.track.key for w in probe.optimizers.values() if not ids.isdisjoint(w.names)]
-    clip = Clip(norm, is_clipped, factor, users_lines(), of)
-    for window in probe.each_window():
-        if len(window.clips) < Window.LIMIT:
-            window.clips.append(clip)
+    probe.remember("clips", Clip(norm, is_clipped, factor, users_lines(), of))
 
 
 def _by_value(probe: Probe, held: list[torch.Tensor], largest: Any, clip: Callable[[], Any]) -> Any:

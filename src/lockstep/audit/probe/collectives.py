@@ -143,14 +143,7 @@ def note_call(probe: Probe, call: Collective) -> None:
     if "gather" in call.op and "accelerate" in sys.modules and is_called_by("gather_for_metrics"):
         ledger.facts.leaves_out_padding = True
     if probe.detailed:
-        note_in_windows(probe, call)
-
-
-def note_in_windows(probe: Probe, call: Collective) -> None:
-    """Keep it in what happened since each optimizer's step."""
-    for window in probe.each_window():
-        if len(window.collectives) < Window.LIMIT:
-            window.collectives.append(call)
+        probe.remember("collectives", call)
 
 
 def _before(probe: Probe, call: Collective, tensor: torch.Tensor, given: dict[str, Any]) -> None:

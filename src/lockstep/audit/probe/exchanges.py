@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lockstep.audit.facts import Collective
 from lockstep.audit.probe import gathers
-from lockstep.audit.probe.collectives import note_in_windows, ranks_of
+from lockstep.audit.probe.collectives import ranks_of
 from lockstep.audit.probe.frames import users_lines
 
 if TYPE_CHECKING:
@@ -36,5 +36,5 @@ def _note(probe: Probe, _: Any, args: Any, kwargs: Any) -> None:
     call = Collective(NAME, users_lines(), ranks_of(operations[0].group if operations else None))
     call.in_backward = probe.in_backward
     # Not counted among a rank's calls: two ranks exchange, and others do not.
-    note_in_windows(probe, call)
+    probe.remember("collectives", call)
     gathers.note_exchange(probe, call, sent, received, is_there=False)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed._functional_collectives as functional
 
 from lockstep.audit.facts import Collective, Gathered
-from lockstep.audit.probe.collectives import note_in_windows, ranks_of
+from lockstep.audit.probe.collectives import ranks_of
 from lockstep.audit.probe.frames import lines_through_a_library
 from lockstep.audit.probe.gathers import keep_reduced, taint
 
@@ -67,12 +67,12 @@ def _note(
     call.shape = list(tensor.shape)
     node = result.grad_fn
     if name == _GATHERS:
-        note_in_windows(probe, call)
+        probe.remember("collectives", call)
         taint(probe, call, tensor, [result], node, adjoint=node is not None, is_there=False)
     elif node is not None:
         reduction = args[1] if len(args) > 1 else kwargs.get("reduceOp", "")
         call.reduction = str(reduction).upper()
-        note_in_windows(probe, call)
+        probe.remember("collectives", call)
         origin = Gathered(
             name, call.where, len(call.group), call.shape, True, call.reduction, adjoint=True
         )

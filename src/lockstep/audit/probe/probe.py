@@ -306,6 +306,13 @@ class Probe:
         """The windows of all optimizers, and the one that a new optimizer will begin with."""
         return [self.recent, *self.windows.values()]
 
+    def remember(self, kind: str, thing: Any, limit: int = Window.LIMIT) -> None:
+        """Keep it in what happened since each optimizer's step: so many of a kind."""
+        for window in self.each_window():
+            held: list[Any] = getattr(window, kind)
+            if len(held) < limit:
+                held.append(thing)
+
     def parameters_held(self) -> set[int]:
         """By ``id``: what an optimizer holds that was made, or has stepped."""
         known = [r() for r in self.made] + [w.ref() for w in self.optimizers.values()]

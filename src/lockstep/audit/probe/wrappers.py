@@ -219,9 +219,7 @@ def _note_inputs(probe: Probe, args: Any) -> None:
     held = take(tensors, [0] * len(tensors), norms=False)
     noted = Forward(zlib.crc32(held.hashes.tobytes()), numpy_state(), users_lines())
     noted.shapes = [list(t.shape) for t in tensors]
-    for window in probe.each_window():
-        if len(window.inputs) < _LINES_PER_WINDOW:
-            window.inputs.append(noted)
+    probe.remember("inputs", noted, _LINES_PER_WINDOW)
 
 
 def _note_bypass(probe: Probe) -> None:
