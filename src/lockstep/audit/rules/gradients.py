@@ -277,3 +277,25 @@ def _places(track: SharedTrack, number: int) -> list[Place]:
         ]
         return [p for places in (*backwards, *by_hand[-1:], step.where) for p in places]
     return []
+
+
+class LeftOut:
+    """A notice: a client's norms, or its head, may stay at home on purpose."""
+
+    codes = (UNKNOWN,)
+
+    def judge(self, world: World) -> Iterable[Finding]:
+        for track in world.compared:
+            if track.at_home:
+                names = sorted(track.at_home)
+                yield UNKNOWN.finding(
+                    f"the ranks average the weights of other layers, and never {named(names)}: "
+                    "each rank has its own",
+                    "average them as well, if all ranks are to have one model",
+                    severity="notice",
+                    rank=track.ranks,
+                    parameters=names,
+                    where=track.first.where,
+                    optimizer=track.key,
+                )
+                return

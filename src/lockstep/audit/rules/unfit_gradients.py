@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that every step leaves behind, and to which the next backward adds."""
+"""Gradients with which a step goes wrong on each rank alone: not finite, or never cleared."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from lockstep.audit.rules.base import Code
+from lockstep.audit.rules.base import Code, named
 from lockstep.audit.rules.left_by_backward import adding_backwards
 
 if TYPE_CHECKING:
@@ -18,6 +19,52 @@ if TYPE_CHECKING:
     from lockstep.audit.finding import Finding
     from lockstep.audit.shared_track import SharedTrack
     from lockstep.audit.world import World
+
+NOT_FINITE = Code("LS115", "a step with NaN or infinity")
+
+
+class NotFinite:
+    """The first step of each optimizer whose gradients are not finite; all later ones follow it.
+
+    A step that a GradScaler leaves out is none: its optimizer is not called, or leaves out itself.
+    """
+
+    codes = (NOT_FINITE,)
+
+    def judge(self, world: World) -> Iterable[Finding]:
+        for track in world.tracks:
+            found = {
+                rank: min((s for s in one.steps if s.not_finite), key=lambda s: s.number)
+                for rank, one in track.tracks.items()
+                if any(s.not_finite for s in one.steps)
+            }
+            if found:
+                number = min(step.number for step in found.values())
+                first = {rank: step for rank, step in found.items() if step.number == number}
+                yield _not_finite(track, number, first)
+                return  # one model's are soon the other's
+
+
+def _not_finite(track: SharedTrack, number: int, steps: dict[int, Step]) -> Finding:
+    step = next(iter(steps.values()))
+    names = sorted({name for each in steps.values() for name in each.not_finite})
+    losses = [b.loss for each in steps.values() for b in each.backwards if b.loss is not None]
+    wrong = [loss for loss in losses if not math.isfinite(loss)]
+    loss = f", and so was the loss ({wrong[0]})" if wrong else "; the loss was finite"
+    return NOT_FINITE.finding(
+        f"step {number + 1}: the gradients of {named(names)} ({len(names)} of "
+        f"{len(track.first.parameters)} parameters) were not finite on ranks "
+        f"{sorted(steps)}{loss if losses else ''}: the step put NaN or infinity into the weights, "
+        "and everything after it is computed from them",
+        "look at that step's samples; `torch.autograd.set_detect_anomaly(True)` names the operation"
+        ". To go on, step only if the gradients are finite on all ranks, or clip them before",
+        rank=sorted(steps),
+        step=number + 1,
+        parameters=names,
+        evidence={"losses": losses[:8]},
+        where=[*(step.backwards[-1].where if step.backwards else ()), *step.where],
+    )
+
 
 NEVER = Code("LS116", "gradients are never cleared", "notice")
 
@@ -36,7 +83,7 @@ class NeverCleared:
             if track not in world.alone and all(
                 len(of_rank) >= _STEPS and all(of_rank) for of_rank in seen
             ):
-                yield replace(_finding(track, min(map(len, seen))), optimizer=track.key)
+                yield replace(_never_cleared(track, min(map(len, seen))), optimizer=track.key)
 
 
 def _left_over(track: SharedTrack, rank: int) -> list[bool]:
@@ -59,7 +106,7 @@ def _adds_to(last: Step, step: Step, key: str) -> bool:
     return kept and all(np.nan_to_num(before.norms).any() for before in begun)
 
 
-def _finding(track: SharedTrack, steps: int) -> Finding:
+def _never_cleared(track: SharedTrack, steps: int) -> Finding:
     where = track.first.steps[1].where
     at = f" (`step()` at {where[0].at})" if where else ""
     return NEVER.finding(
