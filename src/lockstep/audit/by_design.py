@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that ranks hold under one name and that are not replicas of one another.
+"""Parameters that ranks hold under one name and that are not to be the same after each step.
 
 Torch's own types say so themselves (`lockstep.audit.probe.shards`). Where a program cuts its model
 up by hand, the work shows it: in a pipeline only some ranks have a loss, and ranks that share the
 work on one batch are given the same inputs, and communicate inside backward. Beside parameters that
 are synchronised a rank may have some of its own, which never were the same: tables and experts,
 whose rows travel between ranks in backward too, and tensors of no module, as codes of its samples.
+
+Replicas may drift apart and meet again, too, at whatever steps: local SGD, federated averaging.
+Ranks may take different numbers of steps between two meetings, and make an optimizer for each.
 """
 
 from __future__ import annotations
@@ -241,3 +244,39 @@ def _share_the_work(steps: dict[int, Step]) -> bool:
     fed = {step.fed for step in steps.values()}
     talk = all(any(c.in_backward for c in step.collectives) for step in steps.values())
     return talk and len(fed) == 1 and None not in fed
+
+
+def meet_again(tracks: Sequence[SharedTrack]) -> bool:
+    """Are all ranks at the same weights once more, after each had been where no other was?
+
+    A rank that is some steps behind is at weights that another one had before: this is no meeting.
+
+    Args:
+        tracks: the optimizers of one set of parameters, the first one first.
+    """
+    if len(tracks[0].ranks) < 2:
+        return False
+    visited = [_states(tracks, rank) for rank in tracks[0].ranks]
+    for place, at_once in enumerate(zip(*visited, strict=False)):
+        if len(set(at_once)) == 1:
+            continue
+        others = [
+            set(itertools.chain.from_iterable(states for states in visited if states is not own))
+            for own in visited
+        ]
+        if any(state in seen for state, seen in zip(at_once, others, strict=True)):
+            return False
+        return bool(set.intersection(*(set(states[place + 1 :]) for states in visited)))
+    return False
+
+
+def _states(tracks: Sequence[SharedTrack], rank: int) -> list[tuple[int, ...]]:
+    """What stands for the weights that each step of `rank` began with."""
+    found = []
+    for track in tracks:
+        places = [shared.index[rank] for shared in track.parameters if rank in shared.index]
+        for number in track.numbers_of(rank):
+            step = track.step(rank, number)
+            if step is not None and step.entry is not None and len(step.entry.hashes):
+                found.append(tuple(int(step.entry.hashes[place]) for place in places))
+    return found

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.exit_codes import HUNG, USAGE
 from lockstep.audit.facts import ProcessFacts
-from lockstep.audit.ledger import Ledger
-from lockstep.audit.ledger_file import read_ledger
+from lockstep.audit.ledger import Ledger, read_ledger
 from lockstep.audit.options import (
     DEFAULT_RANKS,
     Options,

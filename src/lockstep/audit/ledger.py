@@ -8,12 +8,15 @@ collectives, and one rank that does something else than its peers is simply seen
 
 A ledger stays small: `is_detailed` keeps the first steps and then fewer and fewer, the same
 ones on every rank. Replicas that drifted apart stay apart, so a later look still finds it.
+
+As a file it is replaced as a whole while its rank trains on.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import threading
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,6 +28,8 @@ from lockstep.audit.finding import Place
 from lockstep.audit.prints import Fingerprint, Sketch
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lockstep.audit.facts import Collective, Evaluation, Failure, Loading, Step, Track
 
 FIRST_STEPS: Final = 64
@@ -151,3 +156,37 @@ def _unpacked(value: Any) -> Any:
 
 def _array(name: str, data: str) -> np.ndarray[Any, Any]:
     return np.frombuffer(base64.b64decode(data), dtype=_ARRAYS[name])
+
+
+_TRIES = 5
+
+
+class LedgerFile:
+    """Where one process writes its ledger, from any thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._writing = threading.Lock()
+
+    def write(self, ledger: Ledger) -> None:
+        """All or nothing. The program may change the ledger meanwhile."""
+        with self._writing:
+            for left in reversed(range(_TRIES)):
+                try:
+                    data = ledger.to_bytes()
+                except RuntimeError:  # something was added while it was read
+                    if not left:
+                        return
+                    continue
+                partial = self.path.with_suffix(".partial")
+                partial.write_bytes(data)
+                partial.replace(self.path)
+                return
+
+
+def read_ledger(path: Path) -> Ledger | None:
+    """The ledger in the file at `path`; None if there is none that is whole."""
+    try:
+        return Ledger.from_bytes(path.read_bytes())
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

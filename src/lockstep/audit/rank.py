@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.exit_codes import BLIND
 from lockstep.audit.importing import when_imported
-from lockstep.audit.ledger import Ledger
-from lockstep.audit.ledger_file import LedgerFile, read_ledger
+from lockstep.audit.ledger import Ledger, LedgerFile, read_ledger
 from lockstep.audit.script import describe_failure, run_module, run_script
 from lockstep.audit.spawned import Children
 from lockstep.audit.together import with_spawned

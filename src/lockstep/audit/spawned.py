@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lockstep.audit.facts import ProcessFacts, Unwatched
 from lockstep.audit.importing import when_imported
 from lockstep.audit.interpreters import starts_python
-from lockstep.audit.ledger import Ledger
-from lockstep.audit.ledger_file import LedgerFile
+from lockstep.audit.ledger import Ledger, LedgerFile
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.script import describe_failure, lines_of
 

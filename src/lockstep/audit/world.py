@@ -6,12 +6,12 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from lockstep.audit.agreement import meet_again
 from lockstep.audit.by_design import (
     apart_by_design,
     are_own_models,
     exchange_nothing,
     kept_at_home,
+    meet_again,
     names_in_modules,
     tell_of_own_models,
 )

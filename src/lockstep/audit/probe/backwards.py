@@ -11,10 +11,10 @@ from torch._C._functorch import maybe_current_level
 from lockstep import reduction_context
 from lockstep.audit.facts import Backward
 from lockstep.audit.probe import gathers, passed_back, scattered
+from lockstep.audit.probe.called import note_mode
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.increments import recorded
 from lockstep.audit.probe.loss_graph import factor_of, nearest_parameters, terms_of
-from lockstep.audit.probe.modes import note_mode
 from lockstep.audit.probe.optimizers import fingerprint_gradients, gradient_versions, watch_made
 
 if TYPE_CHECKING:

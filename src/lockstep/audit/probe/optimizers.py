@@ -25,9 +25,9 @@ from lockstep.audit.fingerprint import numpy_state, take
 from lockstep.audit.ledger import is_detailed, thin_out
 from lockstep.audit.probe import draws, schedules
 from lockstep.audit.probe.arrivals import join
+from lockstep.audit.probe.called import prints_of
 from lockstep.audit.probe.described import describe
 from lockstep.audit.probe.frames import users_lines
-from lockstep.audit.probe.frozen import prints_of
 from lockstep.audit.probe.fully_sharded import note_kept_back
 from lockstep.audit.probe.patches import is_recorded
 from lockstep.audit.probe.probe import Watched, Window

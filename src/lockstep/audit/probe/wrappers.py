@@ -20,12 +20,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from lockstep.audit.facts import Forward
 from lockstep.audit.fingerprint import numpy_state, take
+from lockstep.audit.probe.called import note_acting, note_call
 from lockstep.audit.probe.evaluations import note_evaluation
 from lockstep.audit.probe.frames import users_lines
-from lockstep.audit.probe.frozen import note_call
 from lockstep.audit.probe.fully_sharded import is_root
 from lockstep.audit.probe.loaders import ROWS, each_row, read_on, tensors_in
-from lockstep.audit.probe.modes import note_acting
 from lockstep.audit.probe.patches import is_recorded
 from lockstep.audit.probe.probe import Wrapper
 
