@@ -51,7 +51,8 @@ def apart_by_design(track: SharedTrack, tracks: Iterable[SharedTrack]) -> frozen
     if len(track.ranks) < 2 or not track.numbers:
         return frozenset()
     first, early = track.numbers[0], track.numbers[:_STEPS]
-    unreduced = {p.name for p in track.parameters if p.wrapper is None} - _reduced(track)
+    unreduced = {p.name for p in track.parameters if p.wrapper is None}
+    unreduced -= {c.parameter for c in _reductions(track) if c.parameter}
     if not unreduced:
         return frozenset()
     if _only_some_have_a_loss(track.steps(first)):
@@ -193,10 +194,6 @@ def kept_at_home(tracks: Sequence[SharedTrack]) -> frozenset[str]:
     if not averaged or any(name.rpartition(".")[0] in layers for name in left_out):
         return frozenset()
     return frozenset(left_out)
-
-
-def _reduced(track: SharedTrack) -> set[str]:
-    return {c.parameter for c in _reductions(track) if c.parameter}
 
 
 def _is_synchronised(track: SharedTrack) -> bool:

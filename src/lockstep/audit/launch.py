@@ -230,13 +230,10 @@ class _Run:
 
     def _report_early(self) -> None:
         """With --steps, as soon as all ranks have them."""
-        if len(self._done()) == self.nproc:
+        # What ranks have left that are not watched any more.
+        if len(list(self.folder.glob(f"rank*{DONE}"))) == self.nproc:
             report(self.options, self._ledgers(), self.nproc)
             self.reported = True
-
-    def _done(self) -> list[Path]:
-        """What the ranks have left that are not watched any more."""
-        return list(self.folder.glob(f"rank*{DONE}"))
 
     def _look_for_a_stall(self) -> None:
         """Say, once, where the ranks stand when none of them moves; then give them up."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from lockstep.audit.facts import Parameter, Step, Track
     from lockstep.audit.prints import Fingerprint
@@ -27,7 +27,7 @@ TABLE_ROWS: Final = 8
 
 Kind = Literal["entry", "gradients", "exit"]
 
-_EPSILON: Final = {
+EPSILON: Final = {
     "float64": 2.0**-52,
     "float32": 2.0**-23,
     "float16": 2.0**-10,
@@ -204,12 +204,10 @@ class SharedTrack:
 
     def differences(self, kind: Kind, number: int) -> list[Difference]:
         """The tensors of that kind that differ in that step, between ranks that have one."""
-        return list(self._differences(kind, number))
-
-    def _differences(self, kind: Kind, number: int) -> Iterator[Difference]:
         prints = self._prints(kind, number)
+        found = []
         for shared in self.parameters:
-            allowed = _ALLOWED[kind] * _EPSILON.get(shared.dtype, 0.0)
+            allowed = _ALLOWED[kind] * EPSILON.get(shared.dtype, 0.0)
             for group in shared.groups:
                 held = [
                     rank
@@ -219,7 +217,10 @@ class SharedTrack:
                     and not prints[rank].is_absent(shared.index[rank])
                 ]
                 if len(held) > 1 and self._differ(prints, shared, held, allowed):
-                    yield self._difference(prints, shared, held)
+                    norms = {r: float(prints[r].norms[shared.index[r]]) for r in held}
+                    samples = {r: self.sampled(prints[r], shared, r) for r in held}
+                    found.append(Difference(shared.name, norms, samples))
+        return found
 
     def missing(self, kind: Kind, number: int) -> list[tuple[str, list[int], list[int]]]:
         """Tensors that are None on some ranks: name, ranks with, ranks without."""
@@ -268,22 +269,12 @@ class SharedTrack:
         kept = {self.tracks[r].parameters[i].samples for r, i in shared.index.items()}
         if len(kept) > 1:
             return []
-        start, end = self._offsets[rank][shared.index[rank] : shared.index[rank] + 2]
-        return [float(x) for x in held.samples[start:end]]
+        return [float(x) for x in held.samples[self.samples_at(shared, rank)]]
 
     def samples_at(self, shared: Shared, rank: int) -> slice:
         """Where the sampled elements of a parameter lie among all that a rank has sampled."""
         start, end = self._offsets[rank][shared.index[rank] : shared.index[rank] + 2]
         return slice(start, end)
-
-    def _difference(
-        self, prints: dict[int, Fingerprint], shared: Shared, ranks: list[int]
-    ) -> Difference:
-        return Difference(
-            shared.name,
-            {r: float(prints[r].norms[shared.index[r]]) for r in ranks},
-            {r: self.sampled(prints[r], shared, r) for r in ranks},
-        )
 
     @cached_property
     def returns_to_agreement(self) -> bool:

@@ -139,18 +139,13 @@ class World:
     @property
     def is_model_parallel(self) -> bool:
         """Ranks that share one sample's work read the same samples on purpose."""
-        sharded = not any(f.fsdp for f in self.facts) and any(
-            p.sharded for led in self.ledgers.values() for t in led.tracks for p in t.parameters
-        )
+        held = [p for led in self.ledgers.values() for t in led.tracks for p in t.parameters]
+        sharded = not any(f.fsdp for f in self.facts) and any(p.sharded for p in held)
         smaller = any(
             ranks is not None and 1 < len(ranks) < self.size
             for facts in self.facts
             for ranks in facts.subgroups
         )
-        wrappers = any(
-            p.wrapper for led in self.ledgers.values() for t in led.tracks for p in t.parameters
-        )
         cut_up = any(track.apart & names_in_modules(track) for track in self.tracks)
-        return (
-            sharded or smaller or cut_up or any(f.all_to_all for f in self.facts)
-        ) and not wrappers
+        apart = sharded or smaller or cut_up or any(f.all_to_all for f in self.facts)
+        return apart and not any(p.wrapper for p in held)

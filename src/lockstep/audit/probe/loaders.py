@@ -129,12 +129,8 @@ def _sampler(loader: DataLoader[Any]) -> Any:
     batches = getattr(loader, "batch_sampler", None)
     plain: Any = getattr(batches, "sampler", None)
     plain = loader.sampler if plain is None else plain  # any iterable, a list of indices too
-    held = [plain, *(one for each in (batches, plain) for one in _attributes(each))]
+    held = [plain, *(x for of in (batches, plain) for x in getattr(of, "__dict__", {}).values())]
     return next((each for each in held if isinstance(each, DistributedSampler)), plain)
-
-
-def _attributes(of: Any) -> list[Any]:
-    return list(getattr(of, "__dict__", {}).values())
 
 
 def _replicas(loader: DataLoader[Any]) -> int | None:

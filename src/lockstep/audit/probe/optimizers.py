@@ -362,12 +362,9 @@ def watch_made(probe: Probe) -> None:
     waiting, probe.made_waiting = probe.made_waiting, []
     for reference in waiting:
         optimizer = reference()
-        if optimizer is not None and optimizer not in probe.optimizers and _has_groups(optimizer):
+        is_made = bool(getattr(optimizer, "param_groups", None))
+        if optimizer is not None and optimizer not in probe.optimizers and is_made:
             _watch(probe, optimizer)
-
-
-def _has_groups(optimizer: Optimizer) -> bool:
-    return bool(getattr(optimizer, "param_groups", None))
 
 
 def _watch(probe: Probe, optimizer: Optimizer) -> Watched | None:

@@ -44,7 +44,10 @@ def note_step(probe: Probe, optimizer: Optimizer, track: Track) -> None:
     moved = []
     for known in probe.schedules:
         schedule = known.ref()
-        if schedule is None or _plain(schedule.optimizer) is not optimizer:
+        if schedule is None:
+            continue
+        # A library's may stand before torch's.
+        if getattr(schedule.optimizer, "optimizer", schedule.optimizer) is not optimizer:
             continue
         now = int(schedule.last_epoch)
         if known.began is None:
@@ -55,8 +58,3 @@ def note_step(probe: Probe, optimizer: Optimizer, track: Track) -> None:
         probe.ledger.facts.schedules[track.key] = ScheduleSteps(
             count=sum(count for count, _ in moved), schedules=len(moved), where=moved[0][1]
         )
-
-
-def _plain(optimizer: Any) -> Any:
-    """A library's may stand before torch's."""
-    return getattr(optimizer, "optimizer", optimizer)

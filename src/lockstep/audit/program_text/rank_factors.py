@@ -75,7 +75,7 @@ def _about_the_loss(module: ast.Module, line: int) -> Iterator[ast.stmt]:
             calls.update(called_in(node))
             yield node
     for node in nodes:
-        targets = _targets(node)
+        targets = [name for target in left_sides(node) for name in names_in(target)]
         if any(name in roots or "loss" in name.lower() for name in targets):
             assert isinstance(node, ast.stmt)
             calls.update(called_in(node))
@@ -83,10 +83,6 @@ def _about_the_loss(module: ast.Module, line: int) -> Iterator[ast.stmt]:
     for node in nodes:
         if isinstance(node, ast.FunctionDef) and node.name in calls:
             yield from (n for n in ast.walk(node) if isinstance(n, ast.Return))
-
-
-def _targets(node: ast.AST) -> list[str]:
-    return [name for target in left_sides(node) for name in names_in(target)]
 
 
 def _number_of_ranks(module: ast.Module) -> frozenset[str]:

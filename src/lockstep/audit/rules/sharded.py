@@ -51,9 +51,10 @@ def _unreduced(track: SharedTrack, number: int) -> Finding | None:
     names = kept.names
     held = len(track.tracks[rank].parameters)
     what = f"all {held} parameters" if 3 < len(names) == held else named(names)
+    last = f"the last {kept.backwards} backwards" if kept.backwards > 1 else "the last backward"
     return BYPASSED.finding(
         f"step {number + 1}: when the optimizer stepped, gradients of {what} that "
-        f"{_backwards(kept.backwards)} had left were not reduced: `fully_shard` keeps them back, "
+        f"{last} had left were not reduced: `fully_shard` keeps them back, "
         "this step does without them, and they are added to those of a later step",
         "reduce in the last micro-batch before each step: "
         "`model.set_requires_gradient_sync((i + 1) % k == 0)`, before its forward",
@@ -63,10 +64,6 @@ def _unreduced(track: SharedTrack, number: int) -> Finding | None:
         evidence={"reason": "not reduced yet", "backwards": kept.backwards},
         where=[*kept.where, *step.where],
     )
-
-
-def _backwards(count: int) -> str:
-    return f"the last {count} backwards" if count > 1 else "the last backward"
 
 
 class Scattered:
