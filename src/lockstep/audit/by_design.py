@@ -18,7 +18,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.dealt import is_dealt_out
-from lockstep.audit.ledger import MODELS_SENT
+from lockstep.audit.ledger import MODELS_SENT, REDUCING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from lockstep.audit.ledger import Ledger
     from lockstep.audit.shared_track import SharedTrack
 
-_REDUCING: Final = ("all_reduce", "reduce")
 _STEPS: Final = 3
 _WITHOUT_NUMBERS: Final = (
     "all_gather_object",
@@ -110,7 +109,7 @@ def tell_of_own_models(
     sizes = {sum(math.prod(p.shape) for p in t.parameters) for t in track.tracks.values()}
     for rank, ledger in ledgers.items():
         sent = [s for s in ledger.facts.models_sent if s.size in sizes]
-        if not sent or all(s.weights and s.op in _REDUCING for s in sent):
+        if not sent or all(s.weights and s.op in REDUCING for s in sent):
             return False
         alike = [t.tracks.get(rank) for t in tracks if t.made_as == track.made_as]
         steps = sum(len(t.steps) for t in alike if t is not None)
@@ -158,7 +157,7 @@ def _mixes_in_weights(track: SharedTrack, rank: int, sent: list[ModelSent]) -> b
 
     Weights that are gathered and change nothing may be looked at only.
     """
-    told = {s.op for s in sent if s.weights} - set(_REDUCING)
+    told = {s.op for s in sent if s.weights} - set(REDUCING)
     if not told or rank not in track.tracks:
         return False
     steps = track.tracks[rank].steps
@@ -214,7 +213,7 @@ def _is_wrapped(track: SharedTrack) -> bool:
 
 def _reductions(track: SharedTrack) -> list[Collective]:
     steps = [s for number in track.numbers[:_STEPS] for s in track.steps(number).values()]
-    return [c for step in steps for c in step.collectives if c.op in _REDUCING]
+    return [c for step in steps for c in step.collectives if c.op in REDUCING]
 
 
 def names_in_modules(track: SharedTrack) -> set[str]:
@@ -225,7 +224,7 @@ def names_in_modules(track: SharedTrack) -> set[str]:
 def _send_in_backward(steps: dict[int, Step]) -> bool:
     """Rows or their gradients, and not the sums of what parameters are owed."""
     return all(
-        any(c.in_backward and c.op not in _REDUCING for c in step.collectives)
+        any(c.in_backward and c.op not in REDUCING for c in step.collectives)
         for step in steps.values()
     )
 

@@ -41,8 +41,9 @@ FIRST_STEPS_WATCH: Final = 8
 MODELS_SENT: Final = 64
 """So many messages as large as a model are written down."""
 
+REDUCING: Final = ("all_reduce", "reduce")
 SCATTERING: Final = ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single")
-"""Collectives that leave each rank a part of the sum."""
+"""Collectives that leave ranks a sum, and each a part of it."""
 
 
 def is_detailed(step: int, first: int, rarest: int | None = None) -> bool:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.audit.facts import Collective
-from lockstep.audit.ledger import SCATTERING
+from lockstep.audit.ledger import REDUCING, SCATTERING
 from lockstep.audit.probe import gathers, handed_on, models_sent, scattered
 from lockstep.audit.probe.frames import is_called_by, lines_through_a_library
 from lockstep.audit.probe.optimizers import watch_made
@@ -148,7 +148,7 @@ def note_call(probe: Probe, call: Collective) -> None:
 
 def _before(probe: Probe, call: Collective, tensor: torch.Tensor, given: dict[str, Any]) -> None:
     call.shape = list(tensor.shape)
-    if call.op in ("all_reduce", "reduce"):
+    if call.op in REDUCING:
         call.reduction = _reduction_name(given.get("op"))
         call.parameter = _named_gradient(probe, tensor)
         call.weights = _parameter_name(probe, tensor) if call.parameter is None else None

@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 import sysconfig
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -112,3 +113,10 @@ def users_lines(frame: FrameType | None = None) -> list[Place]:
         if len(own) == _DEPTH:
             break
     return own or library[:_DEPTH]
+
+
+def stack_of_main_thread() -> list[Place]:
+    """Where the program stands, seen from another thread."""
+    main = threading.main_thread().ident
+    frame = sys._current_frames().get(main) if main is not None else None
+    return [] if frame is None else users_lines(frame)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from lockstep.audit.ledger import SCATTERING
+from lockstep.audit.ledger import REDUCING, SCATTERING
 from lockstep.audit.rules.base import named
 from lockstep.audit.shared_track import names_of
 
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from lockstep.audit.finding import Place
     from lockstep.audit.shared_track import SharedTrack
     from lockstep.audit.world import World
-
-
-_REDUCING = ("all_reduce", "reduce")
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ def reason_of(world: World, track: SharedTrack, number: int, names: set[str]) ->
 def _without_wrapper(
     world: World, track: SharedTrack, step: Step, names: list[str], others: bool
 ) -> Reason:
-    reduced = {c.parameter for c in step.collectives if c.op in _REDUCING and c.parameter}
+    reduced = {c.parameter for c in step.collectives if c.op in REDUCING and c.parameter}
     held = {p.name: math.prod(p.shape) for t in track.tracks.values() for p in t.parameters}
     if not reduced & set(names) and _went_flat(step, sum(held.values())):
         return _after(world, track, step.number, step)
@@ -74,7 +71,7 @@ def _without_wrapper(
         return _unknown(names, "passed no reduction, and the others did")
     if reduced & set(names):
         return _after(world, track, step.number, step)
-    sizes = [c for c in step.collectives if c.op in _REDUCING and c.shape]
+    sizes = [c for c in step.collectives if c.op in REDUCING and c.shape]
     if any(p.is_alone for p in track.parameters if p.name in names):
         return Reason(
             "group too small",
@@ -100,14 +97,14 @@ def _without_wrapper(
 def _reduces(track: SharedTrack, step: Step) -> bool:
     """Is anything reduced at all? Gradients that are equal unreduced may all be zero."""
     parameters = [p for t in track.tracks.values() for p in t.parameters]
-    adds = [c for c in step.collectives if c.op in (*_REDUCING, *SCATTERING)]
+    adds = [c for c in step.collectives if c.op in (*REDUCING, *SCATTERING)]
     known = any(p.wrapper or p.sharded for p in parameters)
     return known or any(c.parameter or math.prod(c.shape) > 1 for c in adds)
 
 
 def _went_flat(step: Step, size: int) -> bool:
     """Were tensors added up that are as large as all of the optimizer's parameters together?"""
-    sums = [c for c in step.collectives if c.op in _REDUCING and not c.parameter]
+    sums = [c for c in step.collectives if c.op in REDUCING and not c.parameter]
     sizes = [math.prod(c.shape) for c in sums if c.shape]
     return size > 1 and (size in sizes or sum(n for n in sizes if n > 1) == size)
 
