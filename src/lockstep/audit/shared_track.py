@@ -146,15 +146,12 @@ class SharedTrack:
         found = []
         for (name, _, _), held in places.items():
             described = {r: self.tracks[r].parameters[i] for r, i in held.items()}
-            groups = self._groups(name, described)
             own = any(p.local for p in described.values())
             if len(held) > 1 and not own and name not in self.apart:
-                found.append(Shared(name, held, groups, described))
+                found.append(Shared(name, held, self._groups(name, described), described))
         return found
 
     def _groups(self, name: str, described: dict[int, Parameter]) -> list[list[int]]:
-        if any(p.local for p in described.values()):
-            return []
         if any(p.sharded for p in described.values()):
             pieces = {tuple(r for r in p.group or () if r in described) for p in described.values()}
             return [list(g) for g in sorted(pieces) if len(g) > 1]

@@ -40,9 +40,9 @@ class Data:
                 _twice(world, loadings),
                 equal_seeds(loadings),
             ):
-                known = (found.code, loadings[min(loadings)].key) if found else None
-                if found is not None and known not in reported:
-                    reported.add(known)  # type: ignore[arg-type]
+                key = loadings[min(loadings)].key
+                if found is not None and (found.code, key) not in reported:
+                    reported.add((found.code, key))
                     yield found
         by_hand = same_rows_by_hand(world)
         if by_hand is not None:
