@@ -41,8 +41,7 @@ def report(
     asked = Selection(options.only, options.ignore)
     findings, left_out = asked.split(judge(ledgers))
     world = World(ledgers)
-    summary = {
-        **summarise(findings, world, world_size),
+    summary = summarise(findings, world, world_size) | {
         "command": [*["-m"] * options.is_module, options.script, *options.arguments],
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "only": list(options.only),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from lockstep.audit.facts import Parameter, Step, Track
     from lockstep.audit.prints import Fingerprint
@@ -201,35 +201,30 @@ class SharedTrack:
 
     def differences(self, kind: Kind, number: int) -> list[Difference]:
         """The tensors of that kind that differ in that step, between ranks that have one."""
-        prints = self._prints(kind, number)
         found = []
-        for shared in self.parameters:
+        for prints, shared, held, _ in self._held(kind, number):
             allowed = _ALLOWED[kind] * EPSILON.get(shared.dtype, 0.0)
-            for group in shared.groups:
-                held = [
-                    rank
-                    for rank in group
-                    if rank in prints
-                    and rank in shared.index
-                    and not prints[rank].is_absent(shared.index[rank])
-                ]
-                if len(held) > 1 and self._differ(prints, shared, held, allowed):
-                    norms = {r: float(prints[r].norms[shared.index[r]]) for r in held}
-                    samples = {r: self.sampled(prints[r], shared, r) for r in held}
-                    found.append(Difference(shared.name, norms, samples))
+            if len(held) > 1 and self._differ(prints, shared, held, allowed):
+                norms = {r: float(prints[r].norms[shared.index[r]]) for r in held}
+                samples = {r: self.sampled(prints[r], shared, r) for r in held}
+                found.append(Difference(shared.name, norms, samples))
         return found
 
     def missing(self, kind: Kind, number: int) -> list[tuple[str, list[int], list[int]]]:
         """Tensors that are None on some ranks: name, ranks with, ranks without."""
+        each = self._held(kind, number)
+        return [(s.name, held, without) for _, s, held, without in each if held and without]
+
+    def _held(
+        self, kind: Kind, number: int
+    ) -> Iterator[tuple[dict[int, Fingerprint], Shared, list[int], list[int]]]:
+        """Of each parameter and group: the ranks that have such a tensor, and those without one."""
         prints = self._prints(kind, number)
-        found = []
         for shared in self.parameters:
             for group in shared.groups:
-                held = [r for r in group if r in prints and r in shared.index]
-                without = [r for r in held if prints[r].is_absent(shared.index[r])]
-                if without and len(without) < len(held):
-                    found.append((shared.name, [r for r in held if r not in without], without))
-        return found
+                known = [r for r in group if r in prints and r in shared.index]
+                without = [r for r in known if prints[r].is_absent(shared.index[r])]
+                yield prints, shared, [r for r in known if r not in without], without
 
     def _prints(self, kind: Kind, number: int) -> dict[int, Fingerprint]:
         found = {}

@@ -186,15 +186,9 @@ def _headings(ranks: Sequence[int]) -> str:
 def _row(place: int, name: str, ranks: Sequence[int], differs: set[int], compared: bool) -> str:
     y = place * _CELL
     cells = "".join(
-        f'<rect class="cell-{_state(rank, differs, compared)}" x={column * _CELL} y={y} '
+        f'<rect class="cell-{int(rank in differs) if compared else 2}" x={column * _CELL} y={y} '
         f"width={_CELL - 2} height={_CELL - 2} rx=2><title>rank {rank}</title></rect>"
         for column, rank in enumerate(ranks)
     )
     at = len(ranks) * _CELL + 8
     return f"{cells}<text x={at} y={y + 13}>{html.escape(name)}</text>"
-
-
-def _state(rank: int, differs: set[int], compared: bool) -> int:
-    if not compared:
-        return 2
-    return 1 if rank in differs else 0

@@ -156,9 +156,11 @@ def _with_wrapper(track: SharedTrack, step: Step, key: str) -> Reason | None:
     last_backward, last = seen[-1]
     if last.no_sync:
         return _wrong_window(evidence, last_backward, "the last backward before the step ran")
-    went_round = step.bypasses
+    went_round = [place for lines in step.bypasses for place in lines]
     if not any(f.armed for _, f in seen):
-        return _not_called(went_round, evidence, last_backward, any(f.no_sync for _, f in seen))
+        if any(f.no_sync for _, f in seen):
+            return _wrong_window(evidence, last_backward, "every forward of this window ran")
+        return _not_called(went_round, evidence)
     if all(f.issued == 0 for _, f in seen if f.armed):
         return _unfinished(track, step, evidence, last_backward)
     if not last.armed or last.issued == 0:
@@ -168,7 +170,7 @@ def _with_wrapper(track: SharedTrack, step: Step, key: str) -> Reason | None:
             "one's forward did not go through the wrapper, or its reduction was over",
             "add the losses and call backward once, with every forward through the wrapper, or "
             "`lockstep.replicate(model)`, which reduces after the last",
-            where=[*[p for lines in went_round for p in lines], *last_backward.where],
+            where=[*went_round, *last_backward.where],
             evidence=evidence,
         )
     return None
@@ -185,14 +187,9 @@ def _wrong_window(evidence: dict[str, Any], backward: Backward, what: str) -> Re
     )
 
 
-def _not_called(
-    went_round: list[list[Place]], evidence: dict[str, Any], backward: Backward, unsynced: bool
-) -> Reason:
-    if unsynced:
-        return _wrong_window(evidence, backward, "every forward of this window ran")
-    lines = [place for places in went_round for place in places]
+def _not_called(went_round: list[Place], evidence: dict[str, Any]) -> Reason:
     issued = sum(use["issued"] for use in evidence["backwards"])
-    at = f" (it went round it at {lines[0].at})" if lines else ""
+    at = f" (it went round it at {went_round[0].at})" if went_round else ""
     # Of the nested lines, the outermost that the model's own class does not hold says most.
     return Reason(
         "wrapper not called",
@@ -201,7 +198,7 @@ def _not_called(
         "call the wrapper: `model(batch)`, not `model.module.compute_loss(batch)` (give the "
         "module a `forward` that does it), or `lockstep.replicate(model)` instead of the wrapper, "
         "which synchronises the parameters whatever is called",
-        where=lines,
+        where=went_round,
         evidence=evidence,
     )
 
