@@ -39,7 +39,8 @@ def _clipper(
         given = dict(zip(("parameters", limit), args, strict=False)) | kwargs
         if not probe.detailed or probe.inside("clip") or not {"parameters", limit} <= given.keys():
             return original(*args, **kwargs)
-        held = _listed(given["parameters"])
+        held = given["parameters"]  # an iterator has one reader
+        held = [held] if isinstance(held, torch.Tensor) else list(held)
         call = functools.partial(_with_first, original, held, args, kwargs)
         return clip(probe, held, given[limit], call)
 
@@ -64,11 +65,6 @@ def _with_first(
     if args:
         return original(held, *args[1:], **kwargs)
     return original(**{**kwargs, "parameters": held})
-
-
-def _listed(parameters: Any) -> list[torch.Tensor]:
-    """An iterator has one reader."""
-    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
 def _note_norm(probe: Probe, held: list[torch.Tensor], norm: Any, largest: Any) -> None:

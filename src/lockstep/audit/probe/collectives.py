@@ -69,12 +69,9 @@ def install(probe: Probe) -> None:
     modules = (dist.distributed_c10d, dist)
     for name in NAMES:
         probe.patches.wrap_in_each(modules, name, functools.partial(_watcher, probe, name))
-    probe.patches.wrap_in_each(modules, "init_process_group", probe.afterwards(_note_start))
+    note_start = probe.afterwards(lambda *_: probe.note_group())
+    probe.patches.wrap_in_each(modules, "init_process_group", note_start)
     probe.patches.wrap_in_each(modules, "new_group", probe.afterwards(_note_subgroup))
-
-
-def _note_start(probe: Probe, *_: Any) -> None:
-    probe.note_group()
 
 
 def _note_subgroup(probe: Probe, _: Any, args: Any, kwargs: Any) -> None:

@@ -50,7 +50,7 @@ def whole_of_pieces(probe: Probe) -> dict[int, torch.Tensor]:
     whole = {
         piece: getattr(held, "_unsharded_param", None)
         for piece, (group, held) in known.items()
-        if _reducer_of(group) != "lockstep"
+        if not type(getattr(group, "_reduce_scatter_comm", None)).__module__.startswith("lockstep.")
     }
     return {piece: leaf for piece, leaf in whole.items() if leaf is not None}
 
@@ -103,11 +103,6 @@ def _waits(held: Any) -> bool:
     if getattr(held, "unsharded_accumulated_grad", None) is not None:
         return True
     return getattr(getattr(held, "_unsharded_param", None), "grad", None) is not None
-
-
-def _reducer_of(group: Any) -> str:
-    """The package whose code adds up the ranks' gradients."""
-    return type(getattr(group, "_reduce_scatter_comm", None)).__module__.partition(".")[0]
 
 
 def _after_the_last_reduction(backwards: list[Backward], key: str) -> list[Backward]:
