@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that ranks hold under one name and that are not replicas of one another.
+"""Parameters that ranks hold under one name and that are not to be the same after each step.
 
 Torch's own types say so themselves (`lockstep.audit.probe.shards`). Where a program cuts its model
 up by hand, the work shows it: in a pipeline only some ranks have a loss, and ranks that share the
 work on one batch are given the same inputs, and communicate inside backward. Beside parameters that
 are synchronised a rank may have some of its own, which never were the same: tables and experts,
 whose rows travel between ranks in backward too, and tensors of no module, as codes of its samples.
+
+Replicas may drift apart and meet again, too, at whatever steps: local SGD, federated averaging.
+Ranks may take different numbers of steps between two meetings, and make an optimizer for each.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.dealt import is_dealt_out
-from lockstep.audit.ledger import MODELS_SENT
+from lockstep.audit.ledger import MODELS_SENT, REDUCING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +27,6 @@ if TYPE_CHECKING:
     from lockstep.audit.ledger import Ledger
     from lockstep.audit.shared_track import SharedTrack
 
-_REDUCING: Final = ("all_reduce", "reduce")
 _STEPS: Final = 3
 _WITHOUT_NUMBERS: Final = (
     "all_gather_object",
@@ -48,7 +50,8 @@ def apart_by_design(track: SharedTrack, tracks: Iterable[SharedTrack]) -> frozen
     if len(track.ranks) < 2 or not track.numbers:
         return frozenset()
     first, early = track.numbers[0], track.numbers[:_STEPS]
-    unreduced = {p.name for p in track.parameters if p.wrapper is None} - _reduced(track)
+    unreduced = {p.name for p in track.parameters if p.wrapper is None}
+    unreduced -= {c.parameter for c in _reductions(track) if c.parameter}
     if not unreduced:
         return frozenset()
     if _only_some_have_a_loss(track.steps(first)):
@@ -106,7 +109,7 @@ def tell_of_own_models(
     sizes = {sum(math.prod(p.shape) for p in t.parameters) for t in track.tracks.values()}
     for rank, ledger in ledgers.items():
         sent = [s for s in ledger.facts.models_sent if s.size in sizes]
-        if not sent or all(s.weights and s.op in _REDUCING for s in sent):
+        if not sent or all(s.weights and s.op in REDUCING for s in sent):
             return False
         alike = [t.tracks.get(rank) for t in tracks if t.made_as == track.made_as]
         steps = sum(len(t.steps) for t in alike if t is not None)
@@ -154,7 +157,7 @@ def _mixes_in_weights(track: SharedTrack, rank: int, sent: list[ModelSent]) -> b
 
     Weights that are gathered and change nothing may be looked at only.
     """
-    told = {s.op for s in sent if s.weights} - set(_REDUCING)
+    told = {s.op for s in sent if s.weights} - set(REDUCING)
     if not told or rank not in track.tracks:
         return False
     steps = track.tracks[rank].steps
@@ -192,10 +195,6 @@ def kept_at_home(tracks: Sequence[SharedTrack]) -> frozenset[str]:
     return frozenset(left_out)
 
 
-def _reduced(track: SharedTrack) -> set[str]:
-    return {c.parameter for c in _reductions(track) if c.parameter}
-
-
 def _is_synchronised(track: SharedTrack) -> bool:
     """By a wrapper, or by sums of gradients, of weights, or of what may be either, flat."""
     calls = _reductions(track)
@@ -214,7 +213,7 @@ def _is_wrapped(track: SharedTrack) -> bool:
 
 def _reductions(track: SharedTrack) -> list[Collective]:
     steps = [s for number in track.numbers[:_STEPS] for s in track.steps(number).values()]
-    return [c for step in steps for c in step.collectives if c.op in _REDUCING]
+    return [c for step in steps for c in step.collectives if c.op in REDUCING]
 
 
 def names_in_modules(track: SharedTrack) -> set[str]:
@@ -225,7 +224,7 @@ def names_in_modules(track: SharedTrack) -> set[str]:
 def _send_in_backward(steps: dict[int, Step]) -> bool:
     """Rows or their gradients, and not the sums of what parameters are owed."""
     return all(
-        any(c.in_backward and c.op not in _REDUCING for c in step.collectives)
+        any(c.in_backward and c.op not in REDUCING for c in step.collectives)
         for step in steps.values()
     )
 
@@ -241,3 +240,39 @@ def _share_the_work(steps: dict[int, Step]) -> bool:
     fed = {step.fed for step in steps.values()}
     talk = all(any(c.in_backward for c in step.collectives) for step in steps.values())
     return talk and len(fed) == 1 and None not in fed
+
+
+def meet_again(tracks: Sequence[SharedTrack]) -> bool:
+    """Are all ranks at the same weights once more, after each had been where no other was?
+
+    A rank that is some steps behind is at weights that another one had before: this is no meeting.
+
+    Args:
+        tracks: the optimizers of one set of parameters, the first one first.
+    """
+    if len(tracks[0].ranks) < 2:
+        return False
+    visited = [_states(tracks, rank) for rank in tracks[0].ranks]
+    for place, at_once in enumerate(zip(*visited, strict=False)):
+        if len(set(at_once)) == 1:
+            continue
+        others = [
+            set(itertools.chain.from_iterable(states for states in visited if states is not own))
+            for own in visited
+        ]
+        if any(state in seen for state, seen in zip(at_once, others, strict=True)):
+            return False
+        return bool(set.intersection(*(set(states[place + 1 :]) for states in visited)))
+    return False
+
+
+def _states(tracks: Sequence[SharedTrack], rank: int) -> list[tuple[int, ...]]:
+    """What stands for the weights that each step of `rank` began with."""
+    found = []
+    for track in tracks:
+        places = [shared.index[rank] for shared in track.parameters if rank in shared.index]
+        for number in track.numbers_of(rank):
+            step = track.step(rank, number)
+            if step is not None and step.entry is not None and len(step.entry.hashes):
+                found.append(tuple(int(step.entry.hashes[place]) for place in places))
+    return found

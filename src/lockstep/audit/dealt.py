@@ -24,7 +24,8 @@ def is_dealt_out(loadings: Mapping[int, Sequence[Loading]]) -> bool:
     Args:
         loadings: by rank.
     """
-    if any(_says_so(each) for of_rank in loadings.values() for each in of_rank):
+    each = (loading for of_rank in loadings.values() for loading in of_rank)
+    if any(x.replicas is not None or "Distributed" in x.sampler for x in each):
         return True
     trained = {rank: _read(x, training=True) for rank, x in loadings.items()}
     judged = {rank: _read(x, training=False) for rank, x in loadings.items()}
@@ -36,10 +37,6 @@ def is_dealt_out(loadings: Mapping[int, Sequence[Loading]]) -> bool:
         and trained[other].isdisjoint(judged[one])
         for one, other in combinations(trained, 2)
     )
-
-
-def _says_so(loading: Loading) -> bool:
-    return loading.replicas is not None or "Distributed" in loading.sampler
 
 
 def _read(loadings: Sequence[Loading], *, training: bool) -> set[Any]:

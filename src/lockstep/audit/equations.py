@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from lockstep.audit.shared_track import EPSILON
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
 
 Numbers = np.ndarray[Any, Any]
 
-_EPSILON: Final = {"float64": 2.0**-52, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-_SINGLE: Final = 2.0**-23
 _ROUNDINGS: Final = {"float16": 4.0, "bfloat16": 4.0}
 _ROUNDINGS_OTHERWISE: Final = 64.0
 """So many roundings may lie between what autograd delivered and what the optimizer used."""
@@ -28,7 +28,7 @@ _OF_DIFFERENCES: Final = 1e-3
 
 def tolerance(dtype: str) -> float:
     """By how much a sum of a few numbers of `dtype` may be off, relative to its terms."""
-    return _ROUNDINGS.get(dtype, _ROUNDINGS_OTHERWISE) * _EPSILON.get(dtype, _SINGLE)
+    return _ROUNDINGS.get(dtype, _ROUNDINGS_OTHERWISE) * EPSILON.get(dtype, EPSILON["float32"])
 
 
 LEFT: Final = -1

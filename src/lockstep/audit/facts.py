@@ -186,14 +186,6 @@ class KeptBack:
 
 
 @dataclass
-class Division:
-    """What the program had gradients divided by that are added up over so many ranks."""
-
-    factor: float
-    ranks: float
-
-
-@dataclass
 class Beside:
     """All parameters of modules that have gradients, where no optimizer holds some of them.
 
@@ -239,7 +231,6 @@ class Step:
     that was called was given, row by row `fed_rows` where no data loader gave it: what stands for a
     row in all tensors of that call. `unowned` are
     parameters that have gradients and no optimizer; where there are any, `beside` tells of all.
-    `divided` are the parameters whose sums the program had divided by a number of its own.
     `not_finite` are the parameters whose gradients held NaN or infinity.
     """
 
@@ -269,7 +260,6 @@ class Step:
     mode: Mode | None = None
     frozen: list[FrozenModule] = field(default_factory=list)
     kept_back: KeptBack | None = None
-    divided: dict[str, Division] = field(default_factory=dict)
 
 
 @dataclass
@@ -428,7 +418,6 @@ class ProcessFacts:
     shares_memory: bool = False
     states_loaded: list[Place] = field(default_factory=list)
     subgroups: list[list[int] | None] = field(default_factory=list)
-    torch: bool = False
     unseen: list[str] = field(default_factory=list)
     unwatched: list[Unwatched] = field(default_factory=list)
 

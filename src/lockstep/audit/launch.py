@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.exit_codes import HUNG, USAGE
 from lockstep.audit.facts import ProcessFacts
-from lockstep.audit.ledger import Ledger
-from lockstep.audit.ledger_file import read_ledger
+from lockstep.audit.ledger import Ledger, read_ledger
 from lockstep.audit.options import (
     DEFAULT_RANKS,
     Options,
@@ -231,13 +230,10 @@ class _Run:
 
     def _report_early(self) -> None:
         """With --steps, as soon as all ranks have them."""
-        if len(self._done()) == self.nproc:
+        # What ranks have left that are not watched any more.
+        if len(list(self.folder.glob(f"rank*{DONE}"))) == self.nproc:
             report(self.options, self._ledgers(), self.nproc)
             self.reported = True
-
-    def _done(self) -> list[Path]:
-        """What the ranks have left that are not watched any more."""
-        return list(self.folder.glob(f"rank*{DONE}"))
 
     def _look_for_a_stall(self) -> None:
         """Say, once, where the ranks stand when none of them moves; then give them up."""
@@ -260,10 +256,8 @@ class _Run:
         if not stands:
             self._stands_since = None
         elif self._stands_since is None:
-            from lockstep.audit.rules.liveness_text import standing as in_words
-
             self._stands_since = time.monotonic()
-            lines = [f"  rank {led.rank} {in_words(led)}" for led in ledgers]
+            lines = [f"  rank {led.rank} {led.standing}" for led in ledgers]
             end = f"they are ended in {limit_s:g} s (--hang-timeout)" if limit_s else ""
             _say(f"nothing has moved for {every_s:.0f} s:", *lines, *[f"  {end}"] * bool(end))
         elif limit_s and time.monotonic() - self._stands_since >= limit_s:

@@ -8,13 +8,19 @@ collectives, and one rank that does something else than its peers is simply seen
 
 A ledger stays small: `is_detailed` keeps the first steps and then fewer and fewer, the same
 ones on every rank. Replicas that drifted apart stay apart, so a later look still finds it.
+
+As a file it is replaced as a whole while its rank trains on.
 """
 
 from __future__ import annotations
 
+import base64
 import json
+import threading
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from lockstep.audit import facts
 from lockstep.audit.facts import ProcessFacts
@@ -22,6 +28,8 @@ from lockstep.audit.finding import Place
 from lockstep.audit.prints import Fingerprint, Sketch
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lockstep.audit.facts import Collective, Evaluation, Failure, Loading, Step, Track
 
 FIRST_STEPS: Final = 64
@@ -33,8 +41,9 @@ FIRST_STEPS_WATCH: Final = 8
 MODELS_SENT: Final = 64
 """So many messages as large as a model are written down."""
 
+REDUCING: Final = ("all_reduce", "reduce")
 SCATTERING: Final = ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single")
-"""Collectives that leave each rank a part of the sum."""
+"""Collectives that leave ranks a sum, and each a part of it."""
 
 
 def is_detailed(step: int, first: int, rarest: int | None = None) -> bool:
@@ -82,6 +91,21 @@ class Ledger:
     exit_code: int | None = None
     failed_at: float | None = None
 
+    @property
+    def standing(self) -> str:
+        """``is in all_reduce at train.py:31 (call 12)``, or what it failed with and where."""
+        stuck, failure = self.stuck_in, self.failure
+        if stuck is not None:
+            at = f" at {stuck.where[0].at}" if stuck.where else ""
+            verb = "failed in" if failure is not None else "is in"
+            return f"{verb} {stuck.op}{at} (its collective {self.calls_made})"
+        at = f" at {self.stack[0].at}" if self.stack else ""
+        if failure is not None:
+            return f"raised {failure.type}{at}"
+        if self.exit_code is not None:
+            return f"ended with code {self.exit_code} after {self.calls_made} collectives"
+        return f"is{at} after {self.calls_made} collectives"
+
     def to_bytes(self) -> bytes:
         """JSON: what a rank writes is read by another process, and must not run code there."""
         return json.dumps(_packed(self)).encode()
@@ -96,19 +120,20 @@ class Ledger:
 
 _CLASSES: Final[dict[str, Any]] = {
     c.__name__: c
-    for c in (*vars(facts).values(), Place, Ledger)
+    for c in (*vars(facts).values(), Place, Fingerprint, Sketch, Ledger)
     if isinstance(c, type) and is_dataclass(c)
 }
+_ARRAYS: Final = {"hashes": np.int64, "norms": np.float64, "samples": np.float64}
+"""The fields of a `Fingerprint` and of a `Sketch`, and what their numbers are."""
 
 
 def _packed(value: Any) -> Any:
-    if isinstance(value, Fingerprint):
-        return {"~": "Fingerprint", **value.as_json()}
-    if isinstance(value, Sketch):
-        return {"~": "Sketch", **value.as_json()}
     kind = type(value).__name__
     if kind in _CLASSES:
         return {"~": kind, **{f.name: _packed(getattr(value, f.name)) for f in fields(value)}}
+    if isinstance(value, np.ndarray):
+        # Bytes as base64: JSON's numbers would lose infinities and take four times the room.
+        return base64.b64encode(value.tobytes()).decode()
     if isinstance(value, dict):
         return {str(name): _packed(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -121,10 +146,48 @@ def _unpacked(value: Any) -> Any:
         return [_unpacked(item) for item in value]
     if not isinstance(value, dict):
         return value
-    kind = value.pop("~", None)
-    if kind == "Fingerprint":
-        return Fingerprint.from_json(value)
-    if kind == "Sketch":
-        return Sketch.from_json(value)
-    filled = {name: _unpacked(item) for name, item in value.items()}
-    return filled if kind is None else _CLASSES[kind](**filled)
+    kind = _CLASSES.get(value.pop("~", ""))
+    if kind in (Fingerprint, Sketch):
+        return kind(**{name: _array(name, data) for name, data in value.items()})
+    # A ledger that was recorded earlier may tell more.
+    known = value if kind is None else {f.name for f in fields(kind)}
+    filled = {name: _unpacked(item) for name, item in value.items() if name in known}
+    return filled if kind is None else kind(**filled)
+
+
+def _array(name: str, data: str) -> np.ndarray[Any, Any]:
+    return np.frombuffer(base64.b64decode(data), dtype=_ARRAYS[name])
+
+
+_TRIES = 5
+
+
+class LedgerFile:
+    """Where one process writes its ledger, from any thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._writing = threading.Lock()
+
+    def write(self, ledger: Ledger) -> None:
+        """All or nothing. The program may change the ledger meanwhile."""
+        with self._writing:
+            for left in reversed(range(_TRIES)):
+                try:
+                    data = ledger.to_bytes()
+                except RuntimeError:  # something was added while it was read
+                    if not left:
+                        return
+                    continue
+                partial = self.path.with_suffix(".partial")
+                partial.write_bytes(data)
+                partial.replace(self.path)
+                return
+
+
+def read_ledger(path: Path) -> Ledger | None:
+    """The ledger in the file at `path`; None if there is none that is whole."""
+    try:
+        return Ledger.from_bytes(path.read_bytes())
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +15,7 @@ from lockstep.audit.exit_codes import BLIND, FOUND, NOT_WATCHED
 from lockstep.audit.finding import is_at_least
 from lockstep.audit.judgement import judge
 from lockstep.audit.report.terminal import render
-from lockstep.audit.selection import Selection, counted_by_code
+from lockstep.audit.selection import Selection
 from lockstep.audit.world import World
 
 if TYPE_CHECKING:
@@ -40,13 +41,12 @@ def report(
     asked = Selection(options.only, options.ignore)
     findings, left_out = asked.split(judge(ledgers))
     world = World(ledgers)
-    summary = {
-        **summarise(findings, world, world_size),
+    summary = summarise(findings, world, world_size) | {
         "command": [*["-m"] * options.is_module, options.script, *options.arguments],
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "only": list(options.only),
         "ignore": list(options.ignore),
-        "left_out": counted_by_code(left_out),
+        "left_out": dict(sorted(Counter(finding.code for finding in left_out).items())),
     }
     if options.json is not None:
         write_json(options.json, summary)

@@ -94,7 +94,7 @@ def _pack(tensors: Sequence[torch.Tensor | None], places: list[int]) -> Packed:
     pieces: list[torch.Tensor] = []
     spans: list[int] = []
     sizes: list[int] = []
-    padding: dict[int, torch.Tensor] = {}
+    zeros: torch.Tensor | None = None
     for place in places:
         tensor = tensors[place]
         assert tensor is not None
@@ -102,9 +102,8 @@ def _pack(tensors: Sequence[torch.Tensor | None], places: list[int]) -> Packed:
         missing = -size % (_LANE // tensor.element_size())
         pieces.append(tensor.reshape(-1))
         if missing:
-            if missing not in padding:
-                padding[missing] = tensor.new_zeros(missing)
-            pieces.append(padding[missing])
+            zeros = tensor.new_zeros(_LANE) if zeros is None else zeros
+            pieces.append(zeros[:missing])
         spans.append(size + missing)
         sizes.append(size)
     starts = [0, *accumulate(spans)][:-1]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import base64
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,15 +30,6 @@ class Fingerprint:
         """Was that tensor None?"""
         return bool(self.hashes[index] == ABSENT)
 
-    def as_json(self) -> dict[str, str]:
-        """Bytes as base64: JSON's numbers would lose infinities and take four times the room."""
-        return {name: as_base64(getattr(self, name)) for name in _KINDS}
-
-    @classmethod
-    def from_json(cls, packed: dict[str, str]) -> Fingerprint:
-        """The inverse of `as_json`."""
-        return cls(**{name: from_base64(packed[name], kind) for name, kind in _KINDS.items()})
-
 
 @dataclass(frozen=True)
 class Sketch:
@@ -47,27 +37,6 @@ class Sketch:
 
     norms: np.ndarray[Any, Any]
     samples: np.ndarray[Any, Any]
-
-    def as_json(self) -> dict[str, str]:
-        return {name: as_base64(getattr(self, name)) for name in ("norms", "samples")}
-
-    @classmethod
-    def from_json(cls, packed: dict[str, str]) -> Sketch:
-        """The inverse of `as_json`."""
-        return cls(*(from_base64(packed[name], np.float64) for name in ("norms", "samples")))
-
-
-_KINDS: Final = {"hashes": np.int64, "norms": np.float64, "samples": np.float64}
-
-
-def as_base64(numbers: np.ndarray[Any, Any]) -> str:
-    """The bytes of an array, for JSON."""
-    return base64.b64encode(numbers.tobytes()).decode()
-
-
-def from_base64(data: str, kind: Any) -> np.ndarray[Any, Any]:
-    """The inverse of `as_base64`, for numbers of `kind`; one dimension."""
-    return np.frombuffer(base64.b64decode(data), dtype=kind)
 
 
 def samples_per_tensor(sizes: Sequence[int]) -> list[int]:

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.exit_codes import BLIND
 from lockstep.audit.importing import when_imported
-from lockstep.audit.ledger import Ledger
-from lockstep.audit.ledger_file import LedgerFile, read_ledger
+from lockstep.audit.ledger import Ledger, LedgerFile, read_ledger
+from lockstep.audit.probe.frames import stack_of_main_thread
 from lockstep.audit.script import describe_failure, run_module, run_script
 from lockstep.audit.spawned import Children
 from lockstep.audit.together import with_spawned
@@ -176,8 +176,6 @@ class Rank:
     def _write_where_it_stands(self) -> None:
         if self.probe is None:
             return
-        from lockstep.audit.session import stack_of_main_thread
-
         ledger = self.probe.ledger
         ledger.facts.cpu_s = time.process_time()
         if ledger.failure is None:
@@ -255,7 +253,6 @@ class Rank:
                 return  # the program has a handler of its own, and may be saving
             if self.probe is not None:
                 from lockstep.audit.outcome import report
-                from lockstep.audit.session import stack_of_main_thread
 
                 ledger = self.probe.ledger
                 ledger.stack = stack_of_main_thread()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,11 +41,6 @@ class Selection:
     def __str__(self) -> str:
         options = {"--only": self.only, "--ignore": self.ignore}
         return " ".join(f"{name} {','.join(codes)}" for name, codes in options.items() if codes)
-
-
-def counted_by_code(findings: Iterable[Finding]) -> dict[str, int]:
-    """How many of each code, in order."""
-    return dict(sorted(Counter(finding.code for finding in findings).items()))
 
 
 def left_out_in_words(findings: Iterable[Finding]) -> str:

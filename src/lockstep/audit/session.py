@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.judgement import judge
 from lockstep.audit.ledger import Ledger
-from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.hooking import hook_in
 from lockstep.audit.probe.probe import Probe
 from lockstep.errors import WrongUseError
@@ -19,7 +17,7 @@ from lockstep.errors import WrongUseError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from lockstep.audit.finding import Finding, Place
+    from lockstep.audit.finding import Finding
 
 _EXCHANGE_S = 60.0
 
@@ -102,7 +100,6 @@ def finish(probe: Probe) -> Ledger:
     ledger = probe.ledger
     ledger.facts.lockstep = probe.sync_of_lockstep() or ledger.facts.lockstep
     ledger.facts.joins = any(w.joins for w in probe.wrappers)
-    ledger.facts.torch = "torch" in sys.modules
     # Accelerate's own count of processes, without which it shares nothing out.
     accelerate = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     counted = getattr(accelerate, "_shared_state", {}).get("num_processes")
@@ -138,10 +135,3 @@ def exchange_by_store(
             store.set(f"{prefix}/all", b"1")
         store.wait([f"{prefix}/all"], timedelta(seconds=wait_s))
     return found
-
-
-def stack_of_main_thread() -> list[Place]:
-    """Where the program stands, seen from another thread."""
-    main = threading.main_thread().ident
-    frame = sys._current_frames().get(main) if main is not None else None
-    return [] if frame is None else users_lines(frame)

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     from lockstep.audit.facts import Parameter, Step, Track
     from lockstep.audit.prints import Fingerprint
 
+TABLE_ROWS: Final = 8
+"""Of the two tables that show whether ranks train one model: gradients by rank, drift by step."""
+
 Kind = Literal["entry", "gradients", "exit"]
 
-_EPSILON: Final = {
+EPSILON: Final = {
     "float64": 2.0**-52,
     "float32": 2.0**-23,
     "float16": 2.0**-10,
@@ -115,6 +118,16 @@ class SharedTrack:
         }
         self._steps = {rank: {s.number: s for s in track.steps} for rank, track in tracks.items()}
 
+    @property
+    def first(self) -> Track:
+        """As the first rank has it."""
+        return next(iter(self.tracks.values()))
+
+    @property
+    def counts_differ(self) -> bool:
+        """Did some ranks take more steps than others?"""
+        return len({track.count for track in self.tracks.values()}) > 1
+
     @cached_property
     def parameters(self) -> list[Shared]:
         """What at least two ranks hold as replicas of one another."""
@@ -133,15 +146,12 @@ class SharedTrack:
         found = []
         for (name, _, _), held in places.items():
             described = {r: self.tracks[r].parameters[i] for r, i in held.items()}
-            groups = self._groups(name, described)
             own = any(p.local for p in described.values())
             if len(held) > 1 and not own and name not in self.apart:
-                found.append(Shared(name, held, groups, described))
+                found.append(Shared(name, held, self._groups(name, described), described))
         return found
 
     def _groups(self, name: str, described: dict[int, Parameter]) -> list[list[int]]:
-        if any(p.local for p in described.values()):
-            return []
         if any(p.sharded for p in described.values()):
             pieces = {tuple(r for r in p.group or () if r in described) for p in described.values()}
             return [list(g) for g in sorted(pieces) if len(g) > 1]
@@ -191,34 +201,30 @@ class SharedTrack:
 
     def differences(self, kind: Kind, number: int) -> list[Difference]:
         """The tensors of that kind that differ in that step, between ranks that have one."""
-        return list(self._differences(kind, number))
-
-    def _differences(self, kind: Kind, number: int) -> Iterator[Difference]:
-        prints = self._prints(kind, number)
-        for shared in self.parameters:
-            allowed = _ALLOWED[kind] * _EPSILON.get(shared.dtype, 0.0)
-            for group in shared.groups:
-                held = [
-                    rank
-                    for rank in group
-                    if rank in prints
-                    and rank in shared.index
-                    and not prints[rank].is_absent(shared.index[rank])
-                ]
-                if len(held) > 1 and self._differ(prints, shared, held, allowed):
-                    yield self._difference(prints, shared, held)
+        found = []
+        for prints, shared, held, _ in self._held(kind, number):
+            allowed = _ALLOWED[kind] * EPSILON.get(shared.dtype, 0.0)
+            if len(held) > 1 and self._differ(prints, shared, held, allowed):
+                norms = {r: float(prints[r].norms[shared.index[r]]) for r in held}
+                samples = {r: self.sampled(prints[r], shared, r) for r in held}
+                found.append(Difference(shared.name, norms, samples))
+        return found
 
     def missing(self, kind: Kind, number: int) -> list[tuple[str, list[int], list[int]]]:
         """Tensors that are None on some ranks: name, ranks with, ranks without."""
+        each = self._held(kind, number)
+        return [(s.name, held, without) for _, s, held, without in each if held and without]
+
+    def _held(
+        self, kind: Kind, number: int
+    ) -> Iterator[tuple[dict[int, Fingerprint], Shared, list[int], list[int]]]:
+        """Of each parameter and group: the ranks that have such a tensor, and those without one."""
         prints = self._prints(kind, number)
-        found = []
         for shared in self.parameters:
             for group in shared.groups:
-                held = [r for r in group if r in prints and r in shared.index]
-                without = [r for r in held if prints[r].is_absent(shared.index[r])]
-                if without and len(without) < len(held):
-                    found.append((shared.name, [r for r in held if r not in without], without))
-        return found
+                known = [r for r in group if r in prints and r in shared.index]
+                without = [r for r in known if prints[r].is_absent(shared.index[r])]
+                yield prints, shared, [r for r in known if r not in without], without
 
     def _prints(self, kind: Kind, number: int) -> dict[int, Fingerprint]:
         found = {}
@@ -255,22 +261,12 @@ class SharedTrack:
         kept = {self.tracks[r].parameters[i].samples for r, i in shared.index.items()}
         if len(kept) > 1:
             return []
-        start, end = self._offsets[rank][shared.index[rank] : shared.index[rank] + 2]
-        return [float(x) for x in held.samples[start:end]]
+        return [float(x) for x in held.samples[self.samples_at(shared, rank)]]
 
     def samples_at(self, shared: Shared, rank: int) -> slice:
         """Where the sampled elements of a parameter lie among all that a rank has sampled."""
         start, end = self._offsets[rank][shared.index[rank] : shared.index[rank] + 2]
         return slice(start, end)
-
-    def _difference(
-        self, prints: dict[int, Fingerprint], shared: Shared, ranks: list[int]
-    ) -> Difference:
-        return Difference(
-            shared.name,
-            {r: float(prints[r].norms[shared.index[r]]) for r in ranks},
-            {r: self.sampled(prints[r], shared, r) for r in ranks},
-        )
 
     @cached_property
     def returns_to_agreement(self) -> bool:
@@ -292,6 +288,25 @@ class SharedTrack:
         first = self.tracks[self.ranks[0]]
         held = [(p.name, p.shape) for p in first.parameters]
         return repr([self.ranks, [p.index for p in self.parameters], held, first.where])
+
+    def gradient_table(self, name: str) -> list[dict[str, Any]]:
+        """The first element of that gradient on every rank, step by step."""
+        shared = next(p for p in self.parameters if p.name == name)
+        rows = []
+        for number in self.numbers[:TABLE_ROWS]:
+            values = {}
+            for rank, step in self.steps(number).items():
+                if step.gradients is None or rank not in shared.index:
+                    continue
+                samples = self.sampled(step.gradients, shared, rank)
+                if samples:
+                    values[str(rank)] = samples[0]
+            rows.append({"step": number + 1, "parameter": name, "values": values})
+        return rows
+
+    def drift_table(self) -> list[dict[str, float]]:
+        """How far replicas were apart after each step."""
+        return [{"step": step, "drift": drift} for step, drift in self.drift()[:TABLE_ROWS]]
 
     def drift(self) -> list[tuple[int, float]]:
         """(step, largest difference between replicas after it), over the sampled elements."""

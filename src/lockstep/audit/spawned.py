@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any, Final
 from lockstep.audit.facts import ProcessFacts, Unwatched
 from lockstep.audit.importing import when_imported
 from lockstep.audit.interpreters import starts_python
-from lockstep.audit.ledger import Ledger
-from lockstep.audit.ledger_file import LedgerFile
-from lockstep.audit.probe.frames import users_lines
+from lockstep.audit.ledger import Ledger, LedgerFile
+from lockstep.audit.probe.frames import stack_of_main_thread, users_lines
 from lockstep.audit.script import describe_failure, lines_of
 
 if TYPE_CHECKING:
@@ -239,8 +238,6 @@ class _Member:
                 self._write_where_it_stands()
 
     def _write_where_it_stands(self) -> None:
-        from lockstep.audit.session import stack_of_main_thread
-
         if self._probe is not None and self._failure is None and self._probe.is_on:
             self._probe.ledger.facts.cpu_s = time.process_time()
             self._probe.ledger.stack = stack_of_main_thread()

@@ -34,7 +34,9 @@ def with_spawned(own: Sequence[Ledger | None], spawned: Sequence[Ledger]) -> lis
     known = [led for led in spawned if not led.facts.blind]
     grouped = any(led is not None and led.started_group for led in (*own, *known))
     members = [led for led in known if led.started_group or not grouped]
-    trains_itself = any(led is not None and _belongs(led, grouped=grouped) for led in own)
+    trains_itself = any(
+        led is not None and (led.started_group if grouped else led.tracks) for led in own
+    )
     found: list[Ledger | None] = list(own) if trains_itself or not members else []
     if not grouped and members:
         themselves = [led for led in found if led is not None and led.tracks]
@@ -52,10 +54,6 @@ def with_spawned(own: Sequence[Ledger | None], spawned: Sequence[Ledger]) -> lis
                 found.append(led)
     _keep_notes(found, [*notes, *(led for led in own if led is not None and led not in found)])
     return found
-
-
-def _belongs(ledger: Ledger, *, grouped: bool) -> bool:
-    return ledger.started_group if grouped else bool(ledger.tracks)
 
 
 def _keep_notes(found: list[Ledger | None], others: Sequence[Ledger]) -> None:

@@ -6,12 +6,12 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from lockstep.audit.agreement import meet_again
 from lockstep.audit.by_design import (
     apart_by_design,
     are_own_models,
     exchange_nothing,
     kept_at_home,
+    meet_again,
     names_in_modules,
     tell_of_own_models,
 )
@@ -76,6 +76,11 @@ class World:
         """Those of them that several ranks have as replicas of one model."""
         return [track for track in self._alike if track not in self.alone]
 
+    @property
+    def in_step(self) -> list[SharedTrack]:
+        """Those of them whose replicas are to agree after each step, and not now and then."""
+        return [track for track in self.compared if not track.returns_to_agreement]
+
     @cached_property
     def alone(self) -> list[SharedTrack]:
         """Those that look like replicas and may be models of each rank's own."""
@@ -134,18 +139,13 @@ class World:
     @property
     def is_model_parallel(self) -> bool:
         """Ranks that share one sample's work read the same samples on purpose."""
-        sharded = not any(f.fsdp for f in self.facts) and any(
-            p.sharded for led in self.ledgers.values() for t in led.tracks for p in t.parameters
-        )
+        held = [p for led in self.ledgers.values() for t in led.tracks for p in t.parameters]
+        sharded = not any(f.fsdp for f in self.facts) and any(p.sharded for p in held)
         smaller = any(
             ranks is not None and 1 < len(ranks) < self.size
             for facts in self.facts
             for ranks in facts.subgroups
         )
-        wrappers = any(
-            p.wrapper for led in self.ledgers.values() for t in led.tracks for p in t.parameters
-        )
         cut_up = any(track.apart & names_in_modules(track) for track in self.tracks)
-        return (
-            sharded or smaller or cut_up or any(f.all_to_all for f in self.facts)
-        ) and not wrappers
+        apart = sharded or smaller or cut_up or any(f.all_to_all for f in self.facts)
+        return apart and not any(p.wrapper for p in held)

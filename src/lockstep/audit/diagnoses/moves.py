@@ -151,7 +151,7 @@ def _moves_added_up(outer: SharedTrack, inner: SharedTrack, number: int) -> Find
     sums = [c for c in step.collectives if (c.op, c.reduction) == ("all_reduce", "SUM")]
     calls = [c.where for c in sums if c.shape != [1]]
     return UNDIVIDED.finding(
-        f"step {number + 1} of {next(iter(outer.tracks.values())).optimizer}: its gradients are "
+        f"step {number + 1} of {outer.first.optimizer}: its gradients are "
         f"what the models of {size} ranks have moved since the last round, added up and not "
         f"divided: {size} times their mean move",
         "use op=ReduceOp.AVG, or divide by the number of ranks after the all_reduce",

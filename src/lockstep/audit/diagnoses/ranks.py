@@ -28,8 +28,6 @@ def of_one_rank(seen: Seen) -> Finding | None:
     if not seen.mixing.rows_are_equal or used | lost != set(seen.ranks):
         return None
     others = [rank for rank in seen.ranks if rank not in used]
-    if not set(others) <= lost:
-        return None
     rank = next(iter(used))
     return seen.finding(
         ONE_RANK,

@@ -93,7 +93,7 @@ def rate_is_divided(track: SharedTrack) -> bool:
     The one place where text has a say: no number tells which rate was meant. Only of SGD, for which
     a rate makes up for a factor, and where weights do not decay.
     """
-    first = next(iter(track.tracks.values()))
+    first = track.first
     decays = any(group.get("weight_decay") for step in first.steps[:1] for group in step.hyper)
     return first.optimizer == "SGD" and not decays and divides_rate(first.where)
 
@@ -125,7 +125,8 @@ def times_ranks(seen: Seen) -> Finding | None:
         return None
     if not is_near(total, 1.0 / size) and not is_near(total, size):
         return None
-    if not all(_is_factor(seen, step, total) for step in _all_steps(seen)):
+    steps = (step for of_rank in seen.track.tracks.values() for step in of_rank.steps)
+    if not all(_is_factor(seen, step, total) for step in steps):
         return None  # a short window at the end, say
     return seen.finding(
         TIMES,
@@ -137,10 +138,6 @@ def times_ranks(seen: Seen) -> Finding | None:
         severity="notice" if size == 2 else None,
         evidence={"ratio": total},
     )
-
-
-def _all_steps(seen: Seen) -> list[Step]:
-    return [step for of_rank in seen.track.tracks.values() for step in of_rank.steps]
 
 
 def _is_factor(seen: Seen, step: Step, total: float) -> bool:

@@ -17,9 +17,8 @@ import torch
 
 from lockstep.audit.facts import Alias
 from lockstep.audit.probe.frames import looks_at_its_locals, users_frames
-from lockstep.audit.probe.loss_graph import constant_of, weight_at
+from lockstep.audit.probe.loss_graph import operands, weight_at
 from lockstep.audit.probe.passed_back import has_hooks
-from lockstep.audit.probe.saved import saved
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -152,14 +151,7 @@ def _is_linear(node: Any) -> bool:
 
 
 def _factor(node: Any) -> float | None:
-    """The number that it multiplies by."""
-    if not _is_linear(node):
+    """The number that it multiplies by, or divides."""
+    if not node.name().startswith(("Mul", "Div")) or not _is_linear(node):
         return None
-    name = node.name()
-    if name.startswith("Mul"):
-        kept = "other" if node.next_functions[0][0] is not None else "self"
-        return constant_of(saved(node, kept))
-    if name.startswith("Div"):
-        by = constant_of(saved(node, "other"))
-        return 1.0 / by if by else None
-    return None
+    return next((factor for _, factor, _ in operands(node, 1.0)), None)

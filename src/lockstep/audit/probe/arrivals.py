@@ -8,19 +8,17 @@ is kept alive: a program gathers more than it trains on.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lockstep.audit.probe.graphs import mark_of
+from lockstep.audit.probe.graphs import each_saved, mark_of
 from lockstep.audit.probe.records import Arrival
-from lockstep.audit.probe.saved import each_saved
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Collection, Iterable
 
     from lockstep.audit.facts import Gathered
     from lockstep.audit.probe.graphs import Graph
@@ -135,24 +133,17 @@ def join(probe: Probe) -> None:
     """Follow arrivals through the functions that put rows together, until backward."""
     if probe.following.is_empty:
         for name in _JOINING:
-            probe.following.wrap_operator(name, functools.partial(_joiner, probe))
-
-
-def _joiner(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
-            probe.harmlessly(_note_joined, probe, result, args, kwargs)
-        return result
-
-    return watched
+            probe.following.wrap_operator(name, probe.afterwards(_note_joined))
 
 
 def _note_joined(probe: Probe, result: Any, args: Any, kwargs: Any) -> None:
     given = args[0] if args else kwargs.get("tensors")
-    if not isinstance(result, torch.Tensor) or not isinstance(given, list | tuple):
-        return
-    parts = [part for part in given if isinstance(part, torch.Tensor)]
+    if isinstance(result, torch.Tensor) and isinstance(given, list | tuple):
+        with torch._C.DisableTorchFunction():
+            _follow(probe, result, [part for part in given if isinstance(part, torch.Tensor)])
+
+
+def _follow(probe: Probe, result: torch.Tensor, parts: list[torch.Tensor]) -> None:
     with_gradient = {_pointer(_plain(part)) for part in parts if part.requires_grad}
     known = _known(probe, with_gradient)
     for part in parts:

@@ -11,12 +11,11 @@ from torch._C._functorch import maybe_current_level
 from lockstep import reduction_context
 from lockstep.audit.facts import Backward
 from lockstep.audit.probe import gathers, passed_back, scattered
+from lockstep.audit.probe.called import note_mode
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.increments import recorded
 from lockstep.audit.probe.loss_graph import factor_of, nearest_parameters, terms_of
-from lockstep.audit.probe.modes import note_mode
 from lockstep.audit.probe.optimizers import fingerprint_gradients, gradient_versions, watch_made
-from lockstep.audit.probe.probe import Window
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -135,6 +134,4 @@ def _remember(probe: Probe, record: Backward, written: dict[str, list[object]]) 
     record.touched = [key for key, versions in now.items() if versions != written.get(key)]
     record.gradients = fingerprint_gradients(probe)
     probe.harmlessly(scattered.note_left, probe, record)
-    for window in probe.each_window():
-        if len(window.backwards) < Window.LIMIT:
-            window.backwards.append(record)
+    probe.remember("backwards", record)

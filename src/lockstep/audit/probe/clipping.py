@@ -11,7 +11,6 @@ import torch
 from lockstep.audit.facts import Clip
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.optimizers import watch_made
-from lockstep.audit.probe.probe import Window
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,31 +25,37 @@ _SCALES_KEPT = 256
 def install(probe: Probe) -> None:
     """Watch clipping and ``GradScaler.step``."""
     modules = (torch.nn.utils.clip_grad, torch.nn.utils)
-    probe.patches.wrap_in_each(modules, "clip_grad_norm_", functools.partial(_clipper, probe))
-    probe.patches.wrap_in_each(modules, "clip_grad_value_", functools.partial(_by_value, probe))
+    by_norm = functools.partial(_clipper, probe, "max_norm", _by_norm)
+    by_value = functools.partial(_clipper, probe, "clip_value", _by_value)
+    probe.patches.wrap_in_each(modules, "clip_grad_norm_", by_norm)
+    probe.patches.wrap_in_each(modules, "clip_grad_value_", by_value)
     probe.patches.wrap(torch.amp.GradScaler, "step", functools.partial(_scaler, probe))
 
 
-def _clipper(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
+def _clipper(
+    probe: Probe, limit: str, clip: Callable[..., Any], original: Callable[..., Any]
+) -> Callable[..., Any]:
     def watched(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(("parameters", "max_norm"), args, strict=False)) | kwargs
-        if (
-            not probe.detailed
-            or probe.inside("clip")
-            or not {"parameters", "max_norm"} <= given.keys()
-        ):
+        given = dict(zip(("parameters", limit), args, strict=False)) | kwargs
+        if not probe.detailed or probe.inside("clip") or not {"parameters", limit} <= given.keys():
             return original(*args, **kwargs)
-        held = _listed(given["parameters"])
-        probe.enter("clip")
-        try:
-            norm = _with_first(original, held, args, kwargs)
-        finally:
-            probe.enter("clip", -1)
-        if not hasattr(norm, "full_tensor"):
-            probe.harmlessly(_note_norm, probe, held, norm, given["max_norm"])
-        return norm
+        held = given["parameters"]  # an iterator has one reader
+        held = [held] if isinstance(held, torch.Tensor) else list(held)
+        call = functools.partial(_with_first, original, held, args, kwargs)
+        return clip(probe, held, given[limit], call)
 
     return watched
+
+
+def _by_norm(probe: Probe, held: list[torch.Tensor], largest: Any, clip: Callable[[], Any]) -> Any:
+    probe.enter("clip")
+    try:
+        norm = clip()
+    finally:
+        probe.enter("clip", -1)
+    if not hasattr(norm, "full_tensor"):
+        probe.harmlessly(_note_norm, probe, held, norm, largest)
+    return norm
 
 
 def _with_first(
@@ -60,11 +65,6 @@ def _with_first(
     if args:
         return original(held, *args[1:], **kwargs)
     return original(**{**kwargs, "parameters": held})
-
-
-def _listed(parameters: Any) -> list[torch.Tensor]:
-    """An iterator has one reader."""
-    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
 def _note_norm(probe: Probe, held: list[torch.Tensor], norm: Any, largest: Any) -> None:
@@ -78,22 +78,12 @@ def _note(
     watch_made(probe)
     ids = set(map(id, held))
     of = [w.track.key for w in probe.optimizers.values() if not ids.isdisjoint(w.names)]
-    clip = Clip(norm, is_clipped, factor, users_lines(), of)
-    for window in probe.each_window():
-        if len(window.clips) < Window.LIMIT:
-            window.clips.append(clip)
+    probe.remember("clips", Clip(norm, is_clipped, factor, users_lines(), of))
 
 
-def _by_value(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(("parameters", "clip_value"), args, strict=False)) | kwargs
-        if not probe.detailed or not {"parameters", "clip_value"} <= given.keys():
-            return original(*args, **kwargs)
-        held = _listed(given["parameters"])
-        probe.harmlessly(_note_by_value, probe, held, given["clip_value"])
-        return _with_first(original, held, args, kwargs)
-
-    return watched
+def _by_value(probe: Probe, held: list[torch.Tensor], largest: Any, clip: Callable[[], Any]) -> Any:
+    probe.harmlessly(_note_by_value, probe, held, largest)
+    return clip()
 
 
 def _note_by_value(probe: Probe, held: list[torch.Tensor], clip_value: float) -> None:

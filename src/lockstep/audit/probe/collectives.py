@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.audit.facts import Collective
-from lockstep.audit.ledger import SCATTERING
+from lockstep.audit.ledger import REDUCING, SCATTERING
 from lockstep.audit.probe import gathers, handed_on, models_sent, scattered
 from lockstep.audit.probe.frames import is_called_by, lines_through_a_library
 from lockstep.audit.probe.optimizers import watch_made
@@ -69,29 +69,14 @@ def install(probe: Probe) -> None:
     modules = (dist.distributed_c10d, dist)
     for name in NAMES:
         probe.patches.wrap_in_each(modules, name, functools.partial(_watcher, probe, name))
-    probe.patches.wrap_in_each(modules, "init_process_group", functools.partial(_starter, probe))
-    probe.patches.wrap_in_each(modules, "new_group", functools.partial(_grouper, probe))
+    note_start = probe.afterwards(lambda *_: probe.note_group())
+    probe.patches.wrap_in_each(modules, "init_process_group", note_start)
+    probe.patches.wrap_in_each(modules, "new_group", probe.afterwards(_note_subgroup))
 
 
-def _starter(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        probe.note_group()
-        return result
-
-    return watched
-
-
-def _grouper(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        made = original(*args, **kwargs)
-        ranks = args[0] if args else kwargs.get("ranks")
-        probe.ledger.facts.subgroups.append(
-            None if ranks is None else [int(rank) for rank in ranks]
-        )
-        return made
-
-    return watched
+def _note_subgroup(probe: Probe, _: Any, args: Any, kwargs: Any) -> None:
+    ranks = args[0] if args else kwargs.get("ranks")
+    probe.ledger.facts.subgroups.append(None if ranks is None else [int(rank) for rank in ranks])
 
 
 def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,19 +140,12 @@ def note_call(probe: Probe, call: Collective) -> None:
     if "gather" in call.op and "accelerate" in sys.modules and is_called_by("gather_for_metrics"):
         ledger.facts.leaves_out_padding = True
     if probe.detailed:
-        note_in_windows(probe, call)
-
-
-def note_in_windows(probe: Probe, call: Collective) -> None:
-    """Keep it in what happened since each optimizer's step."""
-    for window in probe.each_window():
-        if len(window.collectives) < Window.LIMIT:
-            window.collectives.append(call)
+        probe.remember("collectives", call)
 
 
 def _before(probe: Probe, call: Collective, tensor: torch.Tensor, given: dict[str, Any]) -> None:
     call.shape = list(tensor.shape)
-    if call.op in ("all_reduce", "reduce"):
+    if call.op in REDUCING:
         call.reduction = _reduction_name(given.get("op"))
         call.parameter = _named_gradient(probe, tensor)
         call.weights = _parameter_name(probe, tensor) if call.parameter is None else None

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import zlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -17,8 +16,6 @@ from lockstep.audit.probe.frames import outermost_module, users_lines
 from lockstep.audit.probe.loaders import read_on
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from lockstep.audit.probe.probe import Probe
 
 _STEPS: Final = 4
@@ -54,21 +51,16 @@ def note_step(probe: Probe) -> None:
         probe.drawing.undo()
     elif probe.watches_draws and probe.drawing.is_empty:
         for name in _FUNCTIONS:
-            probe.drawing.wrap_operator(name, functools.partial(_drawer, probe))
+            probe.drawing.wrap_operator(name, probe.afterwards(_note_drawn))
 
 
-def _drawer(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        drawn = original(*args, **kwargs)
-        is_watched = probe.is_on and probe.detailed and not probe.drawing.is_empty
-        if is_watched and probe.recent.drawn < _DRAWS:
-            probe.recent.drawn += 1
-            # A mode of the program's own does not see what we call.
-            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-                probe.harmlessly(_note, probe, drawn)
-        return drawn
-
-    return watched
+def _note_drawn(probe: Probe, drawn: Any, *_: Any) -> None:
+    is_watched = probe.is_on and probe.detailed and not probe.drawing.is_empty
+    if is_watched and probe.recent.drawn < _DRAWS:
+        probe.recent.drawn += 1
+        # A mode of the program's own does not see what we call.
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            _note(probe, drawn)
 
 
 def _note(probe: Probe, drawn: Any) -> None:

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import sysconfig
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.audit.finding import Place
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
 
 _OURS: Final = str(Path(__file__).resolve().parents[2])
@@ -44,36 +47,32 @@ def _torchs() -> list[str]:
     return [] if file is None else [str(Path(file).parent)]
 
 
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frame, that of its caller, and so on."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def is_called_by(name: str) -> bool:
     """Is a function of this name under way, at any depth?"""
-    walked: FrameType | None = sys._getframe(1)
-    while walked is not None:
-        if walked.f_code.co_name == name:
-            return True
-        walked = walked.f_back
-    return False
+    return any(frame.f_code.co_name == name for frame in outwards(sys._getframe(1)))
 
 
 def outermost_module() -> Any:
     """The first of the modules that are being called; None if none is."""
     found: FrameType | None = None
-    walked: FrameType | None = sys._getframe(1)
-    while walked is not None:
-        if walked.f_code.co_name == "_call_impl" and _distance(walked.f_code.co_filename) == 2:
-            found = walked
-        walked = walked.f_back
+    for frame in outwards(sys._getframe(1)):
+        if frame.f_code.co_name == "_call_impl" and _distance(frame.f_code.co_filename) == 2:
+            found = frame
     return None if found is None else found.f_locals.get("self")
 
 
 def users_frames(count: int) -> list[FrameType]:
     """The innermost `count` frames that are neither torch's nor ours."""
-    found: list[FrameType] = []
-    walked: FrameType | None = sys._getframe(1)
-    while walked is not None and len(found) < count:
-        if _distance(walked.f_code.co_filename) < 2:
-            found.append(walked)
-        walked = walked.f_back
-    return found
+    walked = outwards(sys._getframe(1))
+    theirs = (frame for frame in walked if _distance(frame.f_code.co_filename) < 2)
+    return list(itertools.islice(theirs, count))
 
 
 def looks_at_its_locals(frame: FrameType) -> bool:
@@ -97,11 +96,9 @@ def users_lines(frame: FrameType | None = None) -> list[Place]:
 
     Costs a quarter of a microsecond a frame; the text is read later, by `with_text`.
     """
-    frame = frame or sys._getframe(1)
     own: list[Place] = []
     library: list[Place] = []
-    walked: FrameType | None = frame
-    while walked is not None and len(own) < _DEPTH:
+    for walked in outwards(frame or sys._getframe(1)):
         code = walked.f_code
         distance = _distance(code.co_filename)
         if distance < 2:
@@ -113,5 +110,13 @@ def users_lines(frame: FrameType | None = None) -> list[Place]:
                 "",
             )
             (own if distance == 0 else library).append(place)
-        walked = walked.f_back
+        if len(own) == _DEPTH:
+            break
     return own or library[:_DEPTH]
+
+
+def stack_of_main_thread() -> list[Place]:
+    """Where the program stands, seen from another thread."""
+    main = threading.main_thread().ident
+    frame = sys._current_frames().get(main) if main is not None else None
+    return [] if frame is None else users_lines(frame)

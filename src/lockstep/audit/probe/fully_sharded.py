@@ -2,15 +2,14 @@
 """What ``fully_shard`` has in hand when an optimizer steps.
 
 It keeps gradients that it was told not to reduce yet where no optimizer and no ``zero_grad`` sees
-them, and divides by a number that a program may choose. Both are in its own objects, whose names
-are torch's to change: what is not there is not read.
+them: in its own objects, whose names are torch's to change. What is not there is not read.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.audit.facts import Division, KeptBack
+from lockstep.audit.facts import KeptBack
 from lockstep.audit.probe.shards import is_fully_sharded
 
 if TYPE_CHECKING:
@@ -22,22 +21,17 @@ if TYPE_CHECKING:
     from lockstep.audit.probe.probe import Probe, Watched, Window
 
 
-def note_reductions(probe: Probe, watched: Watched, window: Window) -> None:
-    """Which of an optimizer's gradients are not reduced yet, and what others are divided by."""
+def note_kept_back(probe: Probe, watched: Watched, window: Window) -> None:
+    """Which of an optimizer's gradients are not reduced yet."""
     step = watched.step
-    if step is None or not window.backwards or not probe.ledger.facts.fsdp:
+    if step is None or not window.backwards or not probe.ledger.facts.fsdp or step.inside_backward:
         return
     known = _held_in_pieces(m for reference in probe.living if (m := reference()) is not None)
-    unreduced = []
-    for param, described in zip(watched.parameters, watched.track.parameters, strict=True):
-        if id(param) not in known:
-            continue
-        group, held = known[id(param)]
-        if _waits(held) and not step.inside_backward:
-            unreduced.append(described.name)
-        divided = _chosen_division(group, param)
-        if divided is not None:
-            step.divided[described.name] = divided
+    unreduced = [
+        described.name
+        for param, described in zip(watched.parameters, watched.track.parameters, strict=True)
+        if id(param) in known and _waits(known[id(param)][1])
+    ]
     if unreduced:
         left = _after_the_last_reduction(window.backwards, watched.track.key)
         where = (left or window.backwards)[-1].where
@@ -56,7 +50,7 @@ def whole_of_pieces(probe: Probe) -> dict[int, torch.Tensor]:
     whole = {
         piece: getattr(held, "_unsharded_param", None)
         for piece, (group, held) in known.items()
-        if _reducer_of(group) != "lockstep"
+        if not type(getattr(group, "_reduce_scatter_comm", None)).__module__.startswith("lockstep.")
     }
     return {piece: leaf for piece, leaf in whole.items() if leaf is not None}
 
@@ -109,28 +103,6 @@ def _waits(held: Any) -> bool:
     if getattr(held, "unsharded_accumulated_grad", None) is not None:
         return True
     return getattr(getattr(held, "_unsharded_param", None), "grad", None) is not None
-
-
-def _reducer_of(group: Any) -> str:
-    """The package whose code adds up the ranks' gradients."""
-    return type(getattr(group, "_reduce_scatter_comm", None)).__module__.partition(".")[0]
-
-
-def _chosen_division(group: Any, piece: Any) -> Division | None:
-    """The program's own divisor, and over how many ranks is added up.
-
-    None where torch chooses it, and where code of the program's own has a hand in the reduction
-    and may divide as well.
-    """
-    factor = getattr(group, "gradient_divide_factor", None)
-    if not isinstance(factor, int | float) or getattr(group, "_all_reduce_hook", None) is not None:
-        return None
-    is_torchs = _reducer_of(group) in ("torch", "builtins")
-    if not is_torchs or getattr(piece, "_post_accumulate_grad_hooks", None):
-        return None
-    mesh = getattr(group, "mesh_info", None)
-    sizes = [getattr(mesh, name, 1) for name in ("shard_mesh_size", "replicate_mesh_size")]
-    return Division(float(factor), float(sizes[0] * sizes[1]))
 
 
 def _after_the_last_reduction(backwards: list[Backward], key: str) -> list[Backward]:

@@ -8,6 +8,7 @@ they were sent, and whether backward communicates.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from dataclasses import replace
@@ -17,7 +18,7 @@ import torch
 
 from lockstep.audit.facts import Gathered
 from lockstep.audit.probe import aliases, arrivals, passed_back
-from lockstep.audit.probe.frames import looks_at_its_locals
+from lockstep.audit.probe.frames import looks_at_its_locals, outwards
 from lockstep.audit.probe.graphs import Graph, mark_of
 from lockstep.audit.probe.loss_graph import weight_at
 from lockstep.audit.probe.records import Reduced
@@ -149,16 +150,12 @@ def _function_context() -> Any:
 
     It is also the node that stands for it in the graph: where there is one, and not under no_grad.
     """
-    frame = sys._getframe(2)
-    for _ in range(_FRAMES):
+    for frame in itertools.islice(outwards(sys._getframe(2)), _FRAMES):
         code = frame.f_code
         of_function = code.co_name == "forward" and code.co_varnames[:1] == ("ctx",)
         if of_function and not looks_at_its_locals(frame):
             context = frame.f_locals.get("ctx")
             return context if getattr(context, "next_functions", True) else None
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
     return None
 
 

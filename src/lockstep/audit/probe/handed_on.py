@@ -10,18 +10,16 @@ import torch
 import torch.distributed as dist
 
 from lockstep.audit.probe.gathers import note_exchange, taint
+from lockstep.audit.probe.loaders import tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from lockstep.audit.facts import Collective
     from lockstep.audit.probe.probe import Probe
 
 OBJECTS: Final = "all_gather_object"
 SWAPS: Final = ("all_to_all", "all_to_all_single")
-_DEPTH: Final = 3
 _MOST: Final = 64
-"""Between two steps, the last ones."""
+"""Between two steps, the last ones; of one message, the first ones."""
 
 
 def note_broadcast(
@@ -57,7 +55,7 @@ def note_swap(probe: Probe, call: Collective, given: dict[str, Any]) -> None:
 
 
 def _numbers_in(value: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in _tensors_in(value) if tensor.is_floating_point()]
+    return [tensor for tensor in tensors_in(value, _MOST) if tensor.is_floating_point()]
 
 
 def note_objects(probe: Probe, call: Collective, given: dict[str, Any]) -> None:
@@ -67,16 +65,8 @@ def note_objects(probe: Probe, call: Collective, given: dict[str, Any]) -> None:
         return
     if isinstance(sent, float) and all(isinstance(number, float) for number in received):
         call.before, call.after = sent, sum(received)
-    own = next((tensor for tensor in _tensors_in(sent) if tensor.grad_fn is not None), None)
+    own = next((tensor for tensor in tensors_in(sent, _MOST) if tensor.grad_fn is not None), None)
     # They arrive as leaves that want a gradient of their own, which nobody reads.
-    arrived = [tensor.detach() for tensor in _tensors_in(received)]
+    arrived = [tensor.detach() for tensor in tensors_in(received, _MOST)]
     if own is not None and arrived:
         taint(probe, call, own, arrived, None)
-
-
-def _tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth and isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(item, depth - 1)

@@ -11,7 +11,6 @@ from lockstep.audit.probe import (
     collectives,
     draws,
     exchanges,
-    functional,
     loaders,
     models_sent,
     optimizers,
@@ -28,7 +27,7 @@ def hook_in(probe: Probe) -> None:
     assert not probe.is_on
     probe.is_on = True
     probe.note_group()
-    parts: list[Any] = [backwards, collectives, exchanges, functional, optimizers]
+    parts: list[Any] = [backwards, collectives, exchanges, optimizers]
     if probe.run is None or not probe.run.synchronised:
         parts = [wrappers, *parts, clipping, draws, models_sent, schedules]
     if probe.run is None or not probe.run.shares_out:

@@ -44,7 +44,7 @@ _shared_with_workers: Final[deque[Any]] = deque(maxlen=4 * _LOADINGS)
 def install(probe: Probe) -> None:
     """Watch iterations over ``DataLoader``."""
     iterator = module._BaseDataLoaderIter
-    probe.patches.wrap(iterator, "__init__", functools.partial(_beginner, probe))
+    probe.patches.wrap(iterator, "__init__", probe.afterwards(_note_iterator))
     with_workers = module._MultiProcessingDataLoaderIter
     probe.patches.wrap(with_workers, "__init__", functools.partial(_starter, probe))
     probe.patches.wrap(with_workers, "_reset", functools.partial(_resetter, probe))
@@ -52,12 +52,8 @@ def install(probe: Probe) -> None:
     probe.patches.wrap(iterator, "__next__", functools.partial(_deliverer, probe))
 
 
-def _beginner(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(self: Any, loader: DataLoader[Any]) -> None:
-        original(self, loader)
-        probe.harmlessly(_note_beginning, probe, self, loader)
-
-    return watched
+def _note_iterator(probe: Probe, _: Any, args: Any, kwargs: Any) -> None:
+    _note_beginning(probe, args[0], args[1] if len(args) > 1 else kwargs["loader"])
 
 
 def _resetter(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,12 +129,8 @@ def _sampler(loader: DataLoader[Any]) -> Any:
     batches = getattr(loader, "batch_sampler", None)
     plain: Any = getattr(batches, "sampler", None)
     plain = loader.sampler if plain is None else plain  # any iterable, a list of indices too
-    held = [plain, *(one for each in (batches, plain) for one in _attributes(each))]
+    held = [plain, *(x for of in (batches, plain) for x in getattr(of, "__dict__", {}).values())]
     return next((each for each in held if isinstance(each, DistributedSampler)), plain)
-
-
-def _attributes(of: Any) -> list[Any]:
-    return list(getattr(of, "__dict__", {}).values())
 
 
 def _replicas(loader: DataLoader[Any]) -> int | None:

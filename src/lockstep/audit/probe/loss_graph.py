@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep.audit.facts import Term
-from lockstep.audit.probe.saved import saved
+from lockstep.audit.probe.graphs import saved
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,7 +87,7 @@ def terms_of(loss: torch.Tensor, weight: float = 1.0) -> list[Term]:
         if term is not None:
             terms.append(term)
         else:
-            waiting.extend(_operands(node, factor, divisors))
+            waiting.extend(operands(node, factor, divisors))
     return terms
 
 
@@ -105,10 +105,10 @@ def factor_of(loss: torch.Tensor, weight: float = 1.0) -> float:
     for _ in range(_NODES):
         if node is None or node.name() not in _TRANSPARENT | _FACTORS:
             break
-        operands = _operands(node, factor, ())
-        if len(operands) != 1:
+        below = operands(node, factor)
+        if len(below) != 1:
             break
-        node, factor, _ = operands[0]
+        node, factor, _ = below[0]
     return factor
 
 
@@ -133,7 +133,8 @@ def nearest_parameters(loss: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-def _operands(node: Any, factor: float, divisors: _Divisors) -> list[_Waiting]:
+def operands(node: Any, factor: float, divisors: _Divisors = ()) -> list[_Waiting]:
+    """What `node`, which counts `factor`, was computed from, and what that counts."""
     name = node.name()
     inputs = [fn for fn, _ in node.next_functions]
     if name in _TRANSPARENT:
@@ -256,5 +257,5 @@ def weight_at(loss: torch.Tensor, target: Any, weight: float = 1.0) -> float | N
         if node is target:
             total, found = total + factor, True
         elif node is not None:
-            waiting.extend(_operands(node, factor, divisors))
+            waiting.extend(operands(node, factor, divisors))
     return total if found else None

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lockstep.audit.facts import ModelSent
 from lockstep.audit.fingerprint import lengths_of, stacked
-from lockstep.audit.ledger import MODELS_SENT
+from lockstep.audit.ledger import MODELS_SENT, REDUCING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from lockstep.audit.probe.probe import Probe, Watched
 
 SENDING: Final = "send"
-REDUCING: Final = ("all_reduce", "reduce")
 TELLING: Final = (*REDUCING, "all_gather", "all_gather_into_tensor")
 _MOST: Final = 4
 """Times the model: with two moments for each weight, say."""

@@ -25,10 +25,10 @@ from lockstep.audit.fingerprint import numpy_state, take
 from lockstep.audit.ledger import is_detailed, thin_out
 from lockstep.audit.probe import draws, schedules
 from lockstep.audit.probe.arrivals import join
+from lockstep.audit.probe.called import prints_of
 from lockstep.audit.probe.described import describe
 from lockstep.audit.probe.frames import users_lines
-from lockstep.audit.probe.frozen import prints_of
-from lockstep.audit.probe.fully_sharded import note_reductions
+from lockstep.audit.probe.fully_sharded import note_kept_back
 from lockstep.audit.probe.patches import is_recorded
 from lockstep.audit.probe.probe import Watched, Window
 from lockstep.audit.probe.shards import is_piece
@@ -212,7 +212,7 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
         step.frozen = prints_of(probe, window.frozen)
     step.numpy_state = numpy_state()
     step.scale = probe.scale
-    probe.harmlessly(note_reductions, probe, watched, window)
+    probe.harmlessly(note_kept_back, probe, watched, window)
     if step.number < CLOSELY:
         probe.harmlessly(note_unheld, probe, watched)
 
@@ -362,12 +362,9 @@ def watch_made(probe: Probe) -> None:
     waiting, probe.made_waiting = probe.made_waiting, []
     for reference in waiting:
         optimizer = reference()
-        if optimizer is not None and optimizer not in probe.optimizers and _has_groups(optimizer):
+        is_made = bool(getattr(optimizer, "param_groups", None))
+        if optimizer is not None and optimizer not in probe.optimizers and is_made:
             _watch(probe, optimizer)
-
-
-def _has_groups(optimizer: Optimizer) -> bool:
-    return bool(getattr(optimizer, "param_groups", None))
 
 
 def _watch(probe: Probe, optimizer: Optimizer) -> Watched | None:

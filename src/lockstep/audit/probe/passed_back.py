@@ -14,36 +14,34 @@ import torch.distributed as dist
 from torch.autograd.function import BackwardCFunction
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lockstep.audit.facts import Gathered
     from lockstep.audit.probe.probe import Probe
 
 
 def watch(probe: Probe, result: torch.Tensor, node: Any, fact: Gathered) -> None:
     """Let `fact` know the norms of what `node`, whose forward made `result`, is given and gives."""
-    if not fact.differentiable or result.numel() < 2:
-        return
-    if has_hooks(result) or any(
-        has_hooks(p) for w in probe.optimizers.values() for p in w.parameters
-    ):
-        return  # what they divide by would not be seen
-
-    def before(gradients: Any) -> None:
-        fact.given = probe.harmlessly(_norm, gradients)
-
-    def behind(gradients: Any, _: Any) -> None:
-        fact.given_back = probe.harmlessly(_norm, gradients)
-
-    probe.passing_back += [node.register_prehook(before), node.register_hook(behind)]
+    if fact.differentiable and result.numel() > 1 and not has_hooks(result):
+        _measure(probe, node, fact, lambda gradients: gradients)
 
 
 def watch_gather(probe: Probe, node: Any, fact: Gathered) -> None:
     """The same of a gather: of the gradients that it is given, the one of this rank's own rows."""
+
+    def own(gradients: Any) -> Any:
+        is_of_all = len(gradients) == fact.group == dist.get_world_size()
+        return [gradients[dist.get_rank()]] if is_of_all else []
+
+    _measure(probe, node, fact, own)
+
+
+def _measure(probe: Probe, node: Any, fact: Gathered, own: Callable[[Any], Any]) -> None:
     if any(has_hooks(p) for w in probe.optimizers.values() for p in w.parameters):
-        return
+        return  # what they divide by would not be seen
 
     def before(gradients: Any) -> None:
-        if len(gradients) == fact.group == dist.get_world_size():
-            fact.given = probe.harmlessly(_norm, [gradients[dist.get_rank()]])
+        fact.given = probe.harmlessly(_norm, own(gradients))
 
     def behind(gradients: Any, _: Any) -> None:
         fact.given_back = probe.harmlessly(_norm, gradients)

@@ -306,6 +306,13 @@ class Probe:
         """The windows of all optimizers, and the one that a new optimizer will begin with."""
         return [self.recent, *self.windows.values()]
 
+    def remember(self, kind: str, thing: Any, limit: int = Window.LIMIT) -> None:
+        """Keep it in what happened since each optimizer's step: so many of a kind."""
+        for window in self.each_window():
+            held: list[Any] = getattr(window, kind)
+            if len(held) < limit:
+                held.append(thing)
+
     def parameters_held(self) -> set[int]:
         """By ``id``: what an optimizer holds that was made, or has stepped."""
         known = [r() for r in self.made] + [w.ref() for w in self.optimizers.values()]
@@ -334,12 +341,26 @@ class Probe:
         """
         self.is_on = False
         self.look(closely=False)
+        self.drawing.undo()
         self.forget_gathered()
         self.windows.clear()
         self.recent = Window()
         done, self.when_done = self.when_done, None
         if done is not None:
             done()
+
+    def afterwards(self, look: Callable[..., None]) -> Callable[..., Any]:
+        """For `Patches.wrap`: call the original, then ``look(probe, result, args, kwargs)``."""
+
+        def around(original: Callable[..., Any]) -> Callable[..., Any]:
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                result = original(*args, **kwargs)
+                self.harmlessly(look, self, result, args, kwargs)
+                return result
+
+            return watched
+
+        return around
 
     def harmlessly(self, look: Callable[..., Any], *args: Any) -> Any:
         """``look(*args)``; what it raises is ours, and not the program's to deal with."""

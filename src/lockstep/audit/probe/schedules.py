@@ -8,7 +8,6 @@ optimizer's steps it is seen how far they have come.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,8 +18,6 @@ from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.records import Schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.optim.optimizer import Optimizer
 
     from lockstep.audit.facts import Track
@@ -31,22 +28,15 @@ _MOST: Final = 64
 
 def install(probe: Probe) -> None:
     """Watch the construction of schedules."""
-    probe.patches.wrap(LRScheduler, "__init__", functools.partial(_constructor, probe))
+    probe.patches.wrap(LRScheduler, "__init__", probe.afterwards(_remember))
 
 
-def _constructor(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if probe.is_on and not probe.is_elsewhere():
-            probe.harmlessly(_remember, probe, self)
-
-    return watched
-
-
-def _remember(probe: Probe, schedule: Any) -> None:
+def _remember(probe: Probe, _: Any, args: Any, __: Any) -> None:
+    if not probe.is_on or probe.is_elsewhere():
+        return
     probe.schedules = [known for known in probe.schedules if known.ref() is not None]
     if len(probe.schedules) < _MOST:
-        probe.schedules.append(Schedule(weakref.ref(schedule), users_lines()))
+        probe.schedules.append(Schedule(weakref.ref(args[0]), users_lines()))
 
 
 def note_step(probe: Probe, optimizer: Optimizer, track: Track) -> None:
@@ -54,7 +44,10 @@ def note_step(probe: Probe, optimizer: Optimizer, track: Track) -> None:
     moved = []
     for known in probe.schedules:
         schedule = known.ref()
-        if schedule is None or _plain(schedule.optimizer) is not optimizer:
+        if schedule is None:
+            continue
+        # A library's may stand before torch's.
+        if getattr(schedule.optimizer, "optimizer", schedule.optimizer) is not optimizer:
             continue
         now = int(schedule.last_epoch)
         if known.began is None:
@@ -65,8 +58,3 @@ def note_step(probe: Probe, optimizer: Optimizer, track: Track) -> None:
         probe.ledger.facts.schedules[track.key] = ScheduleSteps(
             count=sum(count for count, _ in moved), schedules=len(moved), where=moved[0][1]
         )
-
-
-def _plain(optimizer: Any) -> Any:
-    """A library's may stand before torch's."""
-    return getattr(optimizer, "optimizer", optimizer)

@@ -20,12 +20,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from lockstep.audit.facts import Forward
 from lockstep.audit.fingerprint import numpy_state, take
+from lockstep.audit.probe.called import note_acting, note_call
 from lockstep.audit.probe.evaluations import note_evaluation
 from lockstep.audit.probe.frames import users_lines
-from lockstep.audit.probe.frozen import note_call
 from lockstep.audit.probe.fully_sharded import is_root
 from lockstep.audit.probe.loaders import ROWS, each_row, read_on, tensors_in
-from lockstep.audit.probe.modes import note_acting
 from lockstep.audit.probe.patches import is_recorded
 from lockstep.audit.probe.probe import Wrapper
 
@@ -42,10 +41,10 @@ _PARTS = 4
 
 def install(probe: Probe) -> None:
     """Watch the construction of wrappers, and module calls."""
-    probe.patches.wrap(DDP, "__init__", functools.partial(_constructor, probe))
+    probe.patches.wrap(DDP, "__init__", probe.afterwards(_note_wrapper))
     hook = probe.forward_hook = _ForwardHook(probe)
     if probe.mode != "watch":
-        probe.patches.wrap(torch.nn.Module, "train", functools.partial(_mode_setter, hook))
+        probe.patches.wrap(torch.nn.Module, "train", probe.afterwards(hook.note_mode))
     hook()
     probe.patches.keep(hook)
     # It says that global hooks may fire twice for a compiled module, which is no harm here.
@@ -81,6 +80,12 @@ class _ForwardHook:
         elif not is_wanted:
             self.remove()
 
+    def note_mode(self, _: Probe, module: torch.nn.Module, *__: Any) -> None:
+        """``module.train(...)`` was called, which returns the module."""
+        if not module.training:
+            self.evaluated[id(module)] = weakref.ref(module)
+            self()
+
     def _is_evaluated(self) -> bool:
         # The first that still is will do: `eval()` of a model asks once for each of its modules.
         while self.evaluated:
@@ -97,17 +102,6 @@ class _ForwardHook:
             self._handle = None
 
 
-def _mode_setter(hook: _ForwardHook, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(self: torch.nn.Module, mode: bool = True) -> Any:
-        result = original(self, mode)
-        if not mode:
-            hook.evaluated[id(self)] = weakref.ref(self)
-            hook()
-        return result
-
-    return watched
-
-
 class _Filter:
     """The filter for one warning, which goes when the hooks go."""
 
@@ -119,17 +113,13 @@ class _Filter:
             warnings.filters.remove(self._entry)  # type: ignore[attr-defined]
 
 
-def _constructor(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        probe.note_group()
-        probe.keep_group(self.process_group)
-        wrapper = Wrapper(self, f"ddp{len(probe.wrappers)}")
-        probe.wrappers.append(wrapper)
-        for module in self.module.modules():
-            probe.owned[id(module)] = weakref.ref(module)
-
-    return watched
+def _note_wrapper(probe: Probe, _: Any, args: Any, __: Any) -> None:
+    made = args[0]
+    probe.note_group()
+    probe.keep_group(made.process_group)
+    probe.wrappers.append(Wrapper(made, f"ddp{len(probe.wrappers)}"))
+    for module in made.module.modules():
+        probe.owned[id(module)] = weakref.ref(module)
 
 
 def _module_hook(probe: Probe) -> Callable[..., None]:
@@ -228,9 +218,7 @@ def _note_inputs(probe: Probe, args: Any) -> None:
     held = take(tensors, [0] * len(tensors), norms=False)
     noted = Forward(zlib.crc32(held.hashes.tobytes()), numpy_state(), users_lines())
     noted.shapes = [list(t.shape) for t in tensors]
-    for window in probe.each_window():
-        if len(window.inputs) < _LINES_PER_WINDOW:
-            window.inputs.append(noted)
+    probe.remember("inputs", noted, _LINES_PER_WINDOW)
 
 
 def _note_bypass(probe: Probe) -> None:

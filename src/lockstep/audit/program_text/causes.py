@@ -80,7 +80,7 @@ def _of_the_loss(finding: Finding) -> Iterator[Place]:
         told = [name for name in names if "loss" in name.lower()] or names
         assigned = list(_assigned_before(scope, told, place.line))
         if assigned:
-            yield _as_place(place, assigned[-1])
+            yield _as_place(place.file, assigned[-1])
             return
 
 
@@ -106,7 +106,7 @@ def _of_the_model(finding: Finding) -> Iterator[Place]:
         and isinstance(node.func.value, ast.Name)
     }
     for node in _assigned_before(scope, sorted(given), place.line):
-        yield _as_place(place, node)
+        yield _as_place(place.file, node)
 
 
 def _of_the_loader(finding: Finding) -> Iterator[Place]:
@@ -124,7 +124,7 @@ def _of_the_loader(finding: Finding) -> Iterator[Place]:
         if chosen:
             # The sampler says which samples a rank gets, and comes first.
             chosen.sort(key=lambda node: not any("Sampler" in n for n in called_in(node)))
-            yield from (_as_place(place, node) for node in chosen)
+            yield from (_as_place(place.file, node) for node in chosen)
             return
 
 
@@ -145,7 +145,7 @@ def _condition(finding: Finding) -> Iterator[Place]:
         if isinstance(node, ast.If) and spans(node, place.line) and node.lineno < place.line
     ]
     if holding:
-        yield _as_place(place, max(holding, key=lambda node: node.lineno))
+        yield _as_place(place.file, max(holding, key=lambda node: node.lineno))
 
 
 def _setting(finding: Finding) -> Iterator[Place]:
@@ -208,10 +208,9 @@ def _own_backward(finding: Finding) -> Iterator[Place]:
 def _nodes_like(fits: Callable[[ast.AST], bool]) -> Callable[[Finding], Iterator[Place]]:
     def look(finding: Finding) -> Iterator[Place]:
         for file in dict.fromkeys(place.file for place in finding.where):
-            near = Place(file, 0, "", "")
             found = [node for node in ast.walk(parsed(file)) if fits(node)]
             found.sort(key=lambda node: getattr(node, "lineno", 0))
-            yield from (_as_place(near, node) for node in found)
+            yield from (_as_place(file, node) for node in found)
 
     return look
 
@@ -316,7 +315,7 @@ def _assigned_before(scope: ast.AST, names: Sequence[str], line: int) -> Iterato
     yield from sorted(found, key=lambda node: node.lineno)
 
 
-def _as_place(near: Place, node: ast.AST) -> Place:
-    line = getattr(node, "lineno", near.line)
-    scope = _function_at(Place(near.file, line, "", ""))
-    return Place(near.file, line, scope.name if isinstance(scope, _Function) else "<module>", "")
+def _as_place(file: str, node: ast.AST) -> Place:
+    line = getattr(node, "lineno", 0)
+    scope = _function_at(Place(file, line, "", ""))
+    return Place(file, line, scope.name if isinstance(scope, _Function) else "<module>", "")

@@ -52,17 +52,16 @@ def line_with_factor(lines: Sequence[Place], *, divides: bool) -> Place | None:
 
 def divides_rate(lines: Sequence[Place]) -> bool:
     """Is the learning rate of the optimizer that is made at `lines` divided by the ranks?"""
-    for place in lines[:1]:
-        module = parsed(place.file)
-        nodes, ranks = list(ast.walk(module)), _number_of_ranks(module)
-        calls = [n for n in nodes if isinstance(n, ast.Call) and spans(n, place.line)]
-        rates = [k.value for c in calls for k in c.keywords if k.arg == "lr"]
-        known = {last_name(rate) for rate in rates} - {""}
-        # `args.batch_size` is not `args.lr`: the last name counts.
-        assigned = [n for n in nodes if known.intersection(map(last_name, left_sides(n)))]
-        if any(_factor_in(n, ast.Div, ranks) is not None for n in (*rates, *assigned)):
-            return True
-    return False
+    if not lines:
+        return False
+    module = parsed(lines[0].file)
+    nodes, ranks = list(ast.walk(module)), _number_of_ranks(module)
+    calls = [n for n in nodes if isinstance(n, ast.Call) and spans(n, lines[0].line)]
+    rates = [k.value for c in calls for k in c.keywords if k.arg == "lr"]
+    known = {last_name(rate) for rate in rates} - {""}
+    # `args.batch_size` is not `args.lr`: the last name counts.
+    assigned = [n for n in nodes if known.intersection(map(last_name, left_sides(n)))]
+    return any(_factor_in(n, ast.Div, ranks) is not None for n in (*rates, *assigned))
 
 
 def _about_the_loss(module: ast.Module, line: int) -> Iterator[ast.stmt]:
@@ -75,7 +74,7 @@ def _about_the_loss(module: ast.Module, line: int) -> Iterator[ast.stmt]:
             calls.update(called_in(node))
             yield node
     for node in nodes:
-        targets = _targets(node)
+        targets = [name for target in left_sides(node) for name in names_in(target)]
         if any(name in roots or "loss" in name.lower() for name in targets):
             assert isinstance(node, ast.stmt)
             calls.update(called_in(node))
@@ -83,10 +82,6 @@ def _about_the_loss(module: ast.Module, line: int) -> Iterator[ast.stmt]:
     for node in nodes:
         if isinstance(node, ast.FunctionDef) and node.name in calls:
             yield from (n for n in ast.walk(node) if isinstance(n, ast.Return))
-
-
-def _targets(node: ast.AST) -> list[str]:
-    return [name for target in left_sides(node) for name in names_in(target)]
 
 
 def _number_of_ranks(module: ast.Module) -> frozenset[str]:

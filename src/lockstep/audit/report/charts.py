@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.diagnoses.seen import seen_in
 from lockstep.audit.report.words import cut
-from lockstep.audit.tables import drift_table, gradient_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,8 +89,8 @@ def curves_of_tracks(world: World) -> str:
     blocks = [
         curves(
             {
-                "gradients": gradient_table(track, track.parameters[0].name),
-                "drift": drift_table(track),
+                "gradients": track.gradient_table(track.parameters[0].name),
+                "drift": track.drift_table(),
             }
         )
         for track in world.compared
@@ -187,15 +186,9 @@ def _headings(ranks: Sequence[int]) -> str:
 def _row(place: int, name: str, ranks: Sequence[int], differs: set[int], compared: bool) -> str:
     y = place * _CELL
     cells = "".join(
-        f'<rect class="cell-{_state(rank, differs, compared)}" x={column * _CELL} y={y} '
+        f'<rect class="cell-{int(rank in differs) if compared else 2}" x={column * _CELL} y={y} '
         f"width={_CELL - 2} height={_CELL - 2} rx=2><title>rank {rank}</title></rect>"
         for column, rank in enumerate(ranks)
     )
     at = len(ranks) * _CELL + 8
     return f"{cells}<text x={at} y={y + 13}>{html.escape(name)}</text>"
-
-
-def _state(rank: int, differs: set[int], compared: bool) -> int:
-    if not compared:
-        return 2
-    return 1 if rank in differs else 0

@@ -9,6 +9,7 @@ import re
 import shlex
 from typing import TYPE_CHECKING, Any
 
+from lockstep.audit.finding import SEVERITIES
 from lockstep.audit.report.charts import (
     coefficients,
     coefficients_of_tracks,
@@ -115,14 +116,11 @@ def _about(world: World, summary: dict[str, Any], left_out: Sequence[Finding]) -
 
 
 def _verdict(findings: Sequence[Finding], world: World, left_out: Sequence[Finding]) -> str:
-    counts = {
-        kind: sum(1 for f in findings if f.severity == kind)
-        for kind in ("error", "warning", "notice")
-    }
     if not findings:
         said = verdict(world, has_left_out=bool(left_out))
         return f"<b class=good>{said}</b>" if said == "in lockstep" else _text(said)
-    return ", ".join(many(count, kind) for kind, count in counts.items())
+    kinds = [finding.severity for finding in findings]
+    return ", ".join(many(kinds.count(kind), kind) for kind in reversed(SEVERITIES))
 
 
 def _section(finding: Finding) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.audit.rules.liveness_text import standing
-from lockstep.audit.tables import TABLE_ROWS
+from lockstep.audit.shared_track import TABLE_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,4 +44,4 @@ def _failures(world: World) -> str:
     lost = [
         f"rank {rank} left no record" for rank in range(world.size) if rank not in world.ledgers
     ]
-    return "; ".join([*(f"rank {r} {standing(led)}" for r, led in failed.items()), *lost])
+    return "; ".join([*(f"rank {r} {led.standing}" for r, led in failed.items()), *lost])

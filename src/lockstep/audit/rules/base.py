@@ -61,19 +61,12 @@ class Rule(Protocol):
         ...
 
 
-def first_found(
-    track: SharedTrack, look: Callable[[SharedTrack, int], Finding | None]
-) -> Finding | None:
-    """What `look` finds in the first step in which it finds something: later ones repeat it."""
-    return next((found for n in track.numbers if (found := look(track, n)) is not None), None)
-
-
 def first_of_each(
     tracks: Iterable[SharedTrack], look: Callable[[SharedTrack, int], Finding | None]
 ) -> Iterator[Finding]:
-    """The first thing that `look` finds in each optimizer's steps."""
+    """What `look` finds in each optimizer's steps, once: later steps repeat the first."""
     for track in tracks:
-        found = first_found(track, look)
+        found = next((f for n in track.numbers if (f := look(track, n)) is not None), None)
         if found is not None:
             yield replace(found, optimizer=track.key)
 

@@ -40,9 +40,9 @@ class Data:
                 _twice(world, loadings),
                 equal_seeds(loadings),
             ):
-                known = (found.code, loadings[min(loadings)].key) if found else None
-                if found is not None and known not in reported:
-                    reported.add(known)  # type: ignore[arg-type]
+                key = loadings[min(loadings)].key
+                if found is not None and (found.code, key) not in reported:
+                    reported.add((found.code, key))
                     yield found
         by_hand = same_rows_by_hand(world)
         if by_hand is not None:
@@ -91,6 +91,7 @@ def _twice(world: World, loadings: dict[int, Loading]) -> Finding | None:
     again = sorted(index for index, count in counts.items() if count > 1)
     if not again or len(counts) < first.size:
         return None
+    gathers = any("gather" in call.op for led in world.ledgers.values() for call in led.calls)
     return EVALUATED.finding(
         f"an evaluation over {first.key} read {len(again)} of {first.size} samples more than once "
         f"(indices {again[:5]}): {first.sampler} pads to the same length on every rank",
@@ -98,15 +99,11 @@ def _twice(world: World, loadings: dict[int, Loading]) -> Finding | None:
         "`lockstep.shard_loader(loader)`",
         # Where results are gathered one by one, the program may have left them out. And it was not
         # the program that chose what pads where Lightning puts its sampler into every loader.
-        severity="notice" if _gathers(world) or any(f.lightning for f in world.facts) else None,
+        severity="notice" if gathers or any(f.lightning for f in world.facts) else None,
         rank=sorted(loadings),
         evidence={"repeated": again[:20], "size": first.size, "read": sum(counts.values())},
         where=first.where,
     )
-
-
-def _gathers(world: World) -> bool:
-    return any("gather" in call.op for led in world.ledgers.values() for call in led.calls)
 
 
 def _order(rank: int, loadings: list[Loading]) -> Finding | None:

@@ -8,8 +8,10 @@ it right for what comes before the gather; if each rank computes its own rows, n
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from lockstep.audit.expectation import is_near
 from lockstep.audit.rules.base import Code, first_of_each
 
 if TYPE_CHECKING:
@@ -24,7 +26,6 @@ WITHOUT = Code("LS207", "gathered without gradient")
 WRONG = Code("LS208", "gathered with the wrong backward")
 OUTSIDE = Code("LS211", "reduced outside autograd")
 
-_CLOSE = 1e-4
 _FIX = (
     "use `lockstep.gather(rows)`, or torch.distributed.nn.functional.all_gather, whose backward "
     "adds up what all ranks owe to the rows"
@@ -40,75 +41,106 @@ class Gathers:
         return first_of_each(world.compared, _judge_step)
 
 
+@dataclass(frozen=True)
+class _Case:
+    """A tensor that was communicated and entered the losses of all ranks, as the first has it."""
+
+    track: SharedTrack
+    number: int
+    fact: Gathered
+    backwards: tuple[Backward, ...]
+
+    @property
+    def steps(self) -> dict[int, Step]:
+        return self.track.steps(self.number)
+
+    @property
+    def is_global(self) -> bool:
+        """Does every rank compute the whole loss, and not its own part of it?"""
+        losses = [b.loss for b in self.backwards]
+        return all(is_near(loss, losses[0] or 0.0) for loss in losses)
+
+    @property
+    def factor(self) -> float:
+        """What all elements of the loss weigh together: 1 for a mean, W for a mean times W."""
+        totals = [abs(t.weight) * t.count for t in self.backwards[0].terms if t.kind == "mean"]
+        # A symmetric loss is half of one direction and half of the other.
+        return sum(totals) if totals else 1.0
+
+    @property
+    def makes_up_for_it(self) -> bool:
+        """Do all ranks compute one loss, times their number?"""
+        return self.is_global and is_near(self.factor, self.fact.group)
+
+    @property
+    def speaks(self) -> bool:
+        """Does a backward communicate?"""
+        return any(c.in_backward for step in self.steps.values() for c in step.collectives)
+
+    @property
+    def has_own_samples(self) -> bool:
+        """Was each rank given others? Else they may share the work on the same ones."""
+        fed = {step.fed for step in self.steps.values()}
+        return len(fed) == len(self.steps) and None not in fed
+
+    def finding(self, code: Code, message: str, fix: str, **evidence: float) -> Finding:
+        fact = self.fact
+        return code.finding(
+            f"step {self.number + 1}: {message}",
+            fix,
+            rank=self.track.ranks,
+            step=self.number + 1,
+            evidence={"op": fact.op, "rows": fact.shape, "ranks": fact.group, **evidence},
+            where=fact.where,
+        )
+
+
 def _judge_step(track: SharedTrack, number: int) -> Finding | None:
-    steps = track.steps(number)
-    for at_once in zip(*(s.backwards for s in steps.values()), strict=False):
+    for at_once in zip(*(s.backwards for s in track.steps(number).values()), strict=False):
         for place, fact in enumerate(at_once[0].gathered):
             if any(len(b.gathered) <= place for b in at_once):
                 continue
-            found = (
-                _outside(track, number, fact, at_once, steps)
-                if fact.op == "all_reduce"
-                else _gathered(track, number, fact, at_once, steps)
-            )
+            case = _Case(track, number, fact, at_once)
+            found = _outside(case) if fact.op == "all_reduce" else _gathered(case)
             if found is not None:
                 return found
     return None
 
 
-def _gathered(
-    track: SharedTrack,
-    number: int,
-    fact: Gathered,
-    backwards: tuple[Backward, ...],
-    steps: dict[int, Step],
-) -> Finding | None:
-    is_global = _is_global(backwards)
-    factor = _factor(backwards[0])
-    size = fact.group
-    speaks = any(c.in_backward for s in steps.values() for c in s.collectives)
-    if fact.differentiable and (speaks or fact.adjoint):
-        if is_global and _close(factor, float(size)):
-            return _as_finding(
-                WRONG,
-                track,
-                number,
-                fact,
-                f"the gather's backward adds up what all ranks owe, every rank computes the whole "
-                f"loss, and the loss is multiplied by {size} as well: the gradients before the "
-                f"gather are {size} times too large",
-                "leave the factor out of the loss",
-                {"ratio": float(size)},
-            )
-        return None
+def _gathered(case: _Case) -> Finding | None:
+    fact, size = case.fact, case.fact.group
+    if fact.differentiable and (case.speaks or fact.adjoint):
+        if not case.makes_up_for_it:
+            return None
+        return case.finding(
+            WRONG,
+            f"the gather's backward adds up what all ranks owe, every rank computes the whole "
+            f"loss, and the loss is multiplied by {size} as well: the gradients before the "
+            f"gather are {size} times too large",
+            "leave the factor out of the loss",
+            ratio=float(size),
+        )
     code, what = (
         (WRONG, "the gather's backward communicates nothing: what it gives back is this rank's own")
         if fact.differentiable
         else (WITHOUT, f"rows that have a gradient were {_sent(fact)} and entered the loss")
     )
-    if is_global:
-        if _close(factor, float(size)):
-            return None
-        ratio = factor / size
-        return _as_finding(
+    if case.makes_up_for_it:
+        return None
+    if case.is_global:
+        ratio = case.factor / size
+        return case.finding(
             code,
-            track,
-            number,
-            fact,
             f"{what}; every rank computes the same loss, so what comes before the gather gets "
             f"{ratio:.3g} of its gradient",
             _FIX,
-            {"ratio": ratio},
+            ratio=ratio,
         )
-    return _as_finding(
+    return case.finding(
         code,
-        track,
-        number,
-        fact,
         f"{what}; each rank computes its own part of the loss, and what the other ranks' parts owe "
         "to these rows is missing, so that the gradient points elsewhere",
         _FIX,
-        {},
     )
 
 
@@ -116,159 +148,89 @@ def _sent(fact: Gathered) -> str:
     return "gathered without one" if "gather" in fact.op else "sent to other ranks without it"
 
 
-def _is_global(backwards: tuple[Backward, ...]) -> bool:
-    """Does every rank compute the whole loss, and not its own part of it?"""
-    losses = [b.loss for b in backwards]
-    return all(x is not None and _close(x, losses[0] or 0.0) for x in losses)
-
-
-def _factor(backward: Backward) -> float:
-    """What all elements of the loss weigh together: 1 for a mean, W for a mean times W."""
-    totals = [abs(t.weight) * t.count for t in backward.terms if t.kind == "mean"]
-    # A symmetric loss is half of one direction and half of the other.
-    return sum(totals) if totals else 1.0
-
-
-def _outside(
-    track: SharedTrack,
-    number: int,
-    fact: Gathered,
-    backwards: tuple[Backward, ...],
-    steps: dict[int, Step],
-) -> Finding | None:
-    size = fact.group
-    weight = fact.weight
+def _outside(case: _Case) -> Finding | None:
+    fact, size = case.fact, case.fact.group
     scalar = not fact.shape or all(d == 1 for d in fact.shape)
     if fact.differentiable:
-        if scalar:
-            return _summed_twice(track, number, fact)
-        return _without_adjoint(track, number, fact, steps)
+        return _summed_twice(case) if scalar else _without_adjoint(case)
     alias = fact.alias
-    if alias is not None and not _tells(alias, fact, backwards, steps):
+    if alias is not None and not _tells(case, alias):
         return None
     if scalar and (alias is None or not alias.is_nonlinear):
-        if weight is None or not _close(abs(weight) * size, 1.0) or fact.reduction != "SUM":
+        if not is_near(abs(fact.weight or 0.0) * size, 1.0) or fact.reduction != "SUM":
             return None
-        return _as_finding(
+        return case.finding(
             OUTSIDE,
-            track,
-            number,
-            fact,
             f"the loss was added up over {size} ranks in place, which autograd does not see, and "
             f"divided by {size}; the gradients are averaged again: they are 1/{size} of the truth",
             "call backward on this rank's own loss, and all_reduce a detached copy for printing",
-            {"ratio": 1.0 / size},
+            ratio=1.0 / size,
         )
-    if _is_global(backwards) and _close(_factor(backwards[0]), float(size)):
+    if case.makes_up_for_it:
         return None
     missing, ratio = "what other ranks owe to it is missing", {}
-    if _is_global(backwards) and fact.reduction == "SUM":
-        ratio = {"ratio": _factor(backwards[0]) / size}
+    if case.is_global and fact.reduction == "SUM":
+        ratio = {"ratio": case.factor / size}
         missing = (
             f"every rank computes the same loss, so what comes before the sum gets "
             f"{ratio['ratio']:.3g} of its gradient"
         )
-    return _as_finding(
+    return case.finding(
         OUTSIDE,
-        track,
-        number,
-        fact,
         "a tensor that has a gradient was added up over ranks in place, which autograd does not "
         f"see, and entered the loss: {missing}",
         "use torch.distributed.nn.functional.all_reduce, whose backward adds up as well",
-        ratio,
+        **ratio,
     )
 
 
-def _tells(
-    alias: Alias,
-    fact: Gathered,
-    backwards: tuple[Backward, ...],
-    steps: dict[int, Step],
-) -> bool:
+def _tells(case: _Case, alias: Alias) -> bool:
     """Is a sum that was made behind autograd's back certainly one whose gradient is too small?
 
     A mean over ranks made so is right where all compute one loss from it and a wrapper averages,
     and so is a sum where the loss is multiplied by their number. A sum from which the loss is
     computed by sums and products with numbers changes no gradient.
     """
-    size = fact.group
-    fed = {step.fed for step in steps.values()}
-    averaged = all(any(f.armed for f in b.wrappers.values()) for b in backwards)
-    if fact.reduction != "SUM" or size < len(steps) or not averaged:
+    fact, size, steps = case.fact, case.fact.group, case.steps
+    averaged = all(any(f.armed for f in b.wrappers.values()) for b in case.backwards)
+    if fact.reduction != "SUM" or size < len(steps) or not averaged or not case.has_own_samples:
         return False
-    if len(fed) < len(steps) or None in fed:
-        return False  # they may share the work on the same samples
     if alias.is_nonlinear:
-        return not any(_close(f / size, max(1.0, round(f / size))) for f in alias.factors)
+        return not any(is_near(f / size, max(1.0, round(f / size))) for f in alias.factors)
     once = all(len(step.backwards) == 1 for step in steps.values())  # else 1/W may be their number
-    return once and _close(abs(fact.weight or 0.0) * size, 1.0)
+    return once and is_near(abs(fact.weight or 0.0) * size, 1.0)
 
 
-def _without_adjoint(
-    track: SharedTrack, number: int, fact: Gathered, steps: dict[int, Step]
-) -> Finding | None:
+def _without_adjoint(case: _Case) -> Finding | None:
     """Added up over ranks that have other samples each, by a Function whose backward is local.
 
     Ranks that share one sample's work have the same inputs; there this can be right.
     """
-    fed = {step.fed for step in steps.values()}
-    speaks = any(c.in_backward for step in steps.values() for c in step.collectives)
-    data_parallel = any(p.wrapper for p in track.parameters)
-    if speaks or not fact.of_input or not data_parallel or fact.group < len(steps):
+    data_parallel = any(p.wrapper for p in case.track.parameters)
+    if case.speaks or not case.fact.of_input or not data_parallel:
         return None
-    if len(fed) < len(steps) or None in fed:
+    if case.fact.group < len(case.steps) or not case.has_own_samples:
         return None
-    return _as_finding(
+    return case.finding(
         WRONG,
-        track,
-        number,
-        fact,
         "an autograd Function adds a tensor up over ranks in its forward, and its backward "
         "communicates nothing: what the other ranks' losses owe to this rank's part is missing",
         "add the gradients up over ranks in its backward as well, or use "
         "torch.distributed.nn.functional.all_reduce, which does",
-        {},
     )
 
 
-def _summed_twice(track: SharedTrack, number: int, fact: Gathered) -> Finding | None:
+def _summed_twice(case: _Case) -> Finding | None:
     """Its backward adds up as well: what each rank's own loss weighs is W times its weight here."""
-    size, weight = fact.group, fact.weight
-    if weight is None or fact.reduction != "SUM" or not _close(abs(weight), 1.0):
+    size = case.fact.group
+    if case.fact.reduction != "SUM" or not is_near(abs(case.fact.weight or 0.0), 1.0):
         return None
-    return _as_finding(
+    return case.finding(
         WRONG,
-        track,
-        number,
-        fact,
         f"the ranks' losses were added up with a gradient, and backward adds up what all {size} "
         f"ranks owe: every rank's loss counts {size} times, and the gradients are averaged over "
         f"ranks after that: they are {size} times those of the mean over all samples",
         f"divide by {size} after the sum, or call backward on this rank's own loss and all_reduce "
         "a detached copy for printing",
-        {"ratio": float(size)},
-    )
-
-
-def _close(value: float, wanted: float) -> bool:
-    return abs(value - wanted) <= _CLOSE * max(abs(wanted), 1e-12)
-
-
-def _as_finding(
-    code: Code,
-    track: SharedTrack,
-    number: int,
-    fact: Gathered,
-    message: str,
-    fix: str,
-    evidence: dict[str, Any],
-) -> Finding:
-    return code.finding(
-        f"step {number + 1}: {message}",
-        fix,
-        rank=track.ranks,
-        step=number + 1,
-        evidence={"op": fact.op, "rows": fact.shape, "ranks": fact.group, **evidence},
-        where=fact.where,
+        ratio=float(size),
     )

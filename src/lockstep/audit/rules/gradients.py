@@ -15,7 +15,6 @@ from lockstep.audit.rules.base import Code, named, numbers
 from lockstep.audit.rules.left_by_backward import adding_backwards
 from lockstep.audit.rules.reasons import reason_of
 from lockstep.audit.shared_track import names_of
-from lockstep.audit.tables import drift_table, gradient_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -43,9 +42,7 @@ class Gradients:
 
     def judge(self, world: World) -> Iterable[Finding]:
         yield from map(_as_own_models, world.alone[:1])
-        for track in world.compared:
-            if track.returns_to_agreement:
-                continue
+        for track in world.in_step:
             found = (
                 _first_mixed(track)
                 or _first_different(world, track)
@@ -53,7 +50,7 @@ class Gradients:
                 or _first_left_over(track)
             )
             if found is not None and found.code in (DIFFER.code, SCALE.code):
-                if _counts_differ(track):
+                if track.counts_differ:
                     continue  # the k-th steps of these ranks are not the same step
                 found = _out_of_step(track) or found
             if found is not None:
@@ -78,10 +75,6 @@ def _as_own_models(track: SharedTrack) -> Finding:
         evidence={"norms": {str(r): n for r, n in differences[0].norms.items()}},
         where=_places(track, number),
     )
-
-
-def _counts_differ(track: SharedTrack) -> bool:
-    return len({t.count for t in track.tracks.values()}) > 1
 
 
 def _out_of_step(track: SharedTrack) -> Finding | None:
@@ -195,20 +188,21 @@ def _first_different(world: World, track: SharedTrack) -> Finding | None:
     for number in track.numbers:
         differences = track.differences("gradients", number)
         if differences:
-            if _is_by_design(world, track, differences) or reduces_in_its_step(track):
+            from_the_start = set(names_of(track.differences("entry", track.numbers[0])))
+            own = set(names_of(differences)) <= from_the_start
+            if (own and are_experts(world, track, differences)) or reduces_in_its_step(track):
                 return None
             return _as_finding(world, track, number, differences)
     return None
 
 
-def _is_by_design(world: World, track: SharedTrack, differences: list[Difference]) -> bool:
-    """Experts: never the same, never reduced, while tokens travel between ranks."""
+def are_experts(world: World, track: SharedTrack, differences: list[Difference]) -> bool:
+    """Never reduced, while tokens travel between ranks; where experts are known, no others are."""
     if not any(f.all_to_all for f in world.facts) or track.apart:
-        return False  # where experts are known, these are others
+        return False
     different = {d.name for d in differences}
-    from_the_start = {d.name for d in track.differences("entry", track.numbers[0])}
     unreduced = not any(p.wrapper for p in track.parameters if p.name in different)
-    return unreduced and len(different) < len(track.parameters) and different <= from_the_start
+    return unreduced and len(different) < len(track.parameters)
 
 
 def reduces_in_its_step(track: SharedTrack) -> bool:
@@ -246,8 +240,8 @@ def _as_finding(
             "reason": reason.name,
             **_coefficients(track, number, set(names)),
             **reason.evidence,
-            "gradients": gradient_table(track, worst.name),
-            "drift": drift_table(track),
+            "gradients": track.gradient_table(worst.name),
+            "drift": track.drift_table(),
             "missing": [m[0] for m in missing],
         },
         where=[*reason.where, *_places(track, number)],
@@ -283,3 +277,25 @@ def _places(track: SharedTrack, number: int) -> list[Place]:
         ]
         return [p for places in (*backwards, *by_hand[-1:], step.where) for p in places]
     return []
+
+
+class LeftOut:
+    """A notice: a client's norms, or its head, may stay at home on purpose."""
+
+    codes = (UNKNOWN,)
+
+    def judge(self, world: World) -> Iterable[Finding]:
+        for track in world.compared:
+            if track.at_home:
+                names = sorted(track.at_home)
+                yield UNKNOWN.finding(
+                    f"the ranks average the weights of other layers, and never {named(names)}: "
+                    "each rank has its own",
+                    "average them as well, if all ranks are to have one model",
+                    severity="notice",
+                    rank=track.ranks,
+                    parameters=names,
+                    where=track.first.where,
+                    optimizer=track.key,
+                )
+                return

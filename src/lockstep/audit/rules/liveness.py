@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.rules.base import Code
-from lockstep.audit.rules.liveness_text import standing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -42,21 +41,16 @@ class Liveness:
         elif (left := _left_the_others(world)) is not None:
             yield left
         died = {r: led.facts.died for r, led in world.ledgers.items() if led.facts.died}
+        where = [place for led in world.ledgers.values() for place in led.stack]
         if died:
             killed = ", ".join(f"rank {rank} by {name}" for rank, name in died.items())
-            yield DIED.finding(
-                f"killed before it could write down what it saw: {killed}",
-                "look for its last output; SIGKILL is often a lack of memory",
-                rank=sorted(died),
-                where=[p for led in world.ledgers.values() for p in led.stack],
-            )
+            what = f"killed before it could write down what it saw: {killed}"
+            fix = "look for its last output; SIGKILL is often a lack of memory"
+            yield DIED.finding(what, fix, rank=sorted(died), where=where)
         elif lost and len(lost) < world.size and not stuck:
-            yield DIED.finding(
-                f"ranks {lost} left no record: they were killed, or ended without leaving Python",
-                "look for their last output; a killed process is often out of memory",
-                rank=lost,
-                where=[p for led in world.ledgers.values() for p in led.stack],
-            )
+            what = f"ranks {lost} left no record: they were killed, or ended without leaving Python"
+            fix = "look for their last output; a killed process is often out of memory"
+            yield DIED.finding(what, fix, rank=lost, where=where)
 
 
 def _left_the_others(world: World) -> Finding | None:
@@ -76,7 +70,7 @@ def _left_the_others(world: World) -> Finding | None:
         return None
     done = "; ".join(f"rank {r} ended in order after step {steps[r]}" for r in ended)
     waited = "; ".join(
-        f"rank {r} {standing(led)} in its step {steps[r] + 1}" for r, led in broken.items()
+        f"rank {r} {led.standing} in its step {steps[r] + 1}" for r, led in broken.items()
     )
     return WAITING.finding(
         f"rank {', '.join(map(str, ended))} is missing: {done}; {waited}",
@@ -114,7 +108,7 @@ def _waiting(world: World, lost: list[int]) -> Finding:
     }
     for rank, ledger in world.ledgers.items():
         stuck = ledger.stuck_in
-        lines.append(f"rank {rank} {standing(ledger)}")
+        lines.append(f"rank {rank} {ledger.standing}")
         if stuck is not None:
             waiting.append(rank)
             where.extend(stuck.where)

@@ -24,9 +24,8 @@ class OwnScales:
     codes: tuple[Code, ...] = (ranks.SCALE,)
 
     def judge(self, world: World) -> Iterable[Finding]:
-        for track in world.compared:
-            asked = (ranks.divided_by_own_scale,)
-            found = None if track.returns_to_agreement else next(diagnose(track, asked), None)
+        for track in world.in_step:
+            found = next(diagnose(track, (ranks.divided_by_own_scale,)), None)
             if found is not None:
                 yield replace(found, optimizer=track.key)
 

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep.audit.rules.base import Code
 
@@ -226,24 +226,38 @@ def _same_rows(
         held: by rank, what stands for each sample.
         giver: of the samples, for the message.
     """
-    if min(map(len, held.values())) < _LEAST_ROWS:
+    pair = _alike(held, _LEAST_ROWS)
+    if pair is None or min(map(len, held.values())) < _LEAST_ROWS:
         return None
-    again = max(len(rows) - len(set(rows)) for rows in held.values())
-    for (rank, rows), (other, theirs) in combinations(held.items(), 2):
-        shared = len(set(rows) & set(theirs))
-        least = min(len(rows), len(theirs))
-        if shared < _LEAST_ROWS or shared <= _ALIKE * least or again * 4 > shared:
-            continue  # of so few that are drawn with replacement none may be drawn again
-        return SAME.finding(
-            f"of the first {least} samples that {giver} gave to each of ranks {rank} and "
-            f"{other}, {shared} hold the same on both: the ranks' parts of the data overlap",
-            "one split for all ranks: shuffle with a seed that they share before each takes its "
-            "part, or give all the whole dataset and a DistributedSampler",
-            severity="warning",
-            rank=[rank, other],
-            evidence={"shared": shared, "compared": least},
-            where=where,
-        )
+    return SAME.finding(
+        f"of the first {pair.least} samples that {giver} gave to each of ranks {pair.ranks[0]} and "
+        f"{pair.ranks[1]}, {pair.shared} hold the same on both: the ranks' parts of the data "
+        "overlap",
+        "one split for all ranks: shuffle with a seed that they share before each takes its "
+        "part, or give all the whole dataset and a DistributedSampler",
+        severity="warning",
+        rank=pair.ranks,
+        evidence={"shared": pair.shared, "compared": pair.least},
+        where=where,
+    )
+
+
+class _Pair(NamedTuple):
+    """Two ranks, one of which was given `least` things, and how many both were given."""
+
+    ranks: list[int]
+    shared: int
+    least: int
+
+
+def _alike(held: Mapping[int, Sequence[object]], least_shared: int) -> _Pair | None:
+    """The first two ranks that were given so much alike that it is no chance."""
+    again = max(len(given) - len(set(given)) for given in held.values())
+    for (rank, given), (other, theirs) in combinations(held.items(), 2):
+        pair = _Pair([rank, other], len(set(given) & set(theirs)), min(len(given), len(theirs)))
+        # Of so few that are drawn with replacement none may be drawn again.
+        if pair.shared >= max(least_shared, again * 4) and pair.shared > _ALIKE * pair.least:
+            return pair
     return None
 
 
@@ -252,23 +266,20 @@ def _batches_elsewhere(loadings: dict[int, Loading]) -> Finding | None:
     if _take_turns(loadings):
         return None
     held = {rank: [x.batches[place] for place in x.used] for rank, x in loadings.items()}
-    again = max(len(batches) - len(set(batches)) for batches in held.values())
-    for (rank, batches), (other, theirs) in combinations(held.items(), 2):
-        shared = len(set(batches) & set(theirs))
-        least = min(len(batches), len(theirs))
-        if shared < _LEAST_BATCHES or shared <= _ALIKE * least or again * 4 > shared:
-            continue
-        first = loadings[rank]
-        return SAME.finding(
-            f"of the first {least} batches that {first.key} gave to each of ranks {rank} and "
-            f"{other}, {shared} are the same on both: the ranks' parts of the data overlap",
-            "let each worker of each rank read a part of its own: part rank * num_workers + worker "
-            "of world_size * num_workers, or `lockstep.shard_loader(loader)`",
-            rank=[rank, other],
-            evidence={"shared": shared, "compared": least},
-            where=first.where,
-        )
-    return None
+    pair = _alike(held, _LEAST_BATCHES)
+    if pair is None:
+        return None
+    first = loadings[pair.ranks[0]]
+    return SAME.finding(
+        f"of the first {pair.least} batches that {first.key} gave to each of ranks "
+        f"{pair.ranks[0]} and {pair.ranks[1]}, {pair.shared} are the same on both: the ranks' "
+        "parts of the data overlap",
+        "let each worker of each rank read a part of its own: part rank * num_workers + worker "
+        "of world_size * num_workers, or `lockstep.shard_loader(loader)`",
+        rank=pair.ranks,
+        evidence={"shared": pair.shared, "compared": pair.least},
+        where=first.where,
+    )
 
 
 def _drawn_again(loading: Loading) -> int:

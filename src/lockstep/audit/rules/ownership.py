@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from lockstep.audit.facts import Track
     from lockstep.audit.finding import Finding
-    from lockstep.audit.ledger import Ledger
     from lockstep.audit.world import World
 
 FOREIGN = Code("LS401", "the optimizer holds parameters that are not the model's")
@@ -125,7 +124,11 @@ class Participation:
             yield from self._met(world)
 
     def _met(self, world: World) -> Iterable[Finding]:
-        trained = {r: led for r, led in world.ledgers.items() if _steps(led)}
+        trained = {
+            r: led for r, led in world.ledgers.items() if any(track.count for track in led.tracks)
+        }
+        # Processes that the script started may train one model, each for itself (Hogwild).
+        shared = any(led.facts.shares_memory for led in trained.values())
         backwards = sum(led.facts.backwards for led in world.ledgers.values())
         made = any(led.tracks for led in world.ledgers.values())
         if not trained and backwards and (any(f.fullgraph for f in world.facts) or not made):
@@ -140,7 +143,7 @@ class Participation:
                 "`--nproc-per-node 1`",
                 evidence={"backwards": backwards},
             )
-        elif world.size > 1 and not world.started_group and not _share_memory(trained):
+        elif world.size > 1 and not world.started_group and not shared:
             yield APART.finding(
                 f"{len(trained)} of {world.size} processes trained and none started a process "
                 "group: each trained a model of its own, and nothing ties them together",
@@ -192,12 +195,3 @@ def _unwatched(world: World) -> Finding:
         rank=[rank for rank, led in world.ledgers.items() if led.facts.unwatched],
         where=[place for each in started for place in each.where],
     )
-
-
-def _share_memory(trained: dict[int, Ledger]) -> bool:
-    """Do processes that the script started train one model, each for itself (Hogwild)?"""
-    return any(led.facts.shares_memory for led in trained.values())
-
-
-def _steps(ledger: Ledger) -> int:
-    return sum(track.count for track in ledger.tracks)

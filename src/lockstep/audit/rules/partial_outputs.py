@@ -56,7 +56,10 @@ def _share_one_loss(track: SharedTrack, steps: dict[int, Step]) -> bool:
     if not all(is_one_mean(s) and len(s.backwards) == 1 for s in steps.values()):
         return False
     losses = [step.backwards[-1].loss for step in steps.values()]
-    return _are_equal(losses) and all(_is_left_alone(s, track.key) for s in steps.values())
+    return _are_equal(losses) and all(
+        not s.backwards[-1].wrappers and uses_what_backward_left(s, track.key)
+        for s in steps.values()
+    )
 
 
 def _are_equal(values: list[float | None]) -> bool:
@@ -64,10 +67,6 @@ def _are_equal(values: list[float | None]) -> bool:
     if len(known) < len(values):
         return False
     return max(known) - min(known) <= _EQUAL * max(map(abs, known))
-
-
-def _is_left_alone(step: Step, key: str) -> bool:
-    return not step.backwards[-1].wrappers and uses_what_backward_left(step, key)
 
 
 def _grew(facts: tuple[Gathered, ...], size: int) -> bool:

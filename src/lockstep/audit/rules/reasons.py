@@ -10,18 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from lockstep.audit.ledger import SCATTERING
+from lockstep.audit.ledger import REDUCING, SCATTERING
 from lockstep.audit.rules.base import named
 from lockstep.audit.shared_track import names_of
 
 if TYPE_CHECKING:
     from lockstep.audit.facts import Backward, Step
     from lockstep.audit.finding import Place
-    from lockstep.audit.shared_track import Shared, SharedTrack
+    from lockstep.audit.shared_track import SharedTrack
     from lockstep.audit.world import World
-
-
-_REDUCING = ("all_reduce", "reduce")
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ def reason_of(world: World, track: SharedTrack, number: int, names: set[str]) ->
 def _without_wrapper(
     world: World, track: SharedTrack, step: Step, names: list[str], others: bool
 ) -> Reason:
-    reduced = {c.parameter for c in step.collectives if c.op in _REDUCING and c.parameter}
+    reduced = {c.parameter for c in step.collectives if c.op in REDUCING and c.parameter}
     held = {p.name: math.prod(p.shape) for t in track.tracks.values() for p in t.parameters}
     if not reduced & set(names) and _went_flat(step, sum(held.values())):
         return _after(world, track, step.number, step)
@@ -74,7 +71,7 @@ def _without_wrapper(
         return _unknown(names, "passed no reduction, and the others did")
     if reduced & set(names):
         return _after(world, track, step.number, step)
-    sizes = [c for c in step.collectives if c.op in ("all_reduce", "reduce") and c.shape]
+    sizes = [c for c in step.collectives if c.op in REDUCING and c.shape]
     if any(p.is_alone for p in track.parameters if p.name in names):
         return Reason(
             "group too small",
@@ -100,14 +97,14 @@ def _without_wrapper(
 def _reduces(track: SharedTrack, step: Step) -> bool:
     """Is anything reduced at all? Gradients that are equal unreduced may all be zero."""
     parameters = [p for t in track.tracks.values() for p in t.parameters]
-    adds = [c for c in step.collectives if c.op in (*_REDUCING, *SCATTERING)]
+    adds = [c for c in step.collectives if c.op in (*REDUCING, *SCATTERING)]
     known = any(p.wrapper or p.sharded for p in parameters)
     return known or any(c.parameter or math.prod(c.shape) > 1 for c in adds)
 
 
 def _went_flat(step: Step, size: int) -> bool:
     """Were tensors added up that are as large as all of the optimizer's parameters together?"""
-    sums = [c for c in step.collectives if c.op in _REDUCING and not c.parameter]
+    sums = [c for c in step.collectives if c.op in REDUCING and not c.parameter]
     sizes = [math.prod(c.shape) for c in sums if c.shape]
     return size > 1 and (size in sizes or sum(n for n in sizes if n > 1) == size)
 
@@ -153,15 +150,17 @@ def _with_wrapper(track: SharedTrack, step: Step, key: str) -> Reason | None:
             "autograd.grad",
             "they did not come from `backward()`: torch.autograd.grad runs no reducer",
             "call `loss.backward()`, or `lockstep.average_gradients(model)` before the step",
-            where=_lines(backwards),
+            where=[place for b in backwards[-1:] for place in b.where],
             evidence=evidence,
         )
     last_backward, last = seen[-1]
     if last.no_sync:
         return _wrong_window(evidence, last_backward, "the last backward before the step ran")
-    went_round = step.bypasses
+    went_round = [place for lines in step.bypasses for place in lines]
     if not any(f.armed for _, f in seen):
-        return _not_called(went_round, evidence, last_backward, any(f.no_sync for _, f in seen))
+        if any(f.no_sync for _, f in seen):
+            return _wrong_window(evidence, last_backward, "every forward of this window ran")
+        return _not_called(went_round, evidence)
     if all(f.issued == 0 for _, f in seen if f.armed):
         return _unfinished(track, step, evidence, last_backward)
     if not last.armed or last.issued == 0:
@@ -171,7 +170,7 @@ def _with_wrapper(track: SharedTrack, step: Step, key: str) -> Reason | None:
             "one's forward did not go through the wrapper, or its reduction was over",
             "add the losses and call backward once, with every forward through the wrapper, or "
             "`lockstep.replicate(model)`, which reduces after the last",
-            where=[*[p for lines in went_round for p in lines], *last_backward.where],
+            where=[*went_round, *last_backward.where],
             evidence=evidence,
         )
     return None
@@ -188,14 +187,9 @@ def _wrong_window(evidence: dict[str, Any], backward: Backward, what: str) -> Re
     )
 
 
-def _not_called(
-    went_round: list[list[Place]], evidence: dict[str, Any], backward: Backward, unsynced: bool
-) -> Reason:
-    if unsynced:
-        return _wrong_window(evidence, backward, "every forward of this window ran")
-    lines = [place for places in went_round for place in places]
+def _not_called(went_round: list[Place], evidence: dict[str, Any]) -> Reason:
     issued = sum(use["issued"] for use in evidence["backwards"])
-    at = f" (it went round it at {lines[0].at})" if lines else ""
+    at = f" (it went round it at {went_round[0].at})" if went_round else ""
     # Of the nested lines, the outermost that the model's own class does not hold says most.
     return Reason(
         "wrapper not called",
@@ -204,7 +198,7 @@ def _not_called(
         "call the wrapper: `model(batch)`, not `model.module.compute_loss(batch)` (give the "
         "module a `forward` that does it), or `lockstep.replicate(model)` instead of the wrapper, "
         "which synchronises the parameters whatever is called",
-        where=lines,
+        where=went_round,
         evidence=evidence,
     )
 
@@ -246,18 +240,15 @@ def _after(world: World, track: SharedTrack, number: int, step: Step) -> Reason:
             kind="scales",
             evidence={"scales": {str(r): s for r, s in scales.items()}},
         )
-    if world.sync_of_lockstep():
+    by_lockstep = world.sync_of_lockstep()
+    if by_lockstep or _equal_after_backward(track, number):
         return Reason(
             "overwritten after the reduction",
             "lockstep reduced them, or the step would have been refused: they were changed after "
+            "that"
+            if by_lockstep
+            else "they were equal on all ranks when backward had returned, and were changed after "
             "that",
-            "change gradients in the same way on every rank, from the same numbers",
-            kind="after",
-        )
-    if _equal_after_backward(track, number):
-        return Reason(
-            "overwritten after the reduction",
-            "they were equal on all ranks when backward had returned, and were changed after that",
             "change gradients in the same way on every rank, from the same numbers",
             kind="after",
         )
@@ -295,7 +286,9 @@ def _handed_back(track: SharedTrack, number: int) -> list[str]:
 def _in_another_order(track: SharedTrack) -> Reason | None:
     """A wrapper pairs parameters by their places, and these are at others on some ranks."""
     wrapped = [p for p in track.parameters if p.wrapper and len(p.index) == len(track.ranks)]
-    orders = [[p.name for p in _as_held_by(rank, wrapped)] for rank in track.ranks]
+    orders = [
+        [p.name for p in sorted(wrapped, key=lambda p: p.index[rank])] for rank in track.ranks
+    ]
     for at_once in zip(*orders, strict=True):
         names = dict(zip(track.ranks, at_once, strict=True))
         if len(set(names.values())) > 1:
@@ -312,10 +305,6 @@ def _in_another_order(track: SharedTrack) -> Reason | None:
     return None
 
 
-def _as_held_by(rank: int, parameters: list[Shared]) -> list[Shared]:
-    return sorted(parameters, key=lambda p: p.index[rank])
-
-
 def _equal_after_backward(track: SharedTrack, number: int) -> bool:
     prints = {}
     for rank, step in track.steps(number).items():
@@ -328,7 +317,3 @@ def _equal_after_backward(track: SharedTrack, number: int) -> bool:
         if len(hashes) > 1:
             return False
     return len(prints) > 1
-
-
-def _lines(backwards: list[Backward]) -> list[Place]:
-    return [place for b in backwards[-1:] for place in b.where]

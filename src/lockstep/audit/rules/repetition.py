@@ -42,14 +42,11 @@ class Repetition:
         if world.is_model_parallel or world.sync_of_lockstep():
             return
         for track in world.compared:
-            found = [f for f in (_same_noise(track), _same_inputs(track)) if f is not None]
+            noise = _same_draws(track) or _same_draws_of_numpy(track)
+            found = [f for f in (noise, _same_inputs(track)) if f is not None]
             yield from (replace(f, optimizer=track.key) for f in found)
             if found:
                 return
-
-
-def _same_noise(track: SharedTrack) -> Finding | None:
-    return _same_draws(track) or _same_draws_of_numpy(track)
 
 
 def _same_draws(track: SharedTrack) -> Finding | None:

@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.finding import with_text
-from lockstep.audit.rules.base import Code, first_found, named, numbers
-from lockstep.audit.rules.gradients import COUNT, reduces_in_its_step
+from lockstep.audit.rules.base import Code, first_of_each, named, numbers
+from lockstep.audit.rules.gradients import COUNT, are_experts, reduces_in_its_step
 from lockstep.audit.shared_track import names_of
-from lockstep.audit.tables import drift_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,9 +32,7 @@ class Replicas:
     codes = (BEFORE, BETWEEN, AFTER, HYPER, STATE)
 
     def judge(self, world: World) -> Iterable[Finding]:
-        for track in world.compared:
-            if track.returns_to_agreement:
-                continue
+        for track in world.in_step:
             hyper = _settings(world, track) or _holdings(world, track)
             if hyper is not None:
                 yield hyper
@@ -46,25 +43,17 @@ class Replicas:
 
 def _drift(world: World, track: SharedTrack) -> Finding | None:
     previous: int | None = None
-    one_step = len({t.count for t in track.tracks.values()}) == 1
-    for number in track.numbers[: None if one_step else 1]:
+    for number in track.numbers[: 1 if track.counts_differ else None]:
         at_entry = track.differences("entry", number)
         if at_entry:
-            if _are_experts(world, track, at_entry):
+            if are_experts(world, track, at_entry):
                 return None
             return _at_entry(track, number, previous, at_entry)
         at_exit = track.differences("exit", number)
-        if at_exit and one_step:
+        if at_exit and not track.counts_differ:
             return _at_exit(track, number, at_exit)
         previous = number
     return None
-
-
-def _are_experts(world: World, track: SharedTrack, differences: list[Difference]) -> bool:
-    names = {d.name for d in differences}
-    unreduced = not any(p.wrapper for p in track.parameters if p.name in names)
-    known = track.apart or not any(f.all_to_all for f in world.facts)
-    return not known and unreduced and len(names) < len(track.parameters)
 
 
 def _details(track: SharedTrack, number: int, differences: list[Difference]) -> dict[str, Any]:
@@ -75,7 +64,7 @@ def _details(track: SharedTrack, number: int, differences: list[Difference]) -> 
         "parameters": names_of(differences),
         "evidence": {
             "norms": {str(r): n for r, n in differences[0].norms.items()},
-            "drift": drift_table(track),
+            "drift": track.drift_table(),
         },
         "where": step.where,
     }
@@ -122,7 +111,7 @@ def _at_exit(track: SharedTrack, number: int, differences: list[Difference]) -> 
 
 
 def _settings(world: World, track: SharedTrack) -> Finding | None:
-    if any(f.joins for f in world.facts) and len({t.count for t in track.tracks.values()}) > 1:
+    if any(f.joins for f in world.facts) and track.counts_differ:
         return None  # a rank with fewer batches is in its next epoch in a step of that number
     for number in track.numbers:
         steps = track.steps(number)
@@ -172,7 +161,7 @@ def _holdings(world: World, track: SharedTrack) -> Finding | None:
         rank=without,
         parameters=names,
         evidence={"having": having, "without": without},
-        where=[*(last[0].where if last else ()), *next(iter(track.tracks.values())).where],
+        where=[*(last[0].where if last else ()), *track.first.where],
     )
 
 
@@ -182,29 +171,27 @@ class States:
     codes = (STATE,)
 
     def judge(self, world: World) -> Iterable[Finding]:
-        for track in world.compared:
-            if track.returns_to_agreement:
-                continue
-            names = [t.state_names for t in track.tracks.values()]
-            if len({t.count for t in track.tracks.values()}) > 1:
-                continue  # the k-th steps of these ranks are not the same step
-            if reduces_in_its_step(track):
-                continue  # momentum of own gradients, what was not sent: a rank's own
-            if any(n != names[0] for n in names):
-                continue
-            found = first_found(track, _state_at)
-            if found is not None:
-                loaded = [place for facts in world.facts for place in facts.states_loaded]
-                measured, *others = found.where
-                where = [measured, *dict.fromkeys(with_text(loaded)), *others]
-                yield replace(found, where=where, optimizer=track.key)
+        loaded = [place for facts in world.facts for place in facts.states_loaded]
+        for found in first_of_each(filter(_have_one_state, world.in_step), _state_at):
+            measured, *others = found.where
+            where = [measured, *dict.fromkeys(with_text(loaded)), *others]
+            yield replace(found, where=where)
+
+
+def _have_one_state(track: SharedTrack) -> bool:
+    """Not where the k-th steps of the ranks are not the same step.
+
+    Nor where momentum of own gradients, or what was not sent, is a rank's own.
+    """
+    named_alike = all(t.state_names == track.first.state_names for t in track.tracks.values())
+    return named_alike and not track.counts_differ and not reduces_in_its_step(track)
 
 
 def _state_at(track: SharedTrack, number: int) -> Finding | None:
     states = {r: s.state for r, s in track.steps(number).items() if s.state is not None}
     if len(states) < 2 or len({len(s.hashes) for s in states.values()}) > 1:
         return None
-    names = next(iter(track.tracks.values())).state_names
+    names = track.first.state_names
     replicas = {shared.name for shared in track.parameters if shared.groups == [track.ranks]}
     different = []
     for index in range(len(next(iter(states.values())).hashes)):
@@ -262,11 +249,9 @@ class StepCounts:
     def judge(self, world: World) -> Iterable[Finding]:
         if world.has_failed or any(f.joins for f in world.facts):
             return
-        for track in world.compared:
-            if track.returns_to_agreement:
-                continue
-            counts = {rank: float(t.count) for rank, t in track.tracks.items()}
-            if len(set(counts.values())) > 1:
+        for track in world.in_step:
+            if track.counts_differ:
+                counts = {rank: float(t.count) for rank, t in track.tracks.items()}
                 yield COUNT.finding(
                     f"{track.key.split('#')[0]} stepped a different number of times: "
                     f"{numbers(counts)}",

@@ -64,7 +64,7 @@ def _idle_since(track: SharedTrack) -> int | None:
     """The first step from which on the rate of all groups is 0, after one in which it was not."""
     first: int | None = None
     was_at_work = False
-    for step in next(iter(track.tracks.values())).steps:
+    for step in track.first.steps:
         at_work = any(group.get("lr", 1.0) > 0.0 for group in step.hyper)
         was_at_work |= at_work
         if at_work:

@@ -30,6 +30,7 @@ def equal_seeds(loadings: dict[int, Loading]) -> Finding | None:
         return None
     drawn, otherwise = _drawn(_side_by_side(with_workers), by_hand=False)
     measured = drawn and not otherwise and first.indices and _trains_on_different(with_workers)
+    seeds_itself = any(worker is not None and worker.changed for worker in first.drawn)
     how = (
         f", and reading their first samples drew from {' and '.join(sorted(drawn))} the same way"
         if measured
@@ -43,13 +44,8 @@ def equal_seeds(loadings: dict[int, Loading]) -> Finding | None:
         severity="warning" if measured else None,
         rank=sorted(with_workers),
         evidence={"base_seed": first.worker_seed, "generators": sorted(drawn)},
-        where=[*(first.seeded_at if _are_seeded(first) else ()), *first.where],
+        where=[*(first.seeded_at if seeds_itself else ()), *first.where],
     )
-
-
-def _are_seeded(loading: Loading) -> bool:
-    """By a function of the program's?"""
-    return any(worker is not None and worker.changed for worker in loading.drawn)
 
 
 def _side_by_side(loadings: dict[int, Loading]) -> list[list[WorkerDraws]]:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that nobody trains and that training calls: teachers, targets, feature extractors.
+"""Modules that training calls: those that nobody trains, and the mode of the trained ones.
 
-No wrapper or optimizer knows them, so nothing makes them the same on all ranks.
+No wrapper or optimizer knows a teacher, a target or a feature extractor, so nothing makes them the
+same on all ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import weakref
 import zlib
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.audit.facts import FrozenModule
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.audit.facts import FrozenModule, Mode
 from lockstep.audit.fingerprint import take
 from lockstep.audit.prints import samples_per_tensor
 from lockstep.audit.probe.frames import users_lines
@@ -91,3 +94,27 @@ def prints_of(
             )
         )
     return found
+
+
+def note_acting(probe: Probe, module: torch.nn.Module) -> None:
+    """Remember the wrapper, or else the first module with something to train, that a step calls."""
+    is_wrapper = isinstance(module, DistributedDataParallel)
+    if probe.recent.acting is not None and not is_wrapper:
+        return
+    if is_wrapper or any(p.requires_grad for p in module.parameters()):
+        acting = (weakref.ref(module), users_lines())
+        for window in probe.each_window():
+            if window.acting is None or is_wrapper:
+                window.acting = acting
+
+
+def note_mode(probe: Probe) -> None:
+    """Only now: it may have been called to evaluate, on this rank alone, before it was trained."""
+    for window in probe.each_window():
+        module = None if window.acting is None else window.acting[0]()
+        if module is None or window.acting is None or window.mode:
+            continue
+        flags = bytes(part.training for part in module.modules())
+        window.mode = Mode(
+            type(module).__name__, len(flags), sum(flags), zlib.crc32(flags), window.acting[1]
+        )

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is not the same in the modules that ranks call, beside what their optimizers hold.
+
+The mode of those that are trained; the weights of those that nobody trains and training uses, as a
+teacher, a target or a feature extractor; the buffers, such as BatchNorm's statistics, with which
+ranks evaluate.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lockstep.audit.rules.base import Code, first_of_each, named, numbers
+from lockstep.audit.rules.replicas import BEFORE, BETWEEN
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from lockstep.audit.facts import Evaluation, FrozenModule, Step
+    from lockstep.audit.finding import Finding
+    from lockstep.audit.prints import Fingerprint
+    from lockstep.audit.shared_track import SharedTrack
+    from lockstep.audit.world import World
+
+MODE = Code("LS311", "ranks train in different modes")
+
+
+class Modes:
+    """Compares `training` of the parts of the module that each rank's backward was about."""
+
+    codes = (MODE,)
+
+    def judge(self, world: World) -> Iterable[Finding]:
+        # The module is one, however many optimizers step its parameters.
+        return itertools.islice(first_of_each(world.compared, _mode_at_step), 1)
+
+
+def _mode_at_step(track: SharedTrack, number: int) -> Finding | None:
+    modes = {rank: step.mode for rank, step in track.steps(number).items() if step.mode is not None}
+    alike = {(m.module, m.parts) for m in modes.values()}
+    if len(modes) < len(track.ranks) or len(alike) > 1:
+        return None
+    if len({m.flags for m in modes.values()}) == 1:
+        return None
+    name, parts = alike.pop()
+    trained = {rank: mode.training for rank, mode in modes.items()}
+    counts = ", ".join(f"{count} of {parts} on rank {rank}" for rank, count in trained.items())
+    return MODE.finding(
+        f"step {number + 1}: parts of {name} that were in training mode: {counts}. Dropout and "
+        "BatchNorm do not do the same on all ranks",
+        "call `model.train()` on every rank after an evaluation, also where one rank evaluates",
+        rank=sorted(trained),
+        step=number + 1,
+        evidence={
+            "training": {str(rank): count for rank, count in trained.items()},
+            "parts": parts,
+        },
+        where=next(iter(modes.values())).where,
+    )
+
+
+_ALLOWED = 1e-6
+
+
+class Frozen:
+    """Compares what all ranks called in a step and no optimizer holds."""
+
+    codes = (BEFORE, BETWEEN)
+
+    def judge(self, world: World) -> Iterable[Finding]:
+        if world.is_model_parallel:
+            return
+        for found in itertools.islice(first_of_each(world.in_step, _frozen_at_step), 1):
+            # Where the replicas themselves differ, what follows them does too.
+            yield replace(found, optimizer="*")
+
+
+def _frozen_at_step(track: SharedTrack, number: int) -> Finding | None:
+    steps = track.steps(number)
+    if len(steps) < len(track.ranks):
+        return None
+    for at_once in _side_by_side(steps):
+        different = _different_weights(at_once)
+        if different:
+            return _of_frozen(track, number, at_once, different)
+    return None
+
+
+def _side_by_side(steps: dict[int, Step]) -> list[dict[int, FrozenModule]]:
+    """The k-th module of a kind that each rank called, if all called as many of that kind.
+
+    Not where all called the same modules, each in an order of its own.
+    """
+    found = []
+    first = next(iter(steps.values()))
+    for key in dict.fromkeys(each.key for each in first.frozen):
+        alike = {r: [f for f in step.frozen if f.key == key] for r, step in steps.items()}
+        as_many = len({len(modules) for modules in alike.values()}) == 1
+        if as_many and len({_whatever_order(modules) for modules in alike.values()}) > 1:
+            found += [
+                dict(zip(alike, at_once, strict=True))
+                for at_once in zip(*alike.values(), strict=True)
+            ]
+    return found
+
+
+def _whatever_order(modules: list[FrozenModule]) -> tuple[bytes, ...]:
+    return tuple(sorted(each.prints.hashes.tobytes() for each in modules))
+
+
+def _different_weights(at_once: dict[int, FrozenModule]) -> list[int]:
+    """Not what an optimizer holds or held on a rank: its steps are where that is compared."""
+    prints: list[Fingerprint] = [each.prints for each in at_once.values()]
+    hashes = np.array([p.hashes for p in prints])
+    norms = np.array([p.norms for p in prints])
+    spread = norms.max(axis=0) - norms.min(axis=0)
+    apart = (hashes != hashes[0]).any(axis=0) & ~(spread <= _ALLOWED * norms.max(axis=0))
+    held = {name for each in at_once.values() for name in each.held}
+    names = next(iter(at_once.values())).names
+    return [int(place) for place in np.flatnonzero(apart) if names[place] not in held]
+
+
+def _of_frozen(
+    track: SharedTrack, number: int, at_once: dict[int, FrozenModule], different: list[int]
+) -> Finding:
+    first = next(iter(at_once.values()))
+    names = [first.names[place] for place in different]
+    norms = {rank: float(each.prints.norms[different[0]]) for rank, each in at_once.items()}
+    since = number > track.numbers[0]
+    code = BETWEEN if since else BEFORE
+    when = f"by step {number + 1}" if since else "at the first step"
+    return code.finding(
+        f"{when} the ranks called {first.module} modules that no optimizer trains and whose "
+        f"weights differ: {named(names)} (norm of `{names[0]}`: {numbers(norms)})",
+        "build, load and update it on every rank alike: nothing else makes it the same. If it is "
+        "meant to differ, `lockstep.local(module)`",
+        rank=sorted(norms),
+        step=number + 1,
+        parameters=names,
+        evidence={"norms": {str(r): n for r, n in norms.items()}},
+        where=first.where,
+    )
+
+
+EVALUATED = Code("LS309", "ranks evaluate with different buffers")
+
+
+class Buffers:
+    """Only at an evaluation: between forwards they differ in every healthy run."""
+
+    codes = (EVALUATED,)
+
+    def judge(self, world: World) -> Iterable[Finding]:
+        ledgers = world.ledgers
+        if len(ledgers) < 2 or world.alone:
+            return
+        for at_once in _of_all_ranks([led.evaluations for led in ledgers.values()]):
+            first = at_once[0]
+            at_home = {name.rpartition(".")[0] for t in world.tracks for name in t.at_home}
+            different = [
+                index
+                for index in _different_buffers(at_once)
+                if first.names[index].rpartition(".")[0] not in at_home
+            ]
+            if different:
+                names = [first.names[i] for i in different]
+                yield EVALUATED.finding(
+                    f"after step {first.step} the ranks evaluated {first.module} with "
+                    f"different {named(names)}: each has another model",
+                    "evaluate through the wrapper (it broadcasts rank 0's buffers), use "
+                    "SyncBatchNorm, or evaluate on one rank",
+                    rank=sorted(ledgers),
+                    optimizer="*",
+                    step=first.step or None,
+                    parameters=names,
+                    evidence={
+                        "norms": {
+                            str(r): float(e.buffers.norms[different[0]])
+                            for r, e in zip(ledgers, at_once, strict=True)
+                        }
+                    },
+                    where=first.where,
+                )
+                return
+
+
+def _of_all_ranks(evaluations: list[list[Evaluation]]) -> list[tuple[Evaluation, ...]]:
+    """The first after a step with the first on all ranks, the second with the second."""
+    by_rank: list[dict[tuple[object, ...], Evaluation]] = []
+    for of_rank in evaluations:
+        found: dict[tuple[object, ...], Evaluation] = {}
+        for one in of_rank:
+            place = sum(known[0] == one.step for known in found)
+            found[one.step, place, tuple(one.names)] = one
+        by_rank.append(found)
+    shared = [known for known in by_rank[0] if all(known in found for found in by_rank)]
+    return [tuple(found[known] for found in by_rank) for known in shared]
+
+
+def _different_buffers(at_once: Sequence[Evaluation]) -> list[int]:
+    """Buffers that are not the same on all ranks, by more than rounding.
+
+    By their elements too: two masks that keep as much of a layer have the same norm.
+    """
+    norms = np.array([e.buffers.norms for e in at_once])
+    apart = _spread(norms) > 1e-6 * np.abs(norms).max(axis=0)
+    samples = np.array([e.buffers.samples for e in at_once])
+    place = 0
+    for index, count in enumerate(at_once[0].counts):
+        held = samples[:, place : place + count]
+        place += count
+        if count and _spread(held).max() > 1e-5 * np.abs(held).max():
+            apart[index] = True
+    return [int(index) for index in np.flatnonzero(apart)]
+
+
+def _spread(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    difference: np.ndarray[Any, Any] = values.max(axis=0) - values.min(axis=0)
+    return difference
