@@ -135,6 +135,11 @@ class TrainingParts:
         """All buffers, those included that are not persistent, which a checkpoint omits."""
         return (buffer for each in (*self.modules(), *self.averages) for buffer in each.buffers())
 
+    @property
+    def has_local_tensors(self) -> bool:
+        """Whether each rank has weights or buffers of its own (`lockstep.local`)."""
+        return any(map(is_local, (*self.parameters(), *self.buffers())))
+
     def unsaved_buffers(self) -> list[torch.Tensor]:
         """The modules' buffers that ``state_dict()`` leaves out."""
         return [

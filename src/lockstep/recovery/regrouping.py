@@ -171,9 +171,7 @@ class Regrouping:
         self, purpose: str | None, is_abandoned: bool, table: RankTable
     ) -> dict[WorkerHandle, SurvivorState]:
         """Let all members leave the group; a member that fails is lost. Empty if all are lost."""
-        call = leave_broken_group.with_args(
-            purpose, is_abandoned=is_abandoned, on_disk=self._on_disk()
-        )
+        call = leave_broken_group.with_args(purpose, is_abandoned=is_abandoned)
         while members := list(self._workers.members):
             self._watchdog.begin_call()
             pending_call = self._engine.perform(
@@ -224,8 +222,8 @@ class Regrouping:
         restore = None
         if self._engine.spec.keeps_memory_checkpoints:
             held = [() if state is None else state.held for state in states]
-            last_written = max((each.step for each in self._on_disk()), default=0)
-            restore = find_restore(held, furthest, last_written)
+            on_disk = self._on_disk()
+            restore = find_restore(held, furthest, on_disk[-1].step if on_disk else 0)
             if restore is None and (restore := self._read_from_disk(furthest, table)) is None:
                 return None
         self._workers.generation += 1
@@ -271,6 +269,8 @@ class Regrouping:
                     state = open_checkpoint(restore.directory)
                     return restore if self._send(state, table) else None
                 except CheckpointError as error:
+                    if self._engine.ended_by is not None:
+                        raise
                     _log.warning("%s cannot be read: %s", restore.directory, error)
                     refused = error
         raise _parts_lost_error(table.lost_workers) from refused

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import checkpoint
 from lockstep.checkpoint import StoredTensor
+from lockstep.errors import CheckpointError
 from lockstep.tensor_tree import leaves_of
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 
@@ -61,12 +62,17 @@ def read_rows(
         As `begin_load`.
 
     Raises:
-        CheckpointError: a file is damaged.
+        CheckpointError: a file is damaged, or cannot be read.
     """
     worker.incoming = None
     place = worker.place_among(rank, size)
     stored = next((leaf for leaf in leaves_of(state) if isinstance(leaf, StoredTensor)), None)
-    if stored is not None and not checkpoint.is_here(stored):
-        return place
-    worker.incoming = checkpoint.read_own_tensors(state, *place)
+    try:
+        if stored is not None and not checkpoint.is_here(stored):
+            return place
+        worker.incoming = checkpoint.read_own_tensors(state, *place)
+    except OSError as error:
+        raise CheckpointError(
+            "a checkpoint cannot be read", where=error.filename, cause=str(error)
+        ) from error
     return None

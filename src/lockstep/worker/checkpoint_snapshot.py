@@ -129,7 +129,7 @@ class SnapshotTaker:
             Where `_needs_all_ranks`, when a copy is due: every rank.
 
         Returns:
-            Whether this rank has copied its part of the state, and training goes on from there.
+            Whether a copy was taken from which training goes on.
         """
         is_settled = self.is_settled(committed)
         if self._is_requested and not self._needs_all_ranks:
@@ -141,7 +141,7 @@ class SnapshotTaker:
         if self._worker.operator._lockstep_overrides(TrainingOperator.train_epoch):
             return False
         self._copy()
-        return self._worker.spec.saves_parts
+        return True
 
     def is_settled(self, committed: CommittedCounts) -> bool:
         """Whether no gradients wait for the next batch; the same on every rank."""
@@ -157,7 +157,7 @@ class SnapshotTaker:
         if not self._is_due or not (self._has_own_loop or self._is_between_windows):
             return False
         self._copy()
-        return self._worker.spec.saves_parts
+        return True
 
     @property
     def _committed(self) -> int:

@@ -35,10 +35,7 @@ from lockstep.worker.survivor_state import RunPosition, SurvivorState
 from lockstep.worker.worker import Undone
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from lockstep.operator.training_parts import TrainingParts
-    from lockstep.worker.checkpoint_snapshot import CheckpointOnDisk
     from lockstep.worker.memory_recovery import StateRestore
     from lockstep.worker.process_group import Rendezvous
     from lockstep.worker.worker import Worker
@@ -71,7 +68,6 @@ def leave_broken_group(
     interrupted: str | None,
     *,
     is_abandoned: bool = False,
-    on_disk: Sequence[CheckpointOnDisk] = (),
 ) -> SurvivorState:
     """Leave the group and undo the step that was not committed. Idempotent.
 
@@ -79,7 +75,6 @@ def leave_broken_group(
         interrupted: the purpose of the loop that not all workers have completed; None if another
             call was interrupted.
         is_abandoned: the call does not go on: it has ended with the last committed step.
-        on_disk: the run's checkpoints there.
     """
     memory = worker.memory
     if memory is not None:
@@ -109,11 +104,7 @@ def leave_broken_group(
         },
         held=memory.held,
         calls=tuple(memory.calls),
-        saved={
-            (each.step, each.call): memory.saved[each.step, each.call]
-            for each in on_disk
-            if (each.step, each.call) in memory.saved
-        },
+        saved=dict(memory.saved),
     )
     return worker.survivor
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 _COST: Final = 0.01
 """The part of the time that checkpoints may take."""
 
-_MOST_SAVED: Final = 3
+_MOST_SAVED: Final = 8
 """Checkpoints on the disk, or on their way, from which the run can go on."""
 
 _FIRST_INTERVAL: Final = 8
@@ -216,10 +216,12 @@ class MemoryCheckpoints:
             progress: of the call; None after it.
         """
         worker = self._worker
-        # What such loops have between two batches, and gradients that wait, no checkpoint holds.
+        # No checkpoint on the disk holds what such a loop has between two batches, gradients that
+        # wait, and what is each rank's own.
         if (
             worker.operator._lockstep_overrides_loop()
             or worker.rollback.window_gradients() is not None
+            or worker.run.has_local_tensors
         ):
             return
         call = self._num_calls if progress is None else worker.call_number

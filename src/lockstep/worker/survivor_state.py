@@ -37,7 +37,7 @@ class SurvivorState:
         other_places: epoch and step in data that is not for training, by purpose.
         held: the parts of memory checkpoints that it has, each with the rank whose part it is.
         calls: see `MemoryCheckpoints`.
-        saved: those of `MemoryCheckpoints` that are on the disk.
+        saved: see `MemoryCheckpoints`.
     """
 
     position: RunPosition | None
