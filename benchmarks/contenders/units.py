@@ -36,6 +36,8 @@ WIDTH = {"cpu": 320, "cuda": 2048}
 """30 M and 1.2 G parameters."""
 STEPS = 3
 PAIRS = 8
+WARM_UP = 3
+"""Two steps in which the ranks compare the order of units, and the first one that follows it."""
 
 
 def _model(device: torch.device) -> nn.Module:
@@ -148,7 +150,8 @@ def _trace(step: Callable[[], None], memory: _Memory) -> list[tuple[float, float
 def _measure(side: str | None, device: torch.device, *, trace: bool) -> dict[str, object]:
     if side is None:
         ours, theirs = _step("units", device), _step("torch", device)
-        ours(), theirs()
+        for _ in range(WARM_UP):
+            ours(), theirs()
         times = interleaved(ours, theirs, pairs=PAIRS, steps=STEPS, meet=dist.barrier)
         return {"step": {name: [1000 * t for t in values] for name, values in times.items()}}
     memory = _Memory(device)
