@@ -33,6 +33,9 @@ def runs_on_two_hosts(sync, spares, places, *, patient=True, hang_s=HANG_S):
     assert undisturbed["neighbours"]
     assert undisturbed["first is here"]
     assert undisturbed["recoveries"] == []
+    for one in found:
+        # On a busy machine steps are late without any fault as well.
+        one["limit_s"] = hang_s + 1 + undisturbed["gap_s"]
     return found
 
 
@@ -42,8 +45,7 @@ def test_the_near_workers_go_on_and_the_far_side_does_not(sync, spares):
     for one in runs_on_two_hosts(sync, spares, PLACES):
         (recovery,) = one["recoveries"]
         assert one["workers"] == recovery["workers"] == 2 + spares, one
-        # A second at most on an idle machine; Ray alone would take half a minute.
-        assert one["gap_s"] < HANG_S + 5, one
+        assert one["gap_s"] < one["limit_s"], one
         assert one["off"] <= 1e-12, one
         assert one["bits"] or sync != "replicate", one
         # The link is up again: the far processes end, and nothing of theirs is taken.

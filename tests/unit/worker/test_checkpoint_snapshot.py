@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a snapshot is due after a recovery: a checkpoint that was being written may be missing."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from lockstep.worker.checkpoint_snapshot import SnapshotTaker
+
+
+@pytest.mark.parametrize(
+    ("committed", "last_written", "is_due"),
+    [
+        (13, 10, False),
+        (13, 5, True),  # that of step 10 is missing
+        (13, 0, True),
+        (3, 0, False),
+        (3, 10, False),  # `load` has led back to before the newest one
+        (13, None, False),  # a sync under which rank 0 has the whole state
+    ],
+)
+def test_one_that_is_not_on_the_disk_is_due_again(committed, last_written, is_due):
+    operator = SimpleNamespace(_lockstep=SimpleNamespace(committed=committed))
+    taker = SnapshotTaker(
+        SimpleNamespace(operator=operator, spec=SimpleNamespace(checkpoint_every=5))
+    )
+    taker.forget(last_written)
+    assert taker._is_due == is_due
