@@ -9,7 +9,7 @@ from tests.ray.surviving import digest_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import TorchTrainer, TrainingOperator
+from lockstep import TorchTrainer, TrainingOperator, local
 from lockstep.keys import BATCH_SIZE, NUM_STEPS
 from lockstep.testing import Strike, struck
 
@@ -42,6 +42,8 @@ class InShards(TrainingOperator):
 
     def setup(self, config):
         model = network(config.get("noise", 0.0))
+        if config.get("own"):
+            model.register_buffer("own", local(torch.zeros(())))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         self.model, self.optimizer, self.criterion, self.scheduler = self.register(
             models=model,

@@ -23,7 +23,7 @@ from tests.ray.surviving_in_shards import (
     undisturbed,
 )
 
-from lockstep import Callback
+from lockstep import Callback, checkpoint
 from lockstep.errors import ConfigurationError, WorkerDiedError
 
 # Each death starts a process that imports torch: seconds, and many where the processors are busy.
@@ -173,6 +173,42 @@ def test_whole_models_with_optimizers_in_shards():
     assert digest_of(model) == bits
     assert counts(results) == counts(expected)
     assert recovery["workers"] == 3
+
+
+@pytest.mark.slow
+def test_a_host_that_does_not_see_the_directory_is_sent_its_rows(tmp_path):
+    _, _, bits = undisturbed(InShards)
+    arguments = {"spare_workers": 2, **_on_disk(tmp_path)}
+    with trainer_of(OnAHostOfItsOwn, [kill(1, 13), kill(2, 13)], **arguments) as trainer:
+        _, model = run(trainer)
+        paths = [each["checkpoint"] for each in trainer.status()["recoveries"]]
+        (asked, *_) = trainer.apply_all_operators(lambda operator: operator.asked)
+    assert digest_of(model) == bits
+    assert any(paths)
+    assert asked
+
+
+class OnAHostOfItsOwn(InShards):
+    """Rank 0 finds no checkpoint under the path that it is told, as on a host without the disk."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.asked = []
+        if self.world_rank == 0:
+            checkpoint.is_here = self._sees_nothing
+
+    def _sees_nothing(self, stored):
+        self.asked.append(stored.folder)
+        return False
+
+
+@pytest.mark.slow
+def test_what_is_each_ranks_own_is_on_no_disk(tmp_path):
+    strikes = [kill(1, 8), kill(2, 8)]
+    with trainer_of(InShards, strikes, {"own": True}, **_on_disk(tmp_path)) as trainer:
+        with pytest.raises(WorkerDiedError, match="part of the state is lost"):
+            trainer.train()
+        assert os.listdir(tmp_path)
 
 
 def _halve(operator):
@@ -419,6 +455,42 @@ def test_a_checkpoint_of_before_a_change_is_not_gone_back_to(tmp_path):
         trainer.apply_all_operators(_halve)
         with pytest.raises(WorkerDiedError, match="part of the state is lost"):
             trainer.train(num_steps=3)
+
+
+@pytest.mark.slow
+def test_a_host_that_does_not_see_the_directory_is_sent_its_rows(tmp_path):
+    _, _, bits = undisturbed(InShards)
+    arguments = {"spare_workers": 2, **_on_disk(tmp_path)}
+    with trainer_of(OnAHostOfItsOwn, [kill(1, 13), kill(2, 13)], **arguments) as trainer:
+        _, model = run(trainer)
+        paths = [each["checkpoint"] for each in trainer.status()["recoveries"]]
+        (asked, *_) = trainer.apply_all_operators(lambda operator: operator.asked)
+    assert digest_of(model) == bits
+    assert any(paths)
+    assert asked
+
+
+class OnAHostOfItsOwn(InShards):
+    """Rank 0 finds no checkpoint under the path that it is told, as on a host without the disk."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.asked = []
+        if self.world_rank == 0:
+            checkpoint.is_here = self._sees_nothing
+
+    def _sees_nothing(self, stored):
+        self.asked.append(stored.folder)
+        return False
+
+
+@pytest.mark.slow
+def test_what_is_each_ranks_own_is_on_no_disk(tmp_path):
+    strikes = [kill(1, 8), kill(2, 8)]
+    with trainer_of(InShards, strikes, {"own": True}, **_on_disk(tmp_path)) as trainer:
+        with pytest.raises(WorkerDiedError, match="part of the state is lost"):
+            trainer.train()
+        assert os.listdir(tmp_path)
 
 
 def _halve(operator):
