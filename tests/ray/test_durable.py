@@ -20,7 +20,7 @@ SAME_BITS = {"num_shards": 4, "reproducible": True}
 
 
 def steps_in(folder):
-    return [int(path.stem.removeprefix("step-")) for path in sorted(Path(folder).iterdir())]
+    return [int(path.stem.removeprefix("step-")) for path in sorted(Path(folder).glob("step-*"))]
 
 
 def run_through(operator_cls=Classifier, **arguments):

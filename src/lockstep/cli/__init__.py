@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lockstep train``, ``lockstep audit``, ``lockstep explain`` and ``lockstep completion``."""
+"""``lockstep train``, ``replay``, ``audit``, ``explain`` and ``completion``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Make the parser of the whole command line; imports no torch."""
     from lockstep.audit.options import add_arguments as add_audit
     from lockstep.cli.completion import SHELLS
+    from lockstep.cli.replay_options import add_arguments as add_replay
     from lockstep.cli.train_options import add_arguments as add_train
 
     parser = argparse.ArgumentParser(prog="lockstep", description=DESCRIPTION)
@@ -33,6 +34,13 @@ def make_parser() -> argparse.ArgumentParser:
         description="Train an operator with several workers, on this machine or on a Ray cluster.",
     )
     add_train(train)
+    replay = commands.add_parser(
+        "replay",
+        help="compute a step of a run again, and compare it with the run's log",
+        description="Compute a step of a run again in one process, and compare it with the run's"
+        " log. Exit code: 0 for the same bits, 65 if something differs.",
+    )
+    add_replay(replay)
     audit = commands.add_parser(
         "audit",
         help="run a training script on several ranks and name what is silently wrong",
@@ -71,6 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from lockstep.cli.train_command import run
 
         return run(read)
+    if read.command == "replay":
+        from lockstep.cli.replay_command import run as run_replay
+
+        return run_replay(read)
     if read.command == "completion":
         from lockstep.cli.completion import print_script
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports the operator class that ``lockstep train`` is given as ``MODULE:OPERATOR``."""
+"""Imports the operator class that a command is given as ``MODULE:OPERATOR``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
 
 
-def import_operator(name: str) -> type[TrainingOperator]:
-    """Import the class, from the current folder or from the folder of its file.
+def import_operator(name: str, folder: str | None = None) -> type[TrainingOperator]:
+    """Import the class, from `folder` (the current one) or from the folder of its file.
 
     The folder is put on the import path of this process and of the workers that it starts. Other
     machines of a cluster need the code as well: ``ray job submit --working-dir .`` sends it.
@@ -35,7 +35,7 @@ def import_operator(name: str) -> type[TrainingOperator]:
             got=name,
             fix="lockstep train package.module:Digits, or path/to/file.py:Digits",
         )
-    module = _import_module(module_name)
+    module = _import_module(module_name, Path(folder or Path.cwd()))
     found = getattr(module, class_name, None)
     if found is None or not _is_operator(found):
         raise _no_such_operator_error(module, module_name, class_name, found)
@@ -43,8 +43,8 @@ def import_operator(name: str) -> type[TrainingOperator]:
     return operator
 
 
-def _import_module(name: str) -> Any:
-    folder, module = Path.cwd(), name
+def _import_module(name: str, folder: Path) -> Any:
+    module = name
     if name.endswith(".py"):
         path = Path(name).resolve()
         if not path.is_file():

@@ -4,13 +4,54 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lockstep.metrics.average_meters import AverageMeterCollection
+from lockstep.metrics.metric_values import as_number, read_numbers
+from lockstep.weight_hashes import read_hashes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from lockstep.weight_hashes import PartHash, UnreadHash
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one worker knows of a step, to compare it with the same step computed again.
+
+    Attributes:
+        epoch: the pass over the data, from 0.
+        index: the number of the global batch in it, from 0.
+        rates: the learning rates that its optimizers stepped with, of all parameter groups.
+        losses: the loss of each of the worker's shards, by shard; the default loop's.
+        weights: hashes of some parts of the weights after the step; rank 0's.
+    """
+
+    epoch: int
+    index: int
+    rates: Sequence[float]
+    losses: Mapping[int, float]
+    weights: Sequence[PartHash]
+
+
+@dataclass
+class _OpenRecord:
+    """A `StepRecord` with numbers that may still be on a device."""
+
+    epoch: int = 0
+    index: int = 0
+    rates: list[Any] = field(default_factory=list)
+    losses: dict[int, Any] = field(default_factory=dict)
+    weights: Sequence[UnreadHash] = ()
+
+    def read(self) -> StepRecord:
+        losses = dict(zip(self.losses, read_numbers([*self.losses.values()]), strict=True))
+        rates = read_numbers(self.rates)
+        return StepRecord(self.epoch, self.index, rates, losses, read_hashes(self.weights))
 
 
 @dataclass(frozen=True)
@@ -21,11 +62,25 @@ class StepRow:
         step: number of steps since the run began; a multiple of the log's `every`.
         epoch: number of passes over the data that have begun.
         sums: see `AverageMeterCollection.state`.
+        record: of step `step`; None unless the trainer asks for records.
     """
 
     step: int
     epoch: int
     sums: dict[str, Any]
+    record: StepRecord | None = None
+
+
+@dataclass
+class _Step:
+    """A step, and what was reported of it."""
+
+    number: int = 0
+    epoch: int = 0
+    reports: list[tuple[Mapping[str, Any], float, Mapping[str, float]]] = field(
+        default_factory=list
+    )
+    record: _OpenRecord = field(default_factory=_OpenRecord)
 
 
 class StepLog:
@@ -37,55 +92,89 @@ class StepLog:
 
     The way of a metric: `add` stores it with the batch on which the worker computes; `commit` moves
     it to that batch's step; and when the step can no longer be undone, `commit` adds it to a row.
+
+    Args:
+        every: the steps of a row.
+        hash_weights: hashes parts of the weights after a step with the given number; None for rows
+            without records.
     """
 
-    def __init__(self, every: int) -> None:
+    def __init__(
+        self, every: int, hash_weights: Callable[[int], Sequence[UnreadHash]] | None = None
+    ) -> None:
         self._every = every
-        self._batch_reports: list[tuple[Mapping[str, Any], float, Mapping[str, float]]] = []
-        self._undoable: list[tuple[int, int, list[Any]]] = []
+        self._hash_weights = hash_weights
+        self._current = _Step()
+        self._undoable: list[_Step] = []
         self._open_row = AverageMeterCollection()
         self._latest = 0
         self._lock = threading.Lock()
-        self._rows: list[tuple[int, int, AverageMeterCollection]] = []
+        self._rows: list[tuple[_Step, AverageMeterCollection]] = []
 
     def add(self, metrics: Mapping[str, Any], n: float, partial: Mapping[str, float]) -> None:
         """Store the metrics of the current batch; see `AverageMeterCollection.update`."""
-        self._batch_reports.append((dict(metrics), n, dict(partial)))
+        self._current.reports.append((dict(metrics), n, dict(partial)))
 
-    def commit(self, step: int, epoch: int, *, is_settled: bool) -> None:
-        """End the current batch as step number `step`, which may be undone unless `is_settled`."""
-        self._undoable.append((step, epoch, self._batch_reports))
-        self._batch_reports = []
+    def note_loss(self, shard: int, loss: Any) -> None:
+        """Store the loss of one shard of the current batch."""
+        self._current.record.losses[shard] = as_number(loss)
+
+    def note_rates(self, rates: Iterable[Any]) -> None:
+        """Store the learning rates that an optimizer has stepped with."""
+        # A rate that is a tensor changes in place.
+        copies = [r.clone() if isinstance(r, torch.Tensor) else float(r) for r in rates]
+        self._current.record.rates += copies
+
+    def commit(self, step: int, epoch: int, place: tuple[int, int], *, is_settled: bool) -> None:
+        """End the current batch as step number `step`, which may be undone unless `is_settled`.
+
+        Args:
+            epoch: number of passes over the data that have begun.
+            place: the batch's pass, from 0, and its number in it.
+        """
+        ended, self._current = self._current, _Step()
+        ended.number, ended.epoch = step, epoch
+        if self._hash_weights is not None:
+            ended.record.epoch, ended.record.index = place
+            ended.record.weights = self._hash_weights(step)
+        self._undoable.append(ended)
         if not is_settled:
             return
         unsettled, self._undoable = self._undoable, []
-        for self._latest, begun, reported in unsettled:
-            for metrics, n, partial in reported:
+        for each in unsettled:
+            self._latest = each.number
+            for metrics, n, partial in each.reports:
                 self._open_row.update(metrics, n=n, partial=partial)
-            if self._latest % self._every == 0:
+            if each.number % self._every == 0:
                 with self._lock:
-                    self._rows.append((self._latest, begun, self._open_row))
+                    self._rows.append((each, self._open_row))
                 self._open_row = AverageMeterCollection()
 
     def rewind_to(self, step: int) -> None:
         """Forget the steps after `step`: the run goes on from there."""
-        self._batch_reports = []
-        self._undoable = [each for each in self._undoable if each[0] <= step]
+        self._current = _Step()
+        self._undoable = [each for each in self._undoable if each.number <= step]
         with self._lock:
-            self._rows = [row for row in self._rows if row[0] <= step]
+            self._rows = [row for row in self._rows if row[0].number <= step]
         if self._latest > step:
             self._open_row, self._latest = AverageMeterCollection(), step
 
     def begin_call(self) -> None:
         """Forget the rows of the previous call, whose report has held them."""
-        self._batch_reports = []
+        self._current = _Step()
         with self._lock:
             self._rows = []
 
     def rows_after(self, step: int) -> list[StepRow]:
         """The rows after `step`; the earlier ones are forgotten."""
         with self._lock:
-            rows = self._rows = [row for row in self._rows if row[0] > step]
+            rows = self._rows = [row for row in self._rows if row[0].number > step]
             rows = list(rows)
         # Read outside the lock: finished rows do not change, and reading may wait for a device.
-        return [StepRow(last, begun, meters.state()) for last, begun, meters in rows]
+        has_records = self._hash_weights is not None
+        return [
+            StepRow(
+                last.number, last.epoch, meters.state(), last.record.read() if has_records else None
+            )
+            for last, meters in rows
+        ]

@@ -77,6 +77,10 @@ class ShardResults:
         """Note the metrics of `shard`, and the weight of its loss."""
         self._results.append((metrics, weight))
         self._num_samples += shard.num_samples
+        state = self._operator._lockstep
+        is_one_shard = not (state.global_batch.is_joint or shard.is_borrowed)
+        if state.step_log is not None and self._purpose == "train" and is_one_shard:
+            state.step_log.note_loss(shard.shard, metrics["train_loss"])
 
     def metrics(self) -> dict[str, Any]:
         """The batch's metrics, its samples, and its weight if that is the operator's own."""

@@ -17,6 +17,7 @@ from lockstep.errors import (
 )
 from lockstep.operator import TrainingOperator
 from lockstep.trainer.argument_checks import require, require_count
+from lockstep.trainer.run_log import RunLog
 from lockstep.trainer.snapshot_files import write_snapshot
 from lockstep.trainer.state_transfer import refuse_another_run
 
@@ -60,6 +61,11 @@ class CheckpointDirectory:
             self._rotation = Rotation(os.path.abspath(folder), keep, self._read)
             self._rotation.prepare_folder()
         self._source = self._find(resume)
+
+    @property
+    def run_logs(self) -> list[RunLog]:
+        """The run's log, if there is a directory for it."""
+        return [] if self._rotation is None else [RunLog(self._rotation.folder)]
 
     @property
     def is_on(self) -> bool:

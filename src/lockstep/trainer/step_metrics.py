@@ -5,19 +5,21 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.keys import BATCH_COUNT
 from lockstep.metrics import merge
 from lockstep.trainer.argument_checks import require, require_count
 from lockstep.trainer.callbacks import Callback
+from lockstep.trainer.record_listener import RecordListener
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lockstep.metrics.step_log import StepRow
     from lockstep.trainer.callback_list import CallbackList
-    from lockstep.worker import Report
+    from lockstep.worker import Report, WorkerSpec
 
 _log = logging.getLogger("lockstep")
 
@@ -43,14 +45,31 @@ class StepMetrics:
             require_count("every", each.every, optional=True)
         self._listeners = [each for each in listening if each.every is not None]
         self.every = math.gcd(*(each.every or 0 for each in self._listeners))
-        self.restart_at(0)
+        self._restart_at(0)
+
+    def adjust_spec(self, spec: WorkerSpec) -> WorkerSpec:
+        """`spec` with the rows that the callbacks ask for."""
+        return replace(spec, log_every=self.every, records_steps=bool(self._record_listeners))
+
+    @property
+    def _record_listeners(self) -> list[RecordListener]:
+        return [each for each in self._listeners if isinstance(each, RecordListener)]
 
     def restart_at(self, step: int) -> None:
         """Restart at `step`, after a state was loaded."""
+        self._restart_at(step)
+        self.note_change("load_state_dict")
+
+    def _restart_at(self, step: int) -> None:
         self.written = step
         self._gathered: dict[Callback, list[dict[str, Any]]] = {
             each: [] for each in self._listeners
         }
+
+    def note_change(self, what: str) -> None:
+        """Note that something else than training may have changed the state of the run."""
+        for each in self._record_listeners:
+            each.on_change(self.written, what)
 
     def take_live_rows(self, rows: Sequence[tuple[int, Sequence[StepRow]]]) -> None:
         """Take rows while a call runs, up to the last step that all workers have committed.
@@ -65,7 +84,7 @@ class StepMetrics:
         """Take the remaining rows at the end of a call."""
         self._take([row for report in reports for row in report.rows])
         has_none = all(report.sums[BATCH_COUNT] == 0 for report in reports)
-        if self._listeners and has_none:
+        if len(self._listeners) > len(self._record_listeners) and has_none:
             _log.warning(
                 "callbacks ask for the metrics of every %d steps, and the operator's own"
                 " train_epoch has told of none: override train_batch instead, or call"
@@ -82,7 +101,9 @@ class StepMetrics:
                 if step % (callback.every or 1) == 0:
                     metrics = _mean_over_steps(gathered)
                     gathered.clear()
-                    if metrics:
+                    if isinstance(callback, RecordListener):
+                        callback.on_record(step, metrics, [row.record for row in found])
+                    elif metrics:
                         metrics["epoch"] = max(row.epoch for row in found)
                         self._callbacks.tell(callback, Callback.on_step, step, metrics)
 

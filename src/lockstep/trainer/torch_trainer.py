@@ -153,7 +153,9 @@ class TorchTrainer:
         placement = Placement(
             resources, use_gpu, use_local, spare_workers, min_workers, hang_timeout_s
         )
-        self._callbacks = CallbackList(checks.check_functions(initialization_hook, callbacks), self)
+        disk = CheckpointDirectory(checkpoint_dir, checkpoint_every, keep_checkpoints, resume, sync)
+        users = checks.check_functions(initialization_hook, callbacks)
+        self._callbacks = CallbackList([*disk.run_logs, *users], self)
         self._steps = StepMetrics(self._callbacks)
         processes, replicas = checks.processes_and_replicas(sync, num_workers)
         options = Options(
@@ -181,11 +183,9 @@ class TorchTrainer:
             use_gpu=checks.pick_gpu(use_gpu, backend),
             options=checks.check_options(options, operator_cls, use_local=use_local),
             audit=checks.require_choice("audit", audit, ("off", "watch", "full")),
-            log_every=self._steps.every,
             memory_checkpoint_every=checks.check_memory_checkpoints(memory_checkpoint_every),
         )
-        checkpoints = (checkpoint_dir, checkpoint_every, keep_checkpoints, resume, sync)
-        self._start(spec, placement, CheckpointDirectory(*checkpoints), explicit)
+        self._start(spec, placement, disk, explicit)
 
     def _start(
         self,
@@ -195,7 +195,8 @@ class TorchTrainer:
         explicit: Mapping[str, Any],
     ) -> None:
         """Start the workers, and go on from the state that the folder holds."""
-        spec = placement.resolve_gpus(folder.adjust_spec(spec, explicit))
+        spec = self._steps.adjust_spec(folder.adjust_spec(spec, explicit))
+        spec = placement.resolve_gpus(spec)
         self._audit = AuditComparison(spec)
         engine = start_workers(spec, placement)
         self._workers = WorkerCalls(spec, engine)
@@ -337,6 +338,7 @@ class TorchTrainer:
 
     def update_scheduler(self, metric: float) -> None:
         """Step every registered scheduler, giving `metric` to those that take one."""
+        self._steps.note_change("update_scheduler")
         self._workers.call(Worker.update_scheduler.with_args(metric))
 
     def status(self) -> dict[str, Any]:
@@ -413,6 +415,7 @@ class TorchTrainer:
 
     def apply_all_operators(self, fn: Callable[[TrainingOperator], Any]) -> list[Any]:
         """Call ``fn(operator)`` in every worker; results by rank. As `apply_all_workers`."""
+        self._steps.note_change("apply_all_operators")
         return self._workers.call(Worker.call_with_operator.with_args(fn))
 
     @classmethod

@@ -33,6 +33,7 @@ from lockstep.worker.remote_method import (
 )
 from lockstep.worker.report import LoopCounts, Report, StartReport, report_of_lost_worker
 from lockstep.worker.spec import WorkerSpec
+from lockstep.worker.step_records import weight_names
 from lockstep.worker.survivor_state import RunPosition, SurvivorState
 from lockstep.worker.torch_profiler import start_tracing, stop_tracing
 from lockstep.worker.worker import Worker
@@ -91,4 +92,5 @@ __all__ = [
     "stop_tracing",
     "undo_without_peers",
     "verify",
+    "weight_names",
 ]

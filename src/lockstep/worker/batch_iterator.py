@@ -140,7 +140,8 @@ class BatchIterator:
             if state.step_log is not None:
                 is_settled = self._rollback is None or self._rollback.is_settled
                 epoch = self._cursor.epochs_entered
-                state.step_log.commit(state.committed, epoch, is_settled=is_settled)
+                place = self._cursor.epoch, self._cursor.step - 1
+                state.step_log.commit(state.committed, epoch, place, is_settled=is_settled)
         self._check_epoch_end()
         if self._committed.on_commit is not None:
             self._committed.on_commit()

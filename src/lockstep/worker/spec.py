@@ -27,6 +27,7 @@ class WorkerSpec:
 
     Attributes:
         log_every: steps for each row of metrics; 0 without rows.
+        records_steps: rows hold a `StepRecord`; only with `log_every` 1.
         memory_checkpoint_every: the trainer's argument of that name.
     """
 
@@ -42,6 +43,7 @@ class WorkerSpec:
     checkpoint_every: int | None = None
     audit: str = "off"
     log_every: int = 0
+    records_steps: bool = False
     memory_checkpoint_every: int | str | None = "auto"
 
     @property

@@ -15,7 +15,6 @@ import torch
 
 from lockstep.errors import ConfigurationError, PeerLostError
 from lockstep.group import Group
-from lockstep.metrics.step_log import StepLog
 from lockstep.operator.mixed_precision import forget_unscaled
 from lockstep.operator.non_finite_check import add_non_finite_checks
 from lockstep.operator.optimizer_comparison import compare_optimizers
@@ -45,6 +44,7 @@ from lockstep.worker.rollback import Rollback
 from lockstep.worker.run_audit import RunAudit
 from lockstep.worker.spec import config_for
 from lockstep.worker.state_access import StateAccess
+from lockstep.worker.step_records import open_step_log
 
 if TYPE_CHECKING:
     import threading
@@ -216,11 +216,11 @@ class Worker(StateAccess):
             )
         # Set before `setup`, so that `stop` frees what a failing `setup` registered.
         self._operator = operator
-        operator._lockstep.step_log = StepLog(spec.log_every) if spec.log_every else None
         with preserve_rng_state(derive_seed(spec.seed, "setup")):
             returned = cast("Any", operator).setup(operator.config)
         run = registered_parts(operator)
         conclude_setup(operator, run, returned)
+        open_step_log(operator, run, spec)
         if run.sync is not None and spec.num_workers > 1 and not is_spare:
             # `setup` may have changed weights after `register` on some ranks only.
             run.sync.agree_on_values()

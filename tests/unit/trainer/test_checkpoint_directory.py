@@ -4,6 +4,7 @@
 import logging
 import os
 import resource
+import shutil
 import signal
 from pathlib import Path
 
@@ -47,7 +48,7 @@ class OwnEpoch(Regression):
 
 
 def steps_in(folder):
-    return [int(path.stem.removeprefix("step-")) for path in sorted(Path(folder).iterdir())]
+    return [int(path.stem.removeprefix("step-")) for path in sorted(Path(folder).glob("step-*"))]
 
 
 def interrupted(folder, operator, parts, every, **arguments):
@@ -236,7 +237,7 @@ def test_the_directory_has_gone(tmp_path):
     """What a read-only or unmounted directory comes to, for root as well."""
     folder = tmp_path / "run"
     with trainer(checkpoint_dir=folder, checkpoint_every=2) as one:
-        folder.rmdir()
+        shutil.rmtree(folder)
         folder.touch()
         with pytest.raises(CheckpointWriteError, match="a file, not a folder"):
             one.train(num_steps=2)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LoggedRun`: reads the log that `RunLog` writes beside a run's checkpoints."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import CheckpointError
+from lockstep.trainer.run_log import FILE_NAME, FORMAT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+
+@dataclass(frozen=True)
+class LoggedStep:
+    """A line of the log.
+
+    Attributes:
+        line: see `lockstep.trainer.run_log`; ``lr`` is there in each.
+        program: the number of the program that computed the step, from 0.
+    """
+
+    line: Mapping[str, Any]
+    program: int
+
+    @property
+    def weights(self) -> dict[int, tuple[str, float]]:
+        """Bits and norm of the parts of the weights that were hashed, by part."""
+        return {part: (bits, norm) for part, bits, norm in self.line["w"]}
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """The log of a run.
+
+    Attributes:
+        programs: what each program that went on with the run has told of itself.
+        steps: the steps of the run, by number; of an abandoned continuation there are none.
+        changes: the steps after which something else than training may have changed the state, and
+            what did.
+    """
+
+    programs: list[dict[str, Any]]
+    steps: dict[int, LoggedStep]
+    changes: list[tuple[int, str]]
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str]) -> LoggedRun:
+        """Read the log of the run whose `checkpoint_dir` is `folder`.
+
+        Raises:
+            CheckpointError: there is none, or it is of a later version.
+        """
+        run = cls([], {}, [])
+        rates: Any = []
+        for line in _lines(os.path.join(folder, FILE_NAME)):
+            if "run" in line:
+                _refuse_later_format(line["run"], folder)
+                run.programs.append(line["run"])
+                run._go_back_to(line["run"]["from"])
+            elif "changed" in line:
+                run._go_back_to(line["changed"])
+                run.changes.append((line["changed"], line["by"]))
+            elif "step" in line and run.programs:
+                rates = line.setdefault("lr", rates)
+                run.steps[line["step"]] = LoggedStep(line, len(run.programs) - 1)
+        if not run.programs:
+            raise CheckpointError(
+                "this directory has no log of a run",
+                where=os.path.abspath(folder),
+                expected=f"{FILE_NAME}, which TorchTrainer(..., checkpoint_dir=...) writes",
+            )
+        return run
+
+    def _go_back_to(self, step: int) -> None:
+        for later in [each for each in self.steps if each > step]:
+            del self.steps[later]
+        self.changes[:] = [each for each in self.changes if each[0] <= step]
+
+    def program_of(self, step: int) -> dict[str, Any]:
+        """What the program that computed a step has told of itself."""
+        return self.programs[self.steps[step].program]
+
+    def config_of(self, step: int) -> dict[str, Any]:
+        """The config of that program, without the keys that the log could not keep."""
+        config: dict[str, Any] = ast.literal_eval(self.program_of(step)["config"])
+        return config
+
+
+def _lines(path: str) -> Iterator[dict[str, Any]]:
+    """The whole lines of a log; a killed program may have left half of one."""
+    try:
+        with open(path, "rb") as file:
+            for text in file:
+                try:
+                    line = json.loads(text)
+                except ValueError:
+                    continue
+                if isinstance(line, dict):
+                    yield line
+    except FileNotFoundError:
+        return
+
+
+def _refuse_later_format(run: Mapping[str, Any], folder: Any) -> None:
+    if run["format"] > FORMAT:
+        raise CheckpointError(
+            "the log is of a later version of lockstep",
+            where=os.path.abspath(folder),
+            expected=f"format {FORMAT}, or an earlier one",
+            got=f"format {run['format']}",
+            fix="pip install --upgrade lockstep-train",
+        )

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`RunLog`: one file beside a run's checkpoints, with what each step can be computed again from.
+
+JSON lines, only ever appended to. A line is written at once, and read only if it is whole, so that
+a kill at any byte costs the line that was being written. Each program that goes on with the run
+adds a line ``{"run": ...}``; what stands below a line supersedes earlier lines of the same steps.
+
+- ``{"run": {...}}``: versions, processor, and the arguments of the trainer.
+- ``{"step": 17, "at": [1, 5], ...}``: the step is global batch 5 of epoch 1. ``n`` is its number of
+  samples, ``metrics`` their means, ``lr`` the learning rates where they have changed, ``shards`` a
+  checksum of each shard's loss, ``w`` hashes of parts of the weights after the step
+  (`lockstep.weight_hashes`): the part's number, its bits and its norm.
+- ``{"changed": 17, "by": "load_state_dict"}``: after step 17 something else than training may have
+  changed the state.
+- ``{"recovery": {...}}``: as in ``trainer.status()``.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import os
+import platform
+import socket
+import struct
+import sys
+import time
+import zlib
+from contextlib import suppress
+from dataclasses import asdict
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from lockstep.trainer.record_listener import RecordListener
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from lockstep.metrics.step_log import StepRecord
+    from lockstep.worker import WorkerSpec
+
+FILE_NAME: Final = "run.jsonl"
+FORMAT: Final = 1
+
+_MOST_CHECKSUMS: Final = 16
+"""Of more shards several share a checksum: a line is to stay below 200 bytes."""
+_MOST_METRICS: Final = 3
+_PACKAGES: Final = ("lockstep-train", "torch", "numpy", "ray")
+
+_log = logging.getLogger("lockstep.run_log")
+
+
+class RunLog(RecordListener):
+    """Appends what happens in a run to the log in `folder`.
+
+    A log that cannot be written (a full disk) is given up with one warning; training goes on.
+
+    Args:
+        folder: the run's `checkpoint_dir`.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._path = os.path.join(folder, FILE_NAME)
+        self._is_on = False
+        self._rates: Sequence[float] = ()
+        self._num_recoveries = 0
+
+    def on_start(self, trainer: Any) -> None:
+        workers, step = trainer._workers, trainer._steps.written
+        self._is_on = True
+        self._end_torn_line()
+        self._write({"run": describe_run(workers.spec, workers.start_reports[0].device, step)})
+
+    def on_record(
+        self, step: int, metrics: Mapping[str, Any], records: Sequence[StepRecord | None]
+    ) -> None:
+        line = step_line(step, metrics, [each for each in records if each is not None])
+        if line["lr"] == self._rates:
+            del line["lr"]
+        else:
+            self._rates = line["lr"]
+        self._write(line)
+
+    def on_change(self, step: int, what: str) -> None:
+        self._rates = ()
+        self._write({"changed": step, "by": what})
+
+    def on_train_end(self, trainer: Any, result: dict[str, Any]) -> None:
+        recoveries = trainer._workers.open_engine().status().recoveries
+        for each in recoveries[self._num_recoveries :]:
+            self._write({"recovery": each})
+        self._num_recoveries = len(recoveries)
+
+    def _end_torn_line(self) -> None:
+        """Begin a new line where a killed program has left half of one."""
+        with suppress(OSError), open(self._path, "rb+") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        if not self._is_on:
+            return
+        text = json.dumps(line, separators=(",", ":"), default=str) + "\n"
+        try:
+            # Opened for each line: the log belongs to no process that would have to close it.
+            with open(self._path, "ab", buffering=0) as file:
+                file.write(text.encode())
+        except OSError as error:
+            self._is_on = False
+            _log.warning(
+                "%s is not continued, and its steps cannot be replayed: %s", FILE_NAME, error
+            )
+
+
+def step_line(
+    step: int, metrics: Mapping[str, Any], records: Sequence[StepRecord]
+) -> dict[str, Any]:
+    """The line of a step, as JSON will give it back."""
+    first = records[0] if records else None
+    numbers = {
+        name: value
+        for name, value in metrics.items()
+        if isinstance(value, float) and not name.startswith("last_")
+    }
+    losses = {shard: loss for record in records for shard, loss in record.losses.items()}
+    return {
+        "step": step,
+        "at": None if first is None else [first.epoch, first.index],
+        "n": metrics.get("num_samples"),
+        "metrics": dict([*numbers.items()][:_MOST_METRICS]),
+        "lr": [] if first is None else list(first.rates),
+        "shards": _checksums(losses),
+        "w": [
+            [part.part, f"{part.bits:016x}", part.norm]
+            for record in records
+            for part in record.weights
+        ],
+    }
+
+
+def _checksums(losses: Mapping[int, float]) -> str:
+    """Four hexadecimal digits for each shard, in order."""
+    sums = [0] * min(max(losses, default=-1) + 1, _MOST_CHECKSUMS)
+    for shard, loss in losses.items():
+        bits = struct.pack("<d", loss)
+        sums[shard % len(sums)] ^= zlib.crc32(bits, shard) & 0xFFFF
+    return "".join(f"{each:04x}" for each in sums)
+
+
+def describe_run(spec: WorkerSpec, device: str, step: int) -> dict[str, Any]:
+    """What a replay has to know of a run: its program, its arguments, and where it runs."""
+    return {
+        "format": FORMAT,
+        "from": step,
+        "time": time.time(),
+        "host": socket.gethostname(),
+        "machine": describe_machine(device, spec.threads),
+        **_operator(spec.operator_cls),
+        **_config(spec.config),
+        "arguments": {
+            "num_workers": spec.num_workers * spec.options.replicas,
+            "num_shards": spec.num_shards,
+            "seed": spec.seed,
+            "threads": spec.threads,
+            "use_gpu": spec.use_gpu,
+            **asdict(spec.options),
+        },
+    }
+
+
+def describe_machine(device: str, threads: int | None) -> dict[str, Any]:
+    """What the bits of a result may depend on, beside the program."""
+    versions: dict[str, Any] = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    kind = device.partition(":")[0]
+    return {
+        **versions,
+        "device": torch.cuda.get_device_name(0)
+        if kind == "cuda" and torch.cuda.is_available()
+        else kind,
+        "kernels": torch.backends.cpu.get_cpu_capability(),
+        "threads": threads or torch.get_num_threads(),
+    }
+
+
+def _operator(operator_cls: type) -> dict[str, Any]:
+    """The class's module and name, and the folder to import it from; or why it has none."""
+    module = sys.modules.get(operator_cls.__module__)
+    file, name = getattr(module, "__file__", None), operator_cls.__qualname__
+    if file is None or "<locals>" in name or "." in name:
+        return {"operator": None, "unnamed": f"{name} is in no file that can be imported"}
+    path, package = os.path.abspath(file), operator_cls.__module__
+    if package == "__main__":
+        package = os.path.splitext(os.path.basename(path))[0]
+    folder = os.path.dirname(path)
+    for _ in range(package.count(".") + path.endswith("__init__.py")):
+        folder = os.path.dirname(folder)
+    return {"operator": f"{package}:{name}", "folder": folder}
+
+
+def _config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config as a Python literal, and the keys of what is none."""
+    kept = {key: value for key, value in config.items() if _is_literal(value)}
+    return {"config": repr(kept), "lost": [str(key) for key in config if key not in kept]}
+
+
+def _is_literal(value: Any) -> bool:
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    # Whatever a value's own comparison raises, or a text that is no literal.
+    except Exception:
+        return False

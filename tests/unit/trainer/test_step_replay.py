@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step of a run computed again in one process, from the run's log and checkpoints alone."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import TorchTrainer, TrainingOperator
+from lockstep.errors import CheckpointError, ConfigurationError
+from lockstep.trainer.step_replay import replay_run
+
+STEPS_IN_EPOCH = 4
+
+
+class Noisy(TrainingOperator):
+    """Dropout, batch norm, a schedule: all that a replay has to bring back."""
+
+    def setup(self, config):
+        features = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
+        model = nn.Sequential(
+            nn.Linear(6, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Dropout(0.3), nn.Linear(40, 2)
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"])
+        self.model, self.optimizer, self.criterion, self.scheduler = self.register(
+            models=model,
+            optimizers=optimizer,
+            criterion=nn.CrossEntropyLoss(),
+            schedulers=torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9),
+        )
+        data = TensorDataset(features, (features.sum(dim=1) > 0).long())
+        self.register_data(train_loader=DataLoader(data, batch_size=4, shuffle=True))
+
+
+class Corrupted(Noisy):
+    """The loss of shard 2 is another one at the step that the config names."""
+
+    def compute_loss(self, batch, batch_info):
+        loss = super().compute_loss(batch, batch_info)
+        self.calls = getattr(self, "calls", -1) + 1
+        is_it = self.global_step + 1 == self.config["bad"] and self.calls % 4 == 2
+        return loss * (1 + 1e-6) if is_it else loss
+
+
+def trained(folder, operator_cls=Noisy, epochs=3, **arguments):
+    arguments = {"checkpoint_every": 5, "num_shards": 4, "reproducible": True} | arguments
+    config = {"lr": 0.01, "betas": (0.9, 0.99), **arguments.pop("config", {})}
+    with TorchTrainer(
+        training_operator_cls=operator_cls,
+        config=config,
+        scheduler_step_freq="batch",
+        checkpoint_dir=folder,
+        **arguments,
+    ) as trainer:
+        for _ in range(epochs):
+            trainer.train()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("run"))
+
+
+def replayed(folder, step, operator_cls=Noisy, **arguments):
+    return replay_run(TorchTrainer, folder, step, operator_cls=operator_cls, **arguments)
+
+
+@pytest.mark.parametrize("step", range(1, 3 * STEPS_IN_EPOCH + 1))
+def test_each_step_has_the_bits_of_the_log(run, step):
+    report = replayed(run, step)
+    assert report.same_bits, str(report)
+    assert report.at == divmod(step - 1, STEPS_IN_EPOCH)
+    assert report.num_computed == step - (step - 1) // 5 * 5
+    assert (report.start is None) == (step <= 5)
+
+
+def test_a_loss_that_differs_is_named_with_its_step_and_shard(tmp_path):
+    folder = trained(tmp_path, Corrupted, config={"bad": 7})
+    report = replayed(folder, 9, Corrupted, config={"lr": 0.01, "bad": -1})
+    assert not report.same_bits
+    first = report.differences[0]
+    assert first.step == 7
+    assert "shard 2" in first.what
+    assert replayed(folder, 6, Corrupted, config={"lr": 0.01, "bad": -1}).same_bits
+
+
+def test_a_changed_learning_rate_is_seen_at_its_step_and_in_the_weights(run):
+    report = replayed(run, 2, config={"lr": 0.02})
+    assert report.differences[0].what == "the learning rates"
+    assert any("the weights" in each.what for each in report.differences)
+
+
+def test_what_a_program_has_changed_in_between_is_said(tmp_path):
+    with TorchTrainer(
+        training_operator_cls=Noisy,
+        config={"lr": 0.01},
+        checkpoint_dir=tmp_path,
+        scheduler_step_freq="batch",
+    ) as trainer:
+        trainer.train(num_steps=2)
+        trainer.apply_all_operators(_halve)
+        trainer.train(num_steps=2)
+    assert replayed(tmp_path, 2).same_bits
+    report = replayed(tmp_path, 3)
+    assert not report.same_bits
+    assert any("apply_all_operators" in reason for reason in report.reasons)
+
+
+def _halve(operator):
+    with torch.no_grad():
+        for parameter in operator.model.parameters():
+            parameter.mul_(0.5)
+
+
+def test_a_log_that_a_kill_has_torn_is_read_and_gone_on_with(tmp_path):
+    folder = trained(tmp_path / "torn", epochs=2)
+    log = folder / "run.jsonl"
+    whole = log.read_bytes()
+    ends = [i for i, byte in enumerate(whole) if byte == ord("\n")]
+    log.write_bytes(whole[: ends[-1] - 20])  # the last step's line
+    with pytest.raises(ConfigurationError, match="does not know this step"):
+        replayed(folder, 8)
+    assert replayed(folder, 7).same_bits
+    trained(folder, epochs=2, resume="auto")  # from step 5
+    assert [replayed(folder, step).same_bits for step in (5, 6, 8, 12)] == [True] * 4
+
+
+def test_a_line_stays_below_200_bytes_beside_a_rate_that_changes(run):
+    lines = [
+        line for line in (run / "run.jsonl").read_bytes().splitlines() if b'"step"' in line[:7]
+    ]
+    plain = [line for line in lines if len(json.loads(line)["w"]) == 1]
+    assert len(plain) > 5
+    assert max(map(len, plain)) <= 200
+
+
+def test_a_directory_without_a_log_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="no log"):
+        replayed(tmp_path, 1)
+
+
+PROGRAM = """
+import sys, torch
+from lockstep import TorchTrainer, TrainingOperator
+
+class Line(TrainingOperator):
+    def setup(self, config):
+        model = torch.nn.Linear(2, 1)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=config["lr"]),
+            criterion=torch.nn.MSELoss(),
+        )
+        x = torch.randn(16, 2, generator=torch.Generator().manual_seed(0))
+        data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+        self.register_data(train_loader=torch.utils.data.DataLoader(data, batch_size=4))
+
+    def compute_loss(self, batch, batch_info):
+        x, y = batch
+        return self.criterion(self.model(x), y)
+
+if __name__ == "__main__":
+    with TorchTrainer(
+        training_operator_cls=Line, config={"lr": 0.1}, checkpoint_dir="run", checkpoint_every=2
+    ) as trainer:
+        trainer.train()
+"""
+
+
+def test_from_the_command_line(tmp_path):
+    (tmp_path / "line.py").write_text(PROGRAM)
+    in_folder = {"cwd": tmp_path, "text": True, "capture_output": True, "check": False}
+    subprocess.run([sys.executable, "line.py"], **in_folder)
+
+    def replay(*words, typed=""):
+        command = [sys.executable, "-m", "lockstep.cli", "replay", "run", *words]
+        return subprocess.run(command, **in_folder, input=typed)
+
+    same = replay("--step", "4")
+    assert (same.returncode, same.stderr) == (0, "")
+    assert "step-0000000002.ckpt: 2 steps" in same.stdout
+    assert "same bits" in same.stdout
+    assert replay("--step", "1", "--set", "lr=0.2").returncode == 65
+    assert replay("--step", "9").returncode == 2
+    stopped = replay("--step", "3", "--pdb", typed="n\np batch_info['global_step']\nc\n")
+    assert "x, y = batch" in stopped.stdout
+    assert "(Pdb) 2\n" in stopped.stdout
+    line = 1 + PROGRAM.splitlines().index("        return self.criterion(self.model(x), y)")
+    stopped = replay("--step", "3", "--breakpoint", f"line.py:{line}", typed="p x.shape\nc\n")
+    assert "torch.Size([4, 2])" in stopped.stdout
+    assert stopped.returncode == 0
+
+
+def test_a_program_that_trains_when_it_is_imported_is_refused(tmp_path):
+    body = PROGRAM.replace('if __name__ == "__main__":', "if True:")
+    (tmp_path / "line.py").write_text(body)
+    in_folder = {"cwd": tmp_path, "text": True, "capture_output": True, "check": False}
+    subprocess.run([sys.executable, "line.py"], **in_folder)
+    command = [sys.executable, "-m", "lockstep.cli", "replay", "run", "--step", "2"]
+    ended = subprocess.run(command, **in_folder)
+    assert ended.returncode == 2
+    assert "trains as soon as it is imported" in ended.stderr
