@@ -46,7 +46,9 @@ FILE_NAME: Final = "run.jsonl"
 FORMAT: Final = 1
 
 _MOST_CHECKSUMS: Final = 16
-"""Of more shards several share a checksum: a line is to stay below 200 bytes."""
+"""Shards beyond have none: a line is to stay below 200 bytes."""
+_UNKNOWN: Final = 0
+"""In place of a checksum: the worker died before it told."""
 _MOST_METRICS: Final = 3
 _PACKAGES: Final = ("lockstep-train", "torch", "numpy", "ray")
 
@@ -78,7 +80,7 @@ class RunLog(RecordListener):
         self, step: int, metrics: Mapping[str, Any], records: Sequence[StepRecord | None]
     ) -> None:
         line = step_line(step, metrics, [each for each in records if each is not None])
-        if line["lr"] == self._rates:
+        if line["lr"] is None or line["lr"] == self._rates:
             del line["lr"]
         else:
             self._rates = line["lr"]
@@ -133,7 +135,7 @@ def step_line(
         "at": None if first is None else [first.epoch, first.index],
         "n": metrics.get("num_samples"),
         "metrics": dict([*numbers.items()][:_MOST_METRICS]),
-        "lr": [] if first is None else list(first.rates),
+        "lr": None if first is None else list(first.rates),
         "shards": _checksums(losses),
         "w": [
             [part.part, f"{part.bits:016x}", part.norm]
@@ -145,11 +147,17 @@ def step_line(
 
 def _checksums(losses: Mapping[int, float]) -> str:
     """Four hexadecimal digits for each shard, in order."""
-    sums = [0] * min(max(losses, default=-1) + 1, _MOST_CHECKSUMS)
-    for shard, loss in losses.items():
-        bits = struct.pack("<d", loss)
-        sums[shard % len(sums)] ^= zlib.crc32(bits, shard) & 0xFFFF
+    sums = [_UNKNOWN] * min(max(losses, default=-1) + 1, _MOST_CHECKSUMS)
+    for shard in losses.keys() & range(len(sums)):
+        sums[shard] = zlib.crc32(struct.pack("<d", losses[shard])) & 0xFFFF or 1
     return "".join(f"{each:04x}" for each in sums)
+
+
+def known_checksums(line: Mapping[str, Any]) -> dict[int, str]:
+    """The checksums of a step's line, by shard."""
+    digits = line["shards"]
+    sums = [digits[place : place + 4] for place in range(0, len(digits), 4)]
+    return {shard: each for shard, each in enumerate(sums) if int(each, 16) != _UNKNOWN}
 
 
 def describe_run(spec: WorkerSpec, device: str, step: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from lockstep.checkpoint.rotation import Rotation
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.trainer.logged_run import LoggedRun
 from lockstep.trainer.record_listener import RecordListener
-from lockstep.trainer.run_log import describe_machine, step_line
+from lockstep.trainer.run_log import describe_machine, known_checksums, step_line
 from lockstep.worker import weight_names
 
 if TYPE_CHECKING:
@@ -47,6 +47,9 @@ _ARGUMENTS: Final = (
     "clip_grad_norm",
     "check_finite",
 )
+
+_ROUNDING: Final = 1e-6
+"""Workers add up means of losses in float32, in an order of their own."""
 
 
 @dataclass(frozen=True)
@@ -165,9 +168,10 @@ def _apart(one: float, other: float) -> float:
 def _compare_place(
     step: int, logged: Mapping[str, Any], line: Mapping[str, Any]
 ) -> Iterator[StepDifference]:
-    words = {"at": "its epoch and global batch", "n": "its samples", "lr": "the learning rates"}
+    # The number of samples is left out: those of a worker that died are missing in the log.
+    words = {"at": "its epoch and global batch", "lr": "the learning rates"}
     for key, what in words.items():
-        if logged[key] is not None and logged[key] != line[key]:
+        if None not in (logged[key], line[key]) and logged[key] != line[key]:
             yield StepDifference(step, what, logged[key], line[key])
 
 
@@ -175,19 +179,17 @@ def _compare_losses(
     step: int, logged: Mapping[str, Any], line: Mapping[str, Any], shard: int | None
 ) -> Iterator[StepDifference]:
     """The shards whose losses have other bits; the metrics, where no shard's loss is known."""
-    before, now = logged["shards"], line["shards"]
-    if before and len(before) == len(now):
-        for number in range(len(now) // 4):
-            digits = slice(4 * number, 4 * number + 4)
-            if before[digits] != now[digits] and shard in (None, number):
-                what = f"the bits of the loss of shard {number}, as a checksum"
-                yield StepDifference(step, what, before[digits], now[digits])
+    before, now = known_checksums(logged), known_checksums(line)
+    for number in sorted(before.keys() & now.keys()):
+        if before[number] != now[number] and shard in (None, number):
+            what = f"the bits of the loss of shard {number}, as a checksum"
+            yield StepDifference(step, what, before[number], now[number])
+    if before:
+        return
     for name, value in logged["metrics"].items():
         got = line["metrics"].get(name)
-        # The sums of several workers are added up in another order: a few of the last bits.
-        if got is None or _apart(value, got) > 1e-12:
-            apart = None if got is None else _apart(value, got)
-            yield StepDifference(step, f"the mean of {name!r}", value, got, apart)
+        if got is not None and _apart(value, got) > _ROUNDING:
+            yield StepDifference(step, f"the mean of {name!r}", value, got, _apart(value, got))
 
 
 def replay_run(

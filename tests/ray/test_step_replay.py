@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of several workers, of which some have died, are computed again in one process."""
+
+import pytest
+from tests.ray.surviving import GLOBAL_BATCH, Classifier
+from tests.ray.surviving_in_shards import kill
+
+from lockstep import TorchTrainer
+from lockstep.keys import BATCH_SIZE
+from lockstep.testing import struck
+from lockstep.trainer.step_replay import replay_run
+
+STEPS = 14
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Two epochs with three workers, two of which die."""
+    folder = tmp_path_factory.mktemp("run")
+    with TorchTrainer(
+        training_operator_cls=struck(Classifier, kill(1, 6), kill(0, 9)),
+        config={BATCH_SIZE: GLOBAL_BATCH},
+        num_workers=3,
+        num_shards=4,
+        resources_per_worker={"CPU": 0.5},
+        spare_workers=1,
+        reproducible=True,
+        scheduler_step_freq="batch",
+        checkpoint_dir=folder,
+        checkpoint_every=5,
+    ) as trainer:
+        trainer.train()
+        trainer.train()
+        assert len(trainer.status()["recoveries"]) == 2
+    return folder
+
+
+@pytest.mark.parametrize("step", range(1, STEPS + 1))
+def test_each_step_has_the_bits_that_the_workers_had(run, step):
+    report = replay_run(TorchTrainer, run, step, operator_cls=Classifier)
+    assert report.same_bits, str(report)
+
+
+def test_other_weights_are_not_the_same_bits(run):
+    config = {BATCH_SIZE: GLOBAL_BATCH}
+    report = replay_run(TorchTrainer, run, 3, operator_cls=Steeper, config=config)
+    assert report.differences[0].step == 1
+    assert any("the weights" in each.what for each in report.differences)
+
+
+class Steeper(Classifier):
+    def setup(self, config):
+        super().setup(config)
+        self.optimizer.param_groups[0]["lr"] *= 2
