@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks import page, peers
+from benchmarks.contenders import recovery_work
 from benchmarks.harness import (
     Contender,
     ContenderFailedError,
@@ -183,3 +184,21 @@ def test_results_are_put_between_the_marks_of_their_part(tmp_path: Path) -> None
     assert "old" not in filled
     assert "kept" in filled
     assert missing == ["full"]
+
+
+def test_a_recovery_ends_with_the_first_step_after_it(tmp_path: Path) -> None:
+    """Neither with a step that was on its way, nor where a worker joins later, and all wait."""
+    notes = {
+        "one": [(9.8, 5), (10.01, 6), (10.5, 4), (10.6, 5), (10.7, 6), (10.9, 7), (11.0, 8)],
+        "dead": [(9.8, 5), (9.99, 6)],
+        "joined": [(15.0, 9)],
+    }
+    for name, steps in notes.items():
+        text = "".join(f"{at} {step} 0 {len(name)}\n" for at, step in steps)
+        (tmp_path / name).write_text(text)
+    found = recovery_work.outcome(str(tmp_path), killed_at=10.0)
+    assert {name: round(value, 6) for name, value in found.items()} == {
+        "seconds": 0.5,
+        "new": 0.9,
+        "redone": 2.0,
+    }

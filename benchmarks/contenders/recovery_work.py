@@ -2,8 +2,9 @@
 """What is trained while a worker is killed, and who kills it.
 
 Every worker writes a line for each step that its optimizer has taken: when, which, and who. The
-seconds to the next step are those from the kill to the first line after the longest silence, so
-that a step that was complete already when the worker died counts for nobody.
+seconds to the next step are those from the kill to the first line after the longest silence before
+training has come further than it was, so that a step that was complete already when the worker died
+counts for nobody.
 """
 
 from __future__ import annotations
@@ -87,10 +88,12 @@ class Killer(threading.Thread):
 def outcome(folder: str, killed_at: float) -> dict[str, Any]:
     """Seconds from the kill to the next step, to the next new one, and steps taken twice."""
     steps = steps_noted(folder)
-    times = [killed_at, *(at for at, *_ in steps if at > killed_at)]
-    gaps = [(after - before, after) for before, after in itertools.pairwise(times)]
-    _, resumed_at = max(gaps)
     before = {step for at, step, *_ in steps if at <= killed_at}
+    later = [(at, step) for at, step, *_ in steps if at > killed_at]
+    # Not beyond: a worker that joins afterwards makes another silence.
+    recovered_at = min(at for at, step in later if step > max(before) + 1)
+    times = [killed_at, *(at for at, _ in later if at <= recovered_at)]
+    _, resumed_at = max((after - at, after) for at, after in itertools.pairwise(times))
     again = {step for at, step, *_ in steps if at >= resumed_at}
     new_at = min(at for at, step, *_ in steps if at >= resumed_at and step > max(before))
     return {
