@@ -44,7 +44,7 @@ class PartHash:
     norm: float
 
 
-class Slot(NamedTuple):
+class TensorSlot(NamedTuple):
     """Where a module keeps a tensor, which a program may replace by another one.
 
     Attributes:
@@ -63,7 +63,7 @@ class Slot(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    slot: Slot
+    slot: TensorSlot
     start: int
     stop: int
 
@@ -90,10 +90,10 @@ class WeightHashes:
             call and in every process.
     """
 
-    def __init__(self, find_slots: Callable[[], Sequence[Slot]]) -> None:
+    def __init__(self, find_slots: Callable[[], Sequence[TensorSlot]]) -> None:
         self._find_slots = find_slots
         self._pieces: list[list[_Piece]] = []
-        self._sizes: list[tuple[Slot, int]] = []
+        self._sizes: list[tuple[TensorSlot, int]] = []
 
     def take(self, parts: Iterable[int]) -> list[UnreadHash]:
         """Hash some parts as they are now; no host waits for a device.
@@ -179,7 +179,11 @@ def _hash(part: int, pieces: Sequence[_Piece]) -> UnreadHash:
 
 
 def _sum_of_lanes(piece: torch.Tensor) -> torch.Tensor:
-    """The sum of the bytes as 64-bit numbers; what is left over is filled up with zeros."""
+    """The sum of the bytes as 64-bit numbers; what is left over is filled up with zeros.
+
+    Unlike `sync.tensor_bits.sum_of_bits` no host waits for it, and it uses all 64 bits, which
+    the exchanges that compare ranks cannot carry.
+    """
     if piece.storage_offset() % _LANE:
         piece = piece.clone()
     whole = len(piece) // _LANE * _LANE

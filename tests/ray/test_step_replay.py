@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of several workers, of which some have died, are computed again in one process."""
 
+from functools import partial
+
 import pytest
 from tests.ray.surviving import GLOBAL_BATCH, Classifier
 from tests.ray.surviving_in_shards import kill
@@ -35,15 +37,19 @@ def run(tmp_path_factory):
     return folder
 
 
+def replayed(folder, step, operator_cls):
+    make_trainer = partial(TorchTrainer, training_operator_cls=operator_cls)
+    return replay_run(make_trainer, folder=folder, step=step)
+
+
 @pytest.mark.parametrize("step", range(1, STEPS + 1))
 def test_each_step_has_the_bits_that_the_workers_had(run, step):
-    report = replay_run(TorchTrainer, run, step, operator_cls=Classifier)
+    report = replayed(run, step, Classifier)
     assert report.same_bits, str(report)
 
 
 def test_other_weights_are_not_the_same_bits(run):
-    config = {BATCH_SIZE: GLOBAL_BATCH}
-    report = replay_run(TorchTrainer, run, 3, operator_cls=Steeper, config=config)
+    report = replayed(run, 3, Steeper)
     assert report.differences[0].step == 1
     assert any("the weights" in each.what for each in report.differences)
 

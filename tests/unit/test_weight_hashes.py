@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from lockstep.weight_hashes import NUM_PARTS, Slot, WeightHashes, read_hashes
+from lockstep.weight_hashes import NUM_PARTS, TensorSlot, WeightHashes, read_hashes
 
 TENSORS = {
     "weight": torch.arange(700.0).reshape(70, 10),
@@ -19,7 +19,7 @@ TENSORS = {
 
 
 def hashes_of(tensors):
-    slots = [Slot(name, tensors, name) for name in tensors]
+    slots = [TensorSlot(name, tensors, name) for name in tensors]
     return WeightHashes(lambda: slots)
 
 

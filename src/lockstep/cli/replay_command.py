@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pdb
 import sys
+from bdb import BdbQuit
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 DIFFERS: Final = 65
 FAILED: Final = 1
 USAGE: Final = 2
+INTERRUPTED: Final = 130
+
+_NAME_IT: Final = "--operator path/to/file.py:Operator"
+_TRAINS: Final = "the run's program trains as soon as it is imported"
 
 
 def run(read: argparse.Namespace) -> int:
@@ -35,16 +41,15 @@ def run(read: argparse.Namespace) -> int:
         logged = LoggedRun.read(read.run)
         program = program_of(logged, read.step, read.run)
         operator_cls = _import(read, program)
-        config = {**logged.config_of(read.step), **load_config(read.config, read.settings)}
+        config = load_config(read.config, read.settings)
     except LockstepError as error:
         print(with_cli_options(error), file=sys.stderr)
         return USAGE
     try:
         report = replay_run(
-            TorchTrainer,
-            read.run,
-            read.step,
-            operator_cls=operator_cls,
+            partial(TorchTrainer, training_operator_cls=operator_cls),
+            folder=read.run,
+            step=read.step,
             config=config,
             num_workers=read.workers,
             shard=read.shard,
@@ -53,8 +58,11 @@ def run(read: argparse.Namespace) -> int:
     except LockstepError as error:
         print(with_cli_options(error), file=sys.stderr)
         return FAILED
+    except BdbQuit:  # typed `quit` in the debugger
+        return INTERRUPTED
     print(report)
-    return 0 if report.same_bits else DIFFERS
+    # Nothing is green that was not looked at.
+    return {True: 0, False: DIFFERS, None: FAILED}[report.same_bits]
 
 
 def _import(read: argparse.Namespace, program: dict[str, Any]) -> type[TrainingOperator]:
@@ -62,13 +70,28 @@ def _import(read: argparse.Namespace, program: dict[str, Any]) -> type[TrainingO
         if read.operator is not None:
             return import_operator(read.operator)
         if program["operator"] is not None:
-            return import_operator(program["operator"], program["folder"])
+            return _import_logged(program["operator"], program["folder"])
     raise ConfigurationError(
         "the log cannot say which operator the run trained",
         where=read.run,
         got=program["unnamed"],
-        fix="--operator path/to/file.py:Operator",
+        fix=_NAME_IT,
     )
+
+
+def _import_logged(name: str, folder: str) -> type[TrainingOperator]:
+    try:
+        return import_operator(name, folder)
+    except ConfigurationError as error:
+        if error.what == _TRAINS:
+            raise
+        raise ConfigurationError(
+            "the operator that the log names cannot be imported any more",
+            where=folder,
+            expected=name,
+            got=error.what,
+            fix=_NAME_IT,
+        ) from error
 
 
 @contextmanager
@@ -82,7 +105,7 @@ def _no_trainer_is_made() -> Iterator[None]:
 
     def refuse(*_: Any, **__: Any) -> None:
         raise ConfigurationError(
-            "the run's program trains as soon as it is imported",
+            _TRAINS,
             fix='move what makes and calls the trainer below `if __name__ == "__main__":`',
         )
 
@@ -103,17 +126,21 @@ def _debugger(
 
 @contextmanager
 def _stop_in_loss(trainer: TorchTrainer, shard: int | None) -> Iterator[None]:
-    """Run the user's `compute_loss` under pdb; `train_batch` where a loop has its own."""
+    """Run `compute_loss` under pdb, for each shard or for one; else the operator's own loop."""
     operator = trainer.get_local_operator()
-    has_own_loop = operator._lockstep_overrides(TrainingOperator.train_batch)
-    name = "train_batch" if has_own_loop else "compute_loss"
-    method, calls = getattr(operator, name), iter(range(1 << 62))
+    loops = (TrainingOperator.train_batch, TrainingOperator.train_epoch)
+    own = [loop.__name__ for loop in loops if operator._lockstep_overrides(loop)]
+    name = own[0] if own else "compute_loss"
+    method, shards = getattr(operator, name), itertools.count()
 
     def stop(*arguments: Any, **named: Any) -> Any:
-        number = next(calls)
-        if has_own_loop or shard is None or number == shard:
-            return pdb.runcall(method, *arguments, **named)
-        return method(*arguments, **named)
+        if next(shards) != shard and shard is not None and not own:
+            return method(*arguments, **named)
+        debugger = pdb.Pdb(nosigint=True)
+        result = debugger.runcall(method, *arguments, **named)
+        if debugger.quitting:  # `runcall` returns None then
+            raise BdbQuit
+        return result
 
     setattr(operator, name, stop)
     try:
@@ -130,7 +157,7 @@ def _stop_at(trainer: TorchTrainer, place: tuple[str, int]) -> Iterator[None]:
         ConfigurationError: there is no such line.
     """
     file, line = place
-    debugger = pdb.Pdb()
+    debugger, before = pdb.Pdb(nosigint=True), sys.gettrace()
     if (problem := debugger.set_break(os.path.abspath(file), line)) is not None:
         raise ConfigurationError("no breakpoint can stand there", got=f"{file}:{line}: {problem}")
     debugger.rcLines.append("continue")
@@ -139,4 +166,4 @@ def _stop_at(trainer: TorchTrainer, place: tuple[str, int]) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.settrace(None)
+        sys.settrace(before)

@@ -7,6 +7,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from lockstep.audit.options import positive
+from lockstep.cli.train_options import add_config_options
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -28,15 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--operator", metavar="MODULE:OPERATOR", help="instead of the one that the log names"
     )
-    parser.add_argument("--config", metavar="FILE", help="instead of the config in the log")
-    parser.add_argument(
-        "--set",
-        dest="settings",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="set a key of the config, e.g. one that the log could not keep",
-    )
+    add_config_options(parser)
 
 
 def _place(text: str) -> tuple[str, int]:

@@ -92,7 +92,8 @@ def _add(group: argparse._ArgumentGroup, options: Mapping[str, dict[str, Any]]) 
         group.add_argument(option_for(name), dest=name, default=argparse.SUPPRESS, **how)
 
 
-def _add_config(group: argparse._ArgumentGroup) -> None:
+def add_config_options(group: argparse._ActionsContainer) -> None:
+    """Add what `lockstep.cli.operator_config.load_config` reads."""
     group.add_argument("--config", metavar="FILE", help="a mapping, as .yaml, .json or .toml")
     group.add_argument(
         "--set",
@@ -102,6 +103,10 @@ def _add_config(group: argparse._ArgumentGroup) -> None:
         dest="settings",
         help="one entry, over the file's; several times; inner.key=... for nested ones",
     )
+
+
+def _add_config(group: argparse._ArgumentGroup) -> None:
+    add_config_options(group)
     group.add_argument(
         "--batch-size", type=positive, metavar="N", help="the global batch: config[BATCH_SIZE]"
     )

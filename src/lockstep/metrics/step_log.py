@@ -7,8 +7,6 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lockstep.metrics.average_meters import AverageMeterCollection
 from lockstep.metrics.metric_values import as_number, read_numbers
 from lockstep.weight_hashes import read_hashes
@@ -116,14 +114,15 @@ class StepLog:
         self._current.reports.append((dict(metrics), n, dict(partial)))
 
     def note_loss(self, shard: int, loss: Any) -> None:
-        """Store the loss of one shard of the current batch."""
-        self._current.record.losses[shard] = as_number(loss)
+        """Store the loss of one shard of the current batch, if it is a number."""
+        if self._hash_weights is not None and (number := as_number(loss)) is not None:
+            self._current.record.losses[shard] = number
 
     def note_rates(self, rates: Iterable[Any]) -> None:
-        """Store the learning rates that an optimizer has stepped with."""
-        # A rate that is a tensor changes in place.
-        copies = [r.clone() if isinstance(r, torch.Tensor) else float(r) for r in rates]
-        self._current.record.rates += copies
+        """Store the learning rates that an optimizer has stepped with, of groups that have one."""
+        if self._hash_weights is not None:
+            numbers = [as_number(rate) for rate in rates]
+            self._current.record.rates += [each for each in numbers if each is not None]
 
     def commit(self, step: int, epoch: int, place: tuple[int, int], *, is_settled: bool) -> None:
         """End the current batch as step number `step`, which may be undone unless `is_settled`.

@@ -51,7 +51,7 @@ def _note_step(operator: Operator, optimizer: torch.optim.Optimizer) -> None:
     # Before `after_step`, which may fail: the step was taken.
     state.global_batch.stepped_optimizers.append(optimizer)
     if state.step_log is not None:
-        state.step_log.note_rates(group["lr"] for group in optimizer.param_groups)
+        state.step_log.note_rates(group.get("lr") for group in optimizer.param_groups)
     if operator._lockstep_overrides(Operator.after_step):
         # The same numbers on every rank: what is drawn goes into weights that ranks share.
         seed = derive_seed(

@@ -202,7 +202,7 @@ def _operator(operator_cls: type) -> dict[str, Any]:
     """The class's module and name, and the folder to import it from; or why it has none."""
     module = sys.modules.get(operator_cls.__module__)
     file, name = getattr(module, "__file__", None), operator_cls.__qualname__
-    if file is None or "<locals>" in name or "." in name:
+    if file is None or getattr(module, name, None) is not operator_cls:
         return {"operator": None, "unnamed": f"{name} is in no file that can be imported"}
     path, package = os.path.abspath(file), operator_cls.__module__
     if package == "__main__":

@@ -9,6 +9,7 @@ the same kernels and as many threads.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from contextlib import contextmanager, nullcontext
@@ -30,13 +31,11 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from lockstep.metrics.step_log import StepRecord
-    from lockstep.operator import TrainingOperator
     from lockstep.weight_hashes import PartHash
 
 _ARGUMENTS: Final = (
     "num_shards",
     "seed",
-    "use_gpu",
     "precision",
     "scheduler_step_freq",
     "wrap_ddp",
@@ -84,7 +83,9 @@ class ReplayReport:
         at: its epoch, and the number of its global batch in it.
         start: the path of the checkpoint that the replay began with; None: with `setup`.
         num_computed: how many steps were computed again.
-        same_bits: everything that the log knows of these steps is as it was.
+        same_bits: the log's hashes of these steps are those of now, and so is all else that it
+            knows of them; None if nothing differs, and it has no hash of them.
+        num_compared: how many hashes were compared: of shards' losses and of parts of the weights.
         differences: of the first step that is not as in the log, and of `step`.
         reasons: why bits may differ here, in words.
         seconds: how long it took.
@@ -94,17 +95,24 @@ class ReplayReport:
     at: tuple[int, int]
     start: str | None
     num_computed: int
-    same_bits: bool
+    same_bits: bool | None
+    num_compared: int
     differences: Sequence[StepDifference]
     reasons: Sequence[str]
     seconds: float
 
     def __str__(self) -> str:
         begun = self.start or "the beginning of the run"
+        verdicts = {
+            True: f"same bits: {self.num_compared} hashes of losses and weights are as in the log",
+            False: "not the same bits",
+            None: "nothing was compared: the log has no hash of these steps, as where weights are"
+            " in shards",
+        }
         lines = [
             f"step {self.step}: global batch {self.at[1]} of epoch {self.at[0]}",
             f"from {begun}: {self.num_computed} steps in {self.seconds:.1f} s",
-            "same bits" if self.same_bits else "not the same bits",
+            verdicts[self.same_bits],
             *map(str, self.differences),
             *(f"note: {reason}" for reason in self.reasons),
         ]
@@ -121,6 +129,7 @@ class StepComparison(RecordListener):
     Attributes:
         names: for each part of the weights the names of the tensors in it.
         differences: by step, of those that differ.
+        num_compared: hashes that were compared.
     """
 
     def __init__(self, logged: LoggedRun, shard: int | None) -> None:
@@ -128,6 +137,7 @@ class StepComparison(RecordListener):
         self._shard = shard
         self.names: Sequence[Sequence[str]] = ()
         self.differences: dict[int, list[StepDifference]] = {}
+        self.num_compared = 0
 
     def on_record(
         self, step: int, metrics: Mapping[str, Any], records: Sequence[StepRecord | None]
@@ -139,17 +149,38 @@ class StepComparison(RecordListener):
         parts = [part for record in known for part in record.weights]
         found = [
             *_compare_place(step, logged, line),
-            *_compare_losses(step, logged, line, self._shard),
+            *self._compare_losses(step, logged, line),
             *self._compare_weights(step, parts),
         ]
         if found:
             self.differences[step] = found
 
+    def _compare_losses(
+        self, step: int, logged: Mapping[str, Any], line: Mapping[str, Any]
+    ) -> Iterator[StepDifference]:
+        """The shards whose losses have other bits; the metrics, where no shard's loss is known."""
+        before, now = known_checksums(logged), known_checksums(line)
+        for number in sorted(before.keys() & now.keys()):
+            if self._shard in (None, number):
+                self.num_compared += 1
+                if before[number] != now[number]:
+                    what = f"the bits of the loss of shard {number}, as a checksum"
+                    yield StepDifference(step, what, before[number], now[number])
+        if before:
+            return
+        for name, value in logged["metrics"].items():
+            got = line["metrics"].get(name)
+            if got is not None and not _is_close(value, got):
+                yield StepDifference(step, f"the mean of {name!r}", value, got, _apart(value, got))
+
     def _compare_weights(self, step: int, parts: Sequence[PartHash]) -> Iterator[StepDifference]:
         logged = self._logged.steps[step].weights
         for part in parts:
-            bits, norm = logged.get(part.part, (None, None))
-            if bits is None or norm is None or bits == f"{part.bits:016x}":
+            if part.part not in logged:
+                continue
+            self.num_compared += 1
+            bits, norm = logged[part.part]
+            if bits == f"{part.bits:016x}":
                 continue
             names = ", ".join(self.names[part.part])
             yield StepDifference(
@@ -165,6 +196,10 @@ def _apart(one: float, other: float) -> float:
     return abs(one - other) / max(abs(one), abs(other), 1e-300)
 
 
+def _is_close(one: float, other: float) -> bool:
+    return _apart(one, other) <= _ROUNDING or (math.isnan(one) and math.isnan(other))
+
+
 def _compare_place(
     step: int, logged: Mapping[str, Any], line: Mapping[str, Any]
 ) -> Iterator[StepDifference]:
@@ -175,29 +210,11 @@ def _compare_place(
             yield StepDifference(step, what, logged[key], line[key])
 
 
-def _compare_losses(
-    step: int, logged: Mapping[str, Any], line: Mapping[str, Any], shard: int | None
-) -> Iterator[StepDifference]:
-    """The shards whose losses have other bits; the metrics, where no shard's loss is known."""
-    before, now = known_checksums(logged), known_checksums(line)
-    for number in sorted(before.keys() & now.keys()):
-        if before[number] != now[number] and shard in (None, number):
-            what = f"the bits of the loss of shard {number}, as a checksum"
-            yield StepDifference(step, what, before[number], now[number])
-    if before:
-        return
-    for name, value in logged["metrics"].items():
-        got = line["metrics"].get(name)
-        if got is not None and _apart(value, got) > _ROUNDING:
-            yield StepDifference(step, f"the mean of {name!r}", value, got, _apart(value, got))
-
-
 def replay_run(
     make_trainer: Callable[..., Any],
+    *,
     folder: str | os.PathLike[str],
     step: int,
-    *,
-    operator_cls: type[TrainingOperator],
     config: Mapping[str, Any] | None = None,
     num_workers: int = 1,
     shard: int | None = None,
@@ -206,32 +223,35 @@ def replay_run(
     """Compute a step of a run again, and compare it, and those before it, with the log.
 
     Args:
-        make_trainer: makes a `TorchTrainer`.
+        make_trainer: makes a `TorchTrainer` of the run's operator.
         folder: the run's `checkpoint_dir`, which is read and not changed.
         step: global batches since the run began, this one included.
-        operator_cls: the run's operator.
-        config: the run's config; None for the one in the log.
+        config: entries over those of the config in the log.
         num_workers: processes that compute it.
         shard: compare this shard's loss alone.
         around_step: given the trainer, a context around the computation of step `step`.
 
     Raises:
         CheckpointError: there is no log, or no checkpoint in front of the step can be read.
-        ConfigurationError: the log does not know the step.
+        ConfigurationError: the log does not know the step, or lacks keys of the config; the run
+            has no such shard.
     """
     logged = LoggedRun.read(folder)
     program = program_of(logged, step, folder)
+    config = {**logged.config_of(step), **(config or {})}
+    _refuse_incomplete(program, config, shard)
     began, comparison = time.monotonic(), StepComparison(logged, shard)
     given = program["arguments"]
     with (
         _torch_threads(program["machine"]["threads"]),
         make_trainer(
-            training_operator_cls=operator_cls,
-            config=logged.config_of(step) if config is None else dict(config),
+            config=config,
             num_workers=num_workers,
             num_cpus_per_worker=given["threads"] or 1,
             # A lone worker has nobody to synchronise with; fsdp reads checkpoints of its own form.
             sync=given["sync"] if num_workers > 1 or given["sync"] == "fsdp" else "replicate",
+            # What ran on a GPU is computed where there is none, too; the reverse would differ.
+            use_gpu="auto" if given["use_gpu"] else False,
             audit="off",
             callbacks=[comparison],
             **{name: given[name] for name in _ARGUMENTS},
@@ -252,7 +272,8 @@ def replay_run(
         at=tuple(logged.steps[step].line["at"] or (0, 0)),
         start=start,
         num_computed=step - first,
-        same_bits=not differing,
+        same_bits=False if differing else (True if comparison.num_compared else None),
+        num_compared=comparison.num_compared,
         differences=[each for n in sorted(shown) for each in comparison.differences[n]],
         reasons=[*_reasons(logged, program, machine, first, step)] if differing else [],
         seconds=time.monotonic() - began,
@@ -274,6 +295,23 @@ def program_of(logged: LoggedRun, step: int, folder: str | os.PathLike[str]) -> 
         expected=known,
         got=f"step {step}",
     )
+
+
+def _refuse_incomplete(
+    program: Mapping[str, Any], config: Mapping[str, Any], shard: int | None
+) -> None:
+    missing = [key for key in program["lost"] if key not in map(str, config)]
+    if missing:
+        raise ConfigurationError(
+            "the log could not keep all of the run's config",
+            got=f"no {', '.join(missing)}: a log keeps numbers, strings and containers of them",
+            fix=f"lockstep replay ... --set {missing[0]}=...",
+        )
+    shards = program["arguments"]["num_shards"]
+    if shard is not None and not 0 <= shard < shards:
+        raise ConfigurationError(
+            "the run has no such shard", expected=f"0 to {shards - 1}", got=f"shard {shard}"
+        )
 
 
 @contextmanager
@@ -326,5 +364,3 @@ def _reasons(
     given = program["arguments"]
     if given["num_workers"] > 1 and not given["reproducible"]:
         yield "without reproducible=True N workers add gradients in another order: to rounding"
-    if program["lost"]:
-        yield f"the log could not keep these keys of the config: {', '.join(program['lost'])}"

@@ -10,7 +10,7 @@ from lockstep.metrics.step_log import StepLog
 from lockstep.operator.registration import registered_parts
 from lockstep.sync import is_local
 from lockstep.tensor_copies import is_shard
-from lockstep.weight_hashes import NUM_PARTS, Slot, WeightHashes
+from lockstep.weight_hashes import NUM_PARTS, TensorSlot, WeightHashes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,13 +50,14 @@ def weight_names(operator: TrainingOperator) -> list[list[str]]:
     return [hashes.names_in(part) for part in _ALL]
 
 
-def weight_slots(run: TrainingParts) -> list[Slot]:
+def weight_slots(run: TrainingParts) -> list[TensorSlot]:
     """The places of the weights and buffers that all ranks share, each tensor once.
 
-    None where ranks have rows of the weights: as other ranks they would have other rows.
+    Empty if a rank has rows of its own of any of them, as under ``register(shard=...)``: other
+    numbers of ranks cut a tensor elsewhere.
     """
-    slots: dict[int, Slot] = {}
-    for number, module in enumerate(run.modules()):
+    slots: dict[int, TensorSlot] = {}
+    for number, module in enumerate(run.plain_modules()):
         for prefix, owner in module.named_modules(prefix=_prefix_of(run, module, number)):
             for tensors in (parameters_of(owner), buffers_of(owner)):
                 for key, tensor in tensors.items():
@@ -64,11 +65,11 @@ def weight_slots(run: TrainingParts) -> list[Slot]:
                         return []
                     if tensor is not None and not is_local(tensor):
                         name = f"{prefix}.{key}" if prefix else key
-                        slots.setdefault(id(tensor), Slot(name, tensors, key))
+                        slots.setdefault(id(tensor), TensorSlot(name, tensors, key))
     return [*slots.values()]
 
 
 def _prefix_of(run: TrainingParts, module: nn.Module, number: int) -> str:
-    if module is run.criterion:
+    if module is run.plain_criterion():
         return "criterion"
     return f"models.{number}" if len(run.models) > 1 else ""

@@ -4,6 +4,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -67,7 +68,8 @@ def run(tmp_path_factory):
 
 
 def replayed(folder, step, operator_cls=Noisy, **arguments):
-    return replay_run(TorchTrainer, folder, step, operator_cls=operator_cls, **arguments)
+    make_trainer = partial(TorchTrainer, training_operator_cls=operator_cls)
+    return replay_run(make_trainer, folder=folder, step=step, **arguments)
 
 
 @pytest.mark.parametrize("step", range(1, 3 * STEPS_IN_EPOCH + 1))
@@ -93,6 +95,63 @@ def test_a_changed_learning_rate_is_seen_at_its_step_and_in_the_weights(run):
     report = replayed(run, 2, config={"lr": 0.02})
     assert report.differences[0].what == "the learning rates"
     assert any("the weights" in each.what for each in report.differences)
+
+
+class OwnLoop(Noisy):
+    """No loss of a shard is known, and only few parts of its weights are not empty."""
+
+    def setup(self, config):
+        model = nn.Linear(6, 2, bias=False)
+        self.model, self.optimizer = self.register(
+            models=model, optimizers=Unrated(model.parameters())
+        )
+        data = TensorDataset(torch.randn(64, 6, generator=torch.Generator().manual_seed(0)))
+        self.register_data(train_loader=DataLoader(data, batch_size=4))
+
+    def train_batch(self, batch, batch_info):
+        loss = self.model(batch[0]).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return {"train_loss": "a name, and no number", "loss": loss.item()}
+
+
+class Unrated(torch.optim.Optimizer):
+    """Its groups have no learning rate."""
+
+    def __init__(self, params):
+        super().__init__(params, {"size": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param -= group["size"] * param.grad
+
+
+def test_what_was_not_compared_is_not_called_the_same(tmp_path):
+    folder = trained(tmp_path, OwnLoop, epochs=2, reproducible=False, checkpoint_every=12)
+    with pytest.raises(ConfigurationError, match="no such shard"):
+        replayed(folder, 8, OwnLoop, shard=4)
+    compared = replayed(folder, 8, OwnLoop)
+    assert compared.same_bits
+    assert compared.num_compared == 5  # 48 bytes are parts 0 to 5; step 64 would take part 0
+    lines = (folder / "run.jsonl").read_text().splitlines()
+    bare = [
+        json.dumps({**json.loads(line), **({"w": []} if "step" in line[:7] else {})})
+        for line in lines
+    ]
+    (folder / "run.jsonl").write_text("\n".join(bare) + "\n")
+    report = replayed(folder, 8, OwnLoop)
+    assert report.same_bits is None
+    assert "nothing was compared" in str(report)
+
+
+def test_a_key_of_the_config_that_is_no_literal_has_to_be_given(tmp_path):
+    folder = trained(tmp_path, epochs=1, config={"dtype": torch.float32})
+    with pytest.raises(ConfigurationError, match="no dtype"):
+        replayed(folder, 2)
+    assert replayed(folder, 2, config={"dtype": torch.float32}).same_bits
 
 
 def test_what_a_program_has_changed_in_between_is_said(tmp_path):
@@ -187,6 +246,7 @@ def test_from_the_command_line(tmp_path):
     assert "same bits" in same.stdout
     assert replay("--step", "1", "--set", "lr=0.2").returncode == 65
     assert replay("--step", "9").returncode == 2
+    assert replay("--step", "3", "--pdb", typed="quit\n").returncode == 130
     stopped = replay("--step", "3", "--pdb", typed="n\np batch_info['global_step']\nc\n")
     assert "x, y = batch" in stopped.stdout
     assert "(Pdb) 2\n" in stopped.stdout
@@ -194,6 +254,11 @@ def test_from_the_command_line(tmp_path):
     stopped = replay("--step", "3", "--breakpoint", f"line.py:{line}", typed="p x.shape\nc\n")
     assert "torch.Size([4, 2])" in stopped.stdout
     assert stopped.returncode == 0
+    (tmp_path / "line.py").rename(tmp_path / "moved.py")
+    gone = replay("--step", "4")
+    assert gone.returncode == 2
+    assert "--operator path/to/file.py:Operator" in gone.stderr
+    assert replay("--step", "4", "--operator", "moved.py:Line").returncode == 0
 
 
 def test_a_program_that_trains_when_it_is_imported_is_refused(tmp_path):
