@@ -10,6 +10,7 @@ from tests.ray.surviving_in_shards import kill
 from lockstep import TorchTrainer
 from lockstep.keys import BATCH_SIZE
 from lockstep.testing import struck
+from lockstep.trainer.logged_run import LoggedRun
 from lockstep.trainer.step_replay import replay_run
 
 STEPS = 14
@@ -46,6 +47,11 @@ def replayed(folder, step, operator_cls):
 def test_each_step_has_the_bits_that_the_workers_had(run, step):
     report = replayed(run, step, Classifier)
     assert report.same_bits, str(report)
+
+
+def test_one_rank_hashes_the_weights(run):
+    for step in LoggedRun.read(run).steps.values():
+        assert len(step.weights) == len(step.line["w"])
 
 
 def test_other_weights_are_not_the_same_bits(run):

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import CheckpointError, ConfigurationError
+from lockstep.trainer.logged_run import LoggedRun
 from lockstep.trainer.step_replay import replay_run
 
 STEPS_IN_EPOCH = 4
@@ -186,7 +187,24 @@ def test_a_log_that_a_kill_has_torn_is_read_and_gone_on_with(tmp_path):
         replayed(folder, 8)
     assert replayed(folder, 7).same_bits
     trained(folder, epochs=2, resume="auto")  # from step 5
+    assert [each["from"] for each in LoggedRun.read(folder).programs] == [0, 5]
     assert [replayed(folder, step).same_bits for step in (5, 6, 8, 12)] == [True] * 4
+
+
+def test_steps_of_an_abandoned_continuation_are_not_the_runs(tmp_path):
+    folder = trained(tmp_path, epochs=2, checkpoint_every=5)
+    assert 7 in LoggedRun.read(folder).steps
+    (folder / "step-0000000008.ckpt").unlink(missing_ok=True)
+    with TorchTrainer(
+        training_operator_cls=Noisy,
+        config={"lr": 0.01},
+        checkpoint_dir=folder,
+        resume="auto",
+        scheduler_step_freq="batch",
+        reproducible=True,
+    ) as trainer:
+        trainer.train(num_steps=1)
+    assert sorted(LoggedRun.read(folder).steps) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_line_stays_below_200_bytes_beside_a_rate_that_changes(run):
