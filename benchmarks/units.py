@@ -11,7 +11,6 @@ import torch
 
 from benchmarks.harness import Family, PairedRow, Row, measure, measure_pairs
 from benchmarks.steps import torchrun
-from benchmarks.verdict import NotMeasured
 
 if TYPE_CHECKING:
     from benchmarks.verdict import Result
@@ -27,9 +26,9 @@ def measure_units(
 ) -> list[Result]:
     launched = partial(torchrun, PROGRAM, "--device", device, ranks=ranks)
     step = PairedRow(key="step", name=f"one step, {model}", against=_BY_HAND, unit="ms", goal=1.03)
-    results = measure_pairs([step], launched(name="units"), rounds=rounds or 1)
+    results = measure_pairs([step], launched(name="units"), rounds=rounds or 3)
 
-    def peak(other: str, against: str, goal: float | None) -> Row:
+    def peak(other: str, against: str, goal: float | None, own_rounds: int) -> Row:
         return Row(
             name=f"peak of training, {model}, against {against}",
             ours=launched("--side", "units", name="units"),
@@ -37,19 +36,17 @@ def measure_units(
             value="peak",
             unit="MiB",
             goal=goal,
-            rounds=rounds or 2,
+            rounds=own_rounds,
         )
 
-    rows = [peak("torch", _BY_HAND, 1.05), peak("whole", "replicate", None)]
+    # What the allocator keeps of freed memory varies from run to run, by a third on either side.
+    rows = [peak("torch", _BY_HAND, 1.05, 8), peak("whole", "replicate", None, 2)]
     return [*results, *(measure(row, rounds=rounds) for row in rows)]
 
 
 def _on_every_device(rounds: int | None) -> list[Result]:
     count = torch.cuda.device_count()
-    model = f"24 blocks in units, 1.2 G, bf16, Adam, {count} devices"
-    if count < 2:
-        reason = "needs two CUDA devices"
-        return [NotMeasured(f"one step, {model}", _BY_HAND, "≤ 1.03", reason)]
+    model = f"24 blocks in units, 1.2 G, bf16, Adam, {count} x cuda"
     return measure_units(rounds, ranks=count, device="cuda", model=model)
 
 

@@ -31,9 +31,15 @@ CELLS = pairwise(SYNCS, NAMES, tuple(SPLITS), (2, 3)) | pairwise(
 )
 
 
+COPIES = [
+    (name, tuple(SPLITS)[number % len(SPLITS)])
+    for number, name in enumerate(name for name in NAMES if name not in REFUSED)
+]
+
+
 @pytest.fixture(scope="module")
 def pool():
-    processes = Pool(3)
+    processes = Pool(4)
     yield processes
     processes.close()
 
@@ -42,6 +48,12 @@ def pool():
 @pytest.mark.parametrize(("sync", "name", "split", "num_workers"), sorted(CELLS))
 def test_exact_or_refused(pool, sync, name, split, num_workers):
     check(pool.run(sync, name, split, num_workers, use_gpu=True), name, split, REFUSED.get(name))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("name", "split"), COPIES)
+def test_two_copies_of_two_ranks_each(pool, name, split):
+    check(pool.run("copies", name, split, 4, use_gpu=True), name, split)
 
 
 @pytest.mark.parametrize("sync", ["replicate", "parameter_server"])
