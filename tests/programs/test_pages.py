@@ -27,7 +27,10 @@ FRAGMENTS = sorted((DOCS / "rules").glob("LS*.md"))
 """Two or three lines of somebody's program each, which `lockstep explain` prints. They are parsed
 here; programs with these lines in them, wrong ones and right ones, are audited by tests/audit."""
 
-TYPED = {"docs/how-to/debugging.md": "p images.shape\ncontinue\n"}
+TYPED = {
+    "docs/how-to/debugging.md": "p images.shape\ncontinue\n",
+    "docs/how-to/why-did-the-loss-spike.md": "p batch[1].max()\ncontinue\n",
+}
 """What a reader types meanwhile."""
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lockstep train``, ``replay``, ``audit``, ``explain`` and ``completion``."""
+"""``lockstep train``, ``replay``, ``bisect``, ``audit``, ``explain`` and ``completion``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ DESCRIPTION = "Train a model with several workers, and find what is silently wro
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser of the whole command line; imports no torch."""
     from lockstep.audit.options import add_arguments as add_audit
+    from lockstep.cli.bisect_options import add_arguments as add_bisect
     from lockstep.cli.completion import SHELLS
     from lockstep.cli.replay_options import add_arguments as add_replay
     from lockstep.cli.train_options import add_arguments as add_train
@@ -41,6 +42,13 @@ def make_parser() -> argparse.ArgumentParser:
         " log. Exit code: 0 for the same bits, 65 if something differs.",
     )
     add_replay(replay)
+    bisect = commands.add_parser(
+        "bisect",
+        help="find the first step in which two runs differ, and by what",
+        description="Find the first step in which two runs differ, and by what. Exit code: 0 if"
+        " they are alike, 65 if they differ.",
+    )
+    add_bisect(bisect)
     audit = commands.add_parser(
         "audit",
         help="run a training script on several ranks and name what is silently wrong",
@@ -83,6 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from lockstep.cli.replay_command import run as run_replay
 
         return run_replay(read)
+    if read.command == "bisect":
+        from lockstep.cli.bisect_command import run as run_bisect
+
+        return run_bisect(read)
     if read.command == "completion":
         from lockstep.cli.completion import print_script
 

@@ -9,30 +9,33 @@ import pdb
 import sys
 from bdb import BdbQuit
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from lockstep.cli.examined_steps_page import examination_page
+from lockstep.cli.examined_steps_text import render_examination
+from lockstep.cli.exit_codes import DIFFERS, FAILED, INTERRUPTED, USAGE
 from lockstep.cli.fix_hints import with_cli_options
+from lockstep.cli.logged_operator import import_logged_operator
 from lockstep.cli.operator_config import load_config
-from lockstep.cli.operator_import import import_operator
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.operator import TrainingOperator
 from lockstep.trainer import TorchTrainer
 from lockstep.trainer.logged_run import LoggedRun
+from lockstep.trainer.step_examination import StepExamination
 from lockstep.trainer.step_replay import program_of, replay_run
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-DIFFERS: Final = 65
-FAILED: Final = 1
-USAGE: Final = 2
-INTERRUPTED: Final = 130
+    from lockstep.trainer.record_listener import RecordListener
+    from lockstep.trainer.step_replay import Inspection
 
-_NAME_IT: Final = "--operator path/to/file.py:Operator"
-_TRAINS: Final = "the run's program trains as soon as it is imported"
+
+_AROUND: Final = 3
 
 
 def run(read: argparse.Namespace) -> int:
@@ -40,11 +43,13 @@ def run(read: argparse.Namespace) -> int:
     try:
         logged = LoggedRun.read(read.run)
         program = program_of(logged, read.step, read.run)
-        operator_cls = _import(read, program)
+        _refuse_early(read)
+        operator_cls = import_logged_operator(program, read.run, read.operator)
         config = load_config(read.config, read.settings)
     except LockstepError as error:
         print(with_cli_options(error), file=sys.stderr)
         return USAGE
+    inspection = _inspection(read, logged)
     try:
         report = replay_run(
             partial(TorchTrainer, training_operator_cls=operator_cls),
@@ -53,7 +58,7 @@ def run(read: argparse.Namespace) -> int:
             config=config,
             num_workers=read.workers,
             shard=read.shard,
-            around_step=_debugger(read),
+            inspection=inspection,
         )
     except LockstepError as error:
         print(with_cli_options(error), file=sys.stderr)
@@ -61,67 +66,62 @@ def run(read: argparse.Namespace) -> int:
     except BdbQuit:  # typed `quit` in the debugger
         return INTERRUPTED
     print(report)
+    if isinstance(inspection, StepExamination):
+        print(render_examination(inspection, read.step))
+        if read.html is not None:
+            _write_page(read, str(report), inspection)
     # Nothing is green that was not looked at.
     return {True: 0, False: DIFFERS, None: FAILED}[report.same_bits]
 
 
-def _import(read: argparse.Namespace, program: dict[str, Any]) -> type[TrainingOperator]:
-    with _no_trainer_is_made():
-        if read.operator is not None:
-            return import_operator(read.operator)
-        if program["operator"] is not None:
-            return _import_logged(program["operator"], program["folder"])
-    raise ConfigurationError(
-        "the log cannot say which operator the run trained",
-        where=read.run,
-        got=program["unnamed"],
-        fix=_NAME_IT,
-    )
+@dataclass(frozen=True)
+class _Debugger:
+    """Runs one step under pdb."""
+
+    steps: range
+    around: Callable[[Any], AbstractContextManager[None]]
+    listeners: Sequence[RecordListener] = ()
 
 
-def _import_logged(name: str, folder: str) -> type[TrainingOperator]:
-    try:
-        return import_operator(name, folder)
-    except ConfigurationError as error:
-        if error.what == _TRAINS:
-            raise
-        raise ConfigurationError(
-            "the operator that the log names cannot be imported any more",
-            where=folder,
-            expected=name,
-            got=error.what,
-            fix=_NAME_IT,
-        ) from error
-
-
-@contextmanager
-def _no_trainer_is_made() -> Iterator[None]:
-    """Refuse trainers while the run's program is imported: it would train once more.
+def _refuse_early(read: argparse.Namespace) -> None:
+    """Refuse what would fail after minutes of computing.
 
     Raises:
-        ConfigurationError: the program makes a trainer outside of its main block.
+        ConfigurationError: options that exclude one another; a page that cannot be written.
     """
-    initialize = TorchTrainer.__init__
-
-    def refuse(*_: Any, **__: Any) -> None:
+    folder = os.path.dirname(os.path.abspath(read.html or ""))
+    if read.html is not None and (os.path.isdir(read.html) or not os.access(folder, os.W_OK)):
         raise ConfigurationError(
-            _TRAINS,
-            fix='move what makes and calls the trainer below `if __name__ == "__main__":`',
+            "the page cannot be written there",
+            got=f"--html {read.html}",
+            fix="name a file in a folder that exists",
+        )
+    examines = read.around is not None or read.html is not None
+    debugs = read.pdb or read.breakpoint is not None
+    if (examines and debugs) or (read.workers > 1 and (examines or debugs)):
+        raise ConfigurationError(
+            "these options do not go together",
+            expected="one of --pdb, --breakpoint, and --around with --html; each in one process",
+            fix="leave out --workers, or the others",
         )
 
-    TorchTrainer.__init__ = refuse  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        TorchTrainer.__init__ = initialize  # type: ignore[method-assign]
 
-
-def _debugger(
-    read: argparse.Namespace,
-) -> Callable[[TorchTrainer], AbstractContextManager[None]] | None:
+def _inspection(read: argparse.Namespace, logged: LoggedRun) -> Inspection | None:
+    step = read.step
+    if read.around is not None or read.html is not None:
+        return StepExamination(logged.steps_around(step, read.around or _AROUND))
+    only = range(step, step + 1)
     if read.breakpoint is not None:
-        return partial(_stop_at, place=read.breakpoint)
-    return partial(_stop_in_loss, shard=read.shard) if read.pdb else None
+        return _Debugger(only, partial(_stop_at, place=read.breakpoint))
+    return _Debugger(only, partial(_stop_in_loss, shard=read.shard)) if read.pdb else None
+
+
+def _write_page(read: argparse.Namespace, verdict: str, examination: StepExamination) -> None:
+    title = f"lockstep replay {read.run} --step {read.step}"
+    page = examination_page(title, verdict, examination, read.step)
+    with open(read.html, "w", encoding="utf-8") as file:
+        file.write(page)
+    print(f"page: {read.html}")
 
 
 @contextmanager
@@ -136,9 +136,8 @@ def _stop_in_loss(trainer: TorchTrainer, shard: int | None) -> Iterator[None]:
     def stop(*arguments: Any, **named: Any) -> Any:
         if next(shards) != shard and shard is not None and not own:
             return method(*arguments, **named)
-        debugger = pdb.Pdb(nosigint=True)
-        result = debugger.runcall(method, *arguments, **named)
-        if debugger.quitting:  # `runcall` returns None then
+        result = pdb.Pdb(nosigint=True).runcall(method, *arguments, **named)
+        if result is None:  # typed `quit`: neither a loss nor metrics are None
             raise BdbQuit
         return result
 

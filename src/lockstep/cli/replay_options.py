@@ -27,6 +27,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--breakpoint", type=_place, metavar="FILE:LINE", help="stop there at that step"
     )
     parser.add_argument(
+        "--around",
+        type=positive,
+        metavar="N",
+        help="print losses, gradients by layer and samples of N steps before and after it",
+    )
+    parser.add_argument("--html", metavar="FILE", help="write these as a page; N is 3 by default")
+    parser.add_argument(
         "--operator", metavar="MODULE:OPERATOR", help="instead of the one that the log names"
     )
     add_config_options(parser)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from lockstep.cli.exit_codes import FAILED, INTERRUPTED, USAGE
 from lockstep.cli.fix_hints import with_cli_options
 from lockstep.cli.operator_config import load_config
 from lockstep.cli.operator_import import import_operator
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
     from lockstep.trainer import Callback
 
-USAGE: Final = 2
-FAILED: Final = 1
-INTERRUPTED: Final = 130
 
 _COUNTS: Final = ("epoch", "num_samples", "batch_count")
 

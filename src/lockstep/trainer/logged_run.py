@@ -28,11 +28,6 @@ class LoggedStep:
     line: Mapping[str, Any]
     program: int
 
-    @property
-    def weights(self) -> dict[int, tuple[str, float]]:
-        """Bits and norm of the parts of the weights that were hashed, by part."""
-        return {part: (bits, norm) for part, bits, norm in self.line["w"]}
-
 
 @dataclass(frozen=True)
 class LoggedRun:
@@ -81,6 +76,24 @@ class LoggedRun:
         for later in [each for each in self.steps if each > step]:
             del self.steps[later]
         self.changes[:] = [each for each in self.changes if each[0] <= step]
+
+    def steps_around(self, step: int, most: int) -> range:
+        """A step with at most so many before and after it, which the same program computed.
+
+        Nothing but training has changed the state between them.
+        """
+        first = last = step
+        while step - first < most and self._leads_on(first - 1):
+            first -= 1
+        while last - step < most and self._leads_on(last):
+            last += 1
+        return range(first, last + 1)
+
+    def _leads_on(self, step: int) -> bool:
+        """Whether the same program trained on from a step to the next one."""
+        if not {step, step + 1} <= self.steps.keys() or step in dict(self.changes):
+            return False
+        return self.steps[step].program == self.steps[step + 1].program
 
     def program_of(self, step: int) -> dict[str, Any]:
         """What the program that computed a step has told of itself."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.data import RayBatches
 from lockstep.engine.dataset_streams import split_dataset
@@ -15,6 +15,10 @@ from lockstep.worker import Worker
 if TYPE_CHECKING:
     from lockstep.trainer.worker_calls import WorkerCalls
     from lockstep.worker import WorkerSpec
+
+
+ON_RAY_DATASET: Final = "train(dataset=...)"
+"""In the log of a run. Ray gives each row once: no step that follows can be computed again."""
 
 
 class RayDatasetFeed:

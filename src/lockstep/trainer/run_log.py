@@ -34,10 +34,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lockstep.trainer.ray_dataset_feed import ON_RAY_DATASET
 from lockstep.trainer.record_listener import RecordListener
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from lockstep.metrics.step_log import StepRecord
     from lockstep.worker import WorkerSpec
@@ -74,7 +75,10 @@ class RunLog(RecordListener):
         workers, step = trainer._workers, trainer._steps.written
         self._is_on = True
         self._end_torn_line()
-        self._write({"run": describe_run(workers.spec, workers.start_reports[0].device, step)})
+        run = describe_run(workers.spec, workers.start_reports[0].device, step)
+        self._write({"run": run})
+        for limit in _limits_of_replays(run):
+            _log.info("a replay of this run's steps %s", limit)
 
     def on_record(
         self, step: int, metrics: Mapping[str, Any], records: Sequence[StepRecord | None]
@@ -89,6 +93,8 @@ class RunLog(RecordListener):
     def on_change(self, step: int, what: str) -> None:
         self._rates = ()
         self._write({"changed": step, "by": what})
+        if what == ON_RAY_DATASET:
+            _log.info("the steps after %d are on a Ray dataset, and cannot be replayed", step)
 
     def on_train_end(self, trainer: Any, result: dict[str, Any]) -> None:
         recoveries = trainer._workers.open_engine().status().recoveries
@@ -196,6 +202,17 @@ def describe_machine(device: str, threads: int | None) -> dict[str, Any]:
         "kernels": torch.backends.cpu.get_cpu_capability(),
         "threads": threads or torch.get_num_threads(),
     }
+
+
+def _limits_of_replays(run: Mapping[str, Any]) -> Iterator[str]:
+    """What a replay of the run's steps will need, or will not have."""
+    if run["operator"] is None:
+        yield f"needs --operator FILE:CLASS: {run['unnamed']}"
+    if run["lost"]:
+        yield f"needs --set for {', '.join(run['lost'])}: the log keeps numbers and strings only"
+    given = run["arguments"]
+    if given["num_workers"] > 1 and not given["reproducible"]:
+        yield "is equal to rounding; with reproducible=True to the bit"
 
 
 def _operator(operator_cls: type) -> dict[str, Any]:

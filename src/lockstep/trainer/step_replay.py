@@ -9,12 +9,11 @@ the same kernels and as many threads.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
@@ -23,7 +22,8 @@ from lockstep.checkpoint.rotation import Rotation
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.trainer.logged_run import LoggedRun
 from lockstep.trainer.record_listener import RecordListener
-from lockstep.trainer.run_log import describe_machine, known_checksums, step_line
+from lockstep.trainer.run_log import describe_machine, step_line
+from lockstep.trainer.step_differences import StepDifference, compare_lines
 from lockstep.worker import weight_names
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from lockstep.metrics.step_log import StepRecord
-    from lockstep.weight_hashes import PartHash
 
 _ARGUMENTS: Final = (
     "num_shards",
@@ -47,32 +46,6 @@ _ARGUMENTS: Final = (
     "check_finite",
 )
 
-_ROUNDING: Final = 1e-6
-"""Workers add up means of losses in float32, in an order of their own."""
-
-
-@dataclass(frozen=True)
-class StepDifference:
-    """What is not as in the log at one step.
-
-    Attributes:
-        step: the number of the step in the run.
-        what: the data, a learning rate, a shard's loss, or a part of the weights.
-        logged: the value in the log.
-        got: the value now.
-        relative: how far apart they are, beside the larger one; None where only bits are known.
-    """
-
-    step: int
-    what: str
-    logged: Any
-    got: Any
-    relative: float | None = None
-
-    def __str__(self) -> str:
-        apart = "" if self.relative is None else f" ({self.relative:.1e} apart)"
-        return f"step {self.step}: {self.what}: {self.got} instead of {self.logged}{apart}"
-
 
 @dataclass(frozen=True)
 class ReplayReport:
@@ -86,6 +59,7 @@ class ReplayReport:
         same_bits: the log's hashes of these steps are those of now, and so is all else that it
             knows of them; None if nothing differs, and it has no hash of them.
         num_compared: how many hashes were compared: of shards' losses and of parts of the weights.
+        num_means: how many means of metrics were compared, where the log has no hash of losses.
         differences: of the first step that is not as in the log, and of `step`.
         reasons: why bits may differ here, in words.
         seconds: how long it took.
@@ -97,17 +71,20 @@ class ReplayReport:
     num_computed: int
     same_bits: bool | None
     num_compared: int
+    num_means: int
     differences: Sequence[StepDifference]
     reasons: Sequence[str]
     seconds: float
 
     def __str__(self) -> str:
         begun = self.start or "the beginning of the run"
+        no_hash = "the log has no hash of these steps, as where weights are in shards"
         verdicts = {
             True: f"same bits: {self.num_compared} hashes of losses and weights are as in the log",
             False: "not the same bits",
-            None: "nothing was compared: the log has no hash of these steps, as where weights are"
-            " in shards",
+            None: f"bits are not known: {no_hash}; {self.num_means} means are equal to rounding"
+            if self.num_means
+            else f"nothing was compared: {no_hash}",
         }
         lines = [
             f"step {self.step}: global batch {self.at[1]} of epoch {self.at[0]}",
@@ -117,6 +94,25 @@ class ReplayReport:
             *(f"note: {reason}" for reason in self.reasons),
         ]
         return "\n".join(lines)
+
+
+class Inspection(Protocol):
+    """Looks at steps while they are computed again.
+
+    Attributes:
+        steps: their numbers, in order; the step that is to be replayed is one of them.
+        listeners: callbacks of the trainer that computes them.
+    """
+
+    @property
+    def steps(self) -> range: ...
+
+    @property
+    def listeners(self) -> Sequence[RecordListener]: ...
+
+    def around(self, trainer: Any) -> AbstractContextManager[None]:
+        """A context around the computation of the steps."""
+        ...
 
 
 class StepComparison(RecordListener):
@@ -130,84 +126,33 @@ class StepComparison(RecordListener):
         names: for each part of the weights the names of the tensors in it.
         differences: by step, of those that differ.
         num_compared: hashes that were compared.
+        num_means: means of metrics that were, where the log has no hash of losses.
+        seen: the last step on record.
     """
 
     def __init__(self, logged: LoggedRun, shard: int | None) -> None:
         self._logged = logged
         self._shard = shard
         self.names: Sequence[Sequence[str]] = ()
-        self.differences: dict[int, list[StepDifference]] = {}
+        self.differences: dict[int, Sequence[StepDifference]] = {}
         self.num_compared = 0
+        self.num_means = 0
+        self.seen = 0
 
     def on_record(
         self, step: int, metrics: Mapping[str, Any], records: Sequence[StepRecord | None]
     ) -> None:
+        self.seen = step
         if step not in self._logged.steps:
             return
-        known = [each for each in records if each is not None]
-        line, logged = step_line(step, metrics, known), self._logged.steps[step].line
-        parts = [part for record in known for part in record.weights]
-        found = [
-            *_compare_place(step, logged, line),
-            *self._compare_losses(step, logged, line),
-            *self._compare_weights(step, parts),
-        ]
-        if found:
-            self.differences[step] = found
-
-    def _compare_losses(
-        self, step: int, logged: Mapping[str, Any], line: Mapping[str, Any]
-    ) -> Iterator[StepDifference]:
-        """The shards whose losses have other bits; the metrics, where no shard's loss is known."""
-        before, now = known_checksums(logged), known_checksums(line)
-        for number in sorted(before.keys() & now.keys()):
-            if self._shard in (None, number):
-                self.num_compared += 1
-                if before[number] != now[number]:
-                    what = f"the bits of the loss of shard {number}, as a checksum"
-                    yield StepDifference(step, what, before[number], now[number])
-        if before:
-            return
-        for name, value in logged["metrics"].items():
-            got = line["metrics"].get(name)
-            if got is not None and not _is_close(value, got):
-                yield StepDifference(step, f"the mean of {name!r}", value, got, _apart(value, got))
-
-    def _compare_weights(self, step: int, parts: Sequence[PartHash]) -> Iterator[StepDifference]:
-        logged = self._logged.steps[step].weights
-        for part in parts:
-            if part.part not in logged:
-                continue
-            self.num_compared += 1
-            bits, norm = logged[part.part]
-            if bits == f"{part.bits:016x}":
-                continue
-            names = ", ".join(self.names[part.part])
-            yield StepDifference(
-                step,
-                f"the weights after it, in {names}: their norm",
-                norm,
-                part.norm,
-                _apart(norm, part.norm),
-            )
-
-
-def _apart(one: float, other: float) -> float:
-    return abs(one - other) / max(abs(one), abs(other), 1e-300)
-
-
-def _is_close(one: float, other: float) -> bool:
-    return _apart(one, other) <= _ROUNDING or (math.isnan(one) and math.isnan(other))
-
-
-def _compare_place(
-    step: int, logged: Mapping[str, Any], line: Mapping[str, Any]
-) -> Iterator[StepDifference]:
-    # The number of samples is left out: those of a worker that died are missing in the log.
-    words = {"at": "its epoch and global batch", "lr": "the learning rates"}
-    for key, what in words.items():
-        if None not in (logged[key], line[key]) and logged[key] != line[key]:
-            yield StepDifference(step, what, logged[key], line[key])
+        line = step_line(step, metrics, [each for each in records if each is not None])
+        compared = compare_lines(
+            self._logged.steps[step].line, line, names=self.names, shard=self._shard
+        )
+        self.num_compared += compared.num_hashes
+        self.num_means += compared.num_means
+        if compared.differences:
+            self.differences[step] = compared.differences
 
 
 def replay_run(
@@ -218,7 +163,7 @@ def replay_run(
     config: Mapping[str, Any] | None = None,
     num_workers: int = 1,
     shard: int | None = None,
-    around_step: Callable[[Any], AbstractContextManager[None]] | None = None,
+    inspection: Inspection | None = None,
 ) -> ReplayReport:
     """Compute a step of a run again, and compare it, and those before it, with the log.
 
@@ -229,7 +174,7 @@ def replay_run(
         config: entries over those of the config in the log.
         num_workers: processes that compute it.
         shard: compare this shard's loss alone.
-        around_step: given the trainer, a context around the computation of step `step`.
+        inspection: looks at `step`, and maybe at steps around it, which are compared as well.
 
     Raises:
         CheckpointError: there is no log, or no checkpoint in front of the step can be read.
@@ -241,6 +186,8 @@ def replay_run(
     config = {**logged.config_of(step), **(config or {})}
     _refuse_incomplete(program, config, shard)
     began, comparison = time.monotonic(), StepComparison(logged, shard)
+    inspection = inspection or _NoInspection(range(step, step + 1))
+    until, last = inspection.steps[0] - 1, inspection.steps[-1]
     given = program["arguments"]
     with (
         _torch_threads(program["machine"]["threads"]),
@@ -253,16 +200,20 @@ def replay_run(
             # What ran on a GPU is computed where there is none, too; the reverse would differ.
             use_gpu="auto" if given["use_gpu"] else False,
             audit="off",
-            callbacks=[comparison],
+            callbacks=[comparison, *inspection.listeners],
             **{name: given[name] for name in _ARGUMENTS},
         ) as trainer,
     ):
         comparison.names = trainer.apply_all_operators(weight_names)[0]
-        start, first = _load_newest(trainer, folder, step)
-        if step - 1 > first:
-            trainer.train(num_steps=step - 1 - first)
-        with nullcontext() if around_step is None else around_step(trainer):
-            trainer.train(num_steps=1)
+        start, first = _load_newest(trainer, folder, until + 1, logged.programs[0]["from"])
+        if until > first:
+            trainer.train(num_steps=until - first)
+        with inspection.around(trainer):
+            trainer.train(num_steps=len(inspection.steps))
+            # Where gradients are accumulated, steps are on record when their window closes.
+            for _ in range(given["accumulate"] - 1):
+                if comparison.seen < last:
+                    trainer.train(num_steps=1)
         device, threads = trainer._workers.start_reports[0].device, trainer._workers.spec.threads
         machine = describe_machine(device, threads)
     differing = sorted(comparison.differences)
@@ -271,13 +222,23 @@ def replay_run(
         step=step,
         at=tuple(logged.steps[step].line["at"] or (0, 0)),
         start=start,
-        num_computed=step - first,
+        num_computed=last - first,
         same_bits=False if differing else (True if comparison.num_compared else None),
         num_compared=comparison.num_compared,
+        num_means=comparison.num_means,
         differences=[each for n in sorted(shown) for each in comparison.differences[n]],
-        reasons=[*_reasons(logged, program, machine, first, step)] if differing else [],
+        reasons=[*_reasons(logged, program, machine, first, last)] if differing else [],
         seconds=time.monotonic() - began,
     )
+
+
+@dataclass(frozen=True)
+class _NoInspection:
+    steps: range
+    listeners: Sequence[RecordListener] = ()
+
+    def around(self, trainer: Any) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def program_of(logged: LoggedRun, step: int, folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -325,11 +286,20 @@ def _torch_threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _load_newest(trainer: Any, folder: str | os.PathLike[str], step: int) -> tuple[str | None, int]:
+def _load_newest(
+    trainer: Any, folder: str | os.PathLike[str], step: int, began: int
+) -> tuple[str | None, int]:
     """Load the newest good checkpoint in front of a step; its path and its own step.
 
+    Args:
+        trainer: a new one.
+        folder: of the checkpoints.
+        step: the first that is to be computed again.
+        began: the step after which the run began: 0, unless it went on from another run's.
+
     Raises:
-        CheckpointError: there are some, and none of them can be read.
+        CheckpointError: none of them can be read, or there is none and the run has not begun with
+            `setup`.
     """
     rotation = Rotation(os.path.abspath(folder), keep=1, read=checkpoint.read)
     refused: CheckpointError | None = None
@@ -344,6 +314,13 @@ def _load_newest(trainer: Any, folder: str | os.PathLike[str], step: int) -> tup
             return rotation.path_of(each), each
     if refused is not None:
         raise refused
+    if began > 0:
+        raise CheckpointError(
+            "no checkpoint is left in front of this step",
+            where=os.path.abspath(folder),
+            got=f"step {step} of a run that went on from step {began} of another one",
+            fix="replay a step behind the first checkpoint in this directory",
+        )
     return None, 0
 
 
@@ -358,6 +335,8 @@ def _reasons(
     for changed, by in logged.changes:
         if first <= changed < step and (changed or by != "load_state_dict"):
             yield f"after step {changed} the program called {by}, which a replay does not"
+    if first + 1 in logged.steps and logged.program_of(first + 1) is not program:
+        yield f"another program computed step {first + 1}, maybe with another config"
     for key, value in program["machine"].items():
         if machine.get(key) != value:
             yield f"{key} was {value}, and is {machine.get(key)}"

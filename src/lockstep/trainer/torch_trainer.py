@@ -21,7 +21,7 @@ from lockstep.trainer.launch import Placement, start_workers
 from lockstep.trainer.loader_checks import check_loader
 from lockstep.trainer.loop_calls import loop_request, reduce_reports, run_loop
 from lockstep.trainer.prediction_order import order_predictions
-from lockstep.trainer.ray_dataset_feed import RayDatasetFeed
+from lockstep.trainer.ray_dataset_feed import ON_RAY_DATASET, RayDatasetFeed
 from lockstep.trainer.state_transfer import StateTransfer
 from lockstep.trainer.step_metrics import StepMetrics
 from lockstep.trainer.worker_calls import WorkerCalls
@@ -255,6 +255,7 @@ class TorchTrainer:
         request = loop_request("train", num_steps, profile, info)
         if self._dataset.has_dataset:
             max_retries = 0  # Ray gives each row to one worker, and only once
+            self._steps.note_change(ON_RAY_DATASET)
         else:
             check_loader(self._workers, "train")
         writer = self._writer

@@ -33,7 +33,7 @@ from lockstep.worker.remote_method import (
 )
 from lockstep.worker.report import LoopCounts, Report, StartReport, report_of_lost_worker
 from lockstep.worker.spec import WorkerSpec
-from lockstep.worker.step_records import weight_names
+from lockstep.worker.step_records import module_prefix, weight_names, weight_slots
 from lockstep.worker.survivor_state import RunPosition, SurvivorState
 from lockstep.worker.torch_profiler import start_tracing, stop_tracing
 from lockstep.worker.worker import Worker
@@ -77,6 +77,7 @@ __all__ = [
     "items_ahead",
     "join",
     "leave_broken_group",
+    "module_prefix",
     "position",
     "predict",
     "progress_of",
@@ -93,4 +94,5 @@ __all__ = [
     "undo_without_peers",
     "verify",
     "weight_names",
+    "weight_slots",
 ]

@@ -58,7 +58,7 @@ def weight_slots(run: TrainingParts) -> list[TensorSlot]:
     """
     slots: dict[int, TensorSlot] = {}
     for number, module in enumerate(run.plain_modules()):
-        for prefix, owner in module.named_modules(prefix=_prefix_of(run, module, number)):
+        for prefix, owner in module.named_modules(prefix=module_prefix(run, module, number)):
             for tensors in (parameters_of(owner), buffers_of(owner)):
                 for key, tensor in tensors.items():
                     if is_shard(tensor):
@@ -69,7 +69,8 @@ def weight_slots(run: TrainingParts) -> list[TensorSlot]:
     return [*slots.values()]
 
 
-def _prefix_of(run: TrainingParts, module: nn.Module, number: int) -> str:
+def module_prefix(run: TrainingParts, module: nn.Module, number: int) -> str:
+    """What stands before the names of a module's tensors; `number`: of the module in the run."""
     if module is run.plain_criterion():
         return "criterion"
     return f"models.{number}" if len(run.models) > 1 else ""

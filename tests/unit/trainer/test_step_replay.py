@@ -145,7 +145,8 @@ def test_what_was_not_compared_is_not_called_the_same(tmp_path):
     (folder / "run.jsonl").write_text("\n".join(bare) + "\n")
     report = replayed(folder, 8, OwnLoop)
     assert report.same_bits is None
-    assert "nothing was compared" in str(report)
+    assert report.num_means > 0
+    assert "bits are not known" in str(report)
 
 
 def test_a_key_of_the_config_that_is_no_literal_has_to_be_given(tmp_path):
@@ -189,6 +190,9 @@ def test_a_log_that_a_kill_has_torn_is_read_and_gone_on_with(tmp_path):
     trained(folder, epochs=2, resume="auto")  # from step 5
     assert [each["from"] for each in LoggedRun.read(folder).programs] == [0, 5]
     assert [replayed(folder, step).same_bits for step in (5, 6, 8, 12)] == [True] * 4
+    # Steps of one program stand around a step.
+    assert LoggedRun.read(folder).steps_around(7, 3) == range(6, 11)
+    assert LoggedRun.read(folder).steps_around(5, 3) == range(2, 6)
 
 
 def test_steps_of_an_abandoned_continuation_are_not_the_runs(tmp_path):
@@ -268,6 +272,13 @@ def test_from_the_command_line(tmp_path):
     stopped = replay("--step", "3", "--pdb", typed="n\np batch_info['global_step']\nc\n")
     assert "x, y = batch" in stopped.stdout
     assert "(Pdb) 2\n" in stopped.stdout
+    assert (stopped.returncode, "same bits" in stopped.stdout) == (0, True)
+    around = replay("--step", "3", "--around", "1", "--html", "around.html")
+    assert around.returncode == 0, around.stderr
+    assert "samples of step 3, each by itself" in around.stdout
+    assert "<h2>The samples of step 3" in (tmp_path / "around.html").read_text()
+    for wrong in (["--html", "none/around.html"], ["--pdb", "--around", "2"], ["--html", "."]):
+        assert replay("--step", "3", *wrong).returncode == 2
     line = 1 + PROGRAM.splitlines().index("        return self.criterion(self.model(x), y)")
     stopped = replay("--step", "3", "--breakpoint", f"line.py:{line}", typed="p x.shape\nc\n")
     assert "torch.Size([4, 2])" in stopped.stdout

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import html
-import math
 from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.diagnoses.seen import seen_in
+from lockstep.audit.report.line_chart import line_chart
 from lockstep.audit.report.words import cut
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from lockstep.audit.shared_track import SharedTrack
     from lockstep.audit.world import World
 
-_WIDTH, _HEIGHT = 560, 150
 _COLOURS = 4
 _ROWS = 60
 _CELL = 18
@@ -75,12 +74,12 @@ def curves(evidence: dict[str, Any]) -> str:
             for rank in ranks[:_COLOURS]
         }
         title = f"Gradient of {gradients[0]['parameter']}[0], by rank{cut(gradients)}"
-        found += _chart(title, lines)
+        found += line_chart(title, lines)
     drift = evidence.get("drift") or []
     if drift:
         points = {"drift": [(row["step"], row["drift"]) for row in drift]}
         title = f"Largest difference between replicas after the step{cut(drift)}"
-        found += _chart(title, points)
+        found += line_chart(title, points)
     return found
 
 
@@ -98,46 +97,6 @@ def curves_of_tracks(world: World) -> str:
     ]
     found = "".join(blocks)
     return f"<section><h2>Gradients and replicas</h2>{found}</section>" if found else ""
-
-
-def _chart(title: str, lines: dict[str, list[tuple[int, float | None]]]) -> str:
-    values = [
-        v for points in lines.values() for _, v in points if v is not None and math.isfinite(v)
-    ]
-    steps = [s for points in lines.values() for s, _ in points]
-    if not values:
-        return ""
-    low, high = min(0.0, *values), max(0.0, *values)
-    high = high if high > low else low + 1.0
-    first, last = min(steps), max(max(steps), min(steps) + 1)
-
-    def x(step: float) -> float:
-        return (step - first) / (last - first) * _WIDTH
-
-    def y(value: float) -> float:
-        return 3 + (high - value) / (high - low) * (_HEIGHT - 6)
-
-    drawn = "".join(
-        f'<polyline class="rank{place}" points="'
-        + " ".join(
-            f"{x(s):.1f},{y(v):.1f}" for s, v in points if v is not None and math.isfinite(v)
-        )
-        + '"/>'
-        for place, points in enumerate(lines.values())
-    )
-    legend = "".join(
-        f"<span><i class=rank{place}></i>{html.escape(name)}</span>"
-        for place, name in enumerate(lines)
-    )
-    # The labels are text of the page: inside a picture that shrinks on a phone nobody reads them.
-    return (
-        f"<p class=soft>{html.escape(title)}</p><div class=legend>{legend}</div>"
-        f"<div class=plot><div class=scale><span>{high:.3g}</span><span>{low:.3g}</span></div>"
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio=none role=img '
-        f'aria-label="{html.escape(title)}">'
-        f'<line class=axis x1=0 x2={_WIDTH} y1="{y(0.0):.1f}" y2="{y(0.0):.1f}"/>{drawn}</svg>'
-        f"<div class=steps><span>step {first}</span><span>step {max(steps)}</span></div></div>"
-    )
 
 
 def differences_map(world: World) -> str:
