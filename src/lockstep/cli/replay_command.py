@@ -102,7 +102,7 @@ def _refuse_early(read: argparse.Namespace) -> None:
         raise ConfigurationError(
             "these options do not go together",
             expected="one of --pdb, --breakpoint, and --around with --html; each in one process",
-            fix="leave out --workers, or the others",
+            fix="leave out --workers" if read.workers > 1 else "leave out --around and --html",
         )
 
 
