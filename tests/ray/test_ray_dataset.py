@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ray datasets: every row once an epoch, each with the weight that it has in one process."""
 
+import logging
 from collections import defaultdict
 from itertools import chain
 
@@ -22,6 +23,7 @@ from lockstep.errors import (
 )
 from lockstep.keys import BATCH_SIZE
 from lockstep.testing import Strike, struck
+from lockstep.trainer.logged_run import LoggedRun
 
 pytestmark = pytest.mark.filterwarnings(
     # What Ray Data says to itself about its own settings.
@@ -104,6 +106,18 @@ def by_one_process(steps):
         loss_of(layer, {"x": number / 50, "y": number**2 / 1e3}).backward()
         optimizer.step()
     return layer
+
+
+def test_the_log_of_a_run_says_which_steps_cannot_be_replayed(tmp_path, caplog):
+    with (
+        caplog.at_level(logging.INFO, "lockstep.run_log"),
+        TorchTrainer(
+            training_operator_cls=Regression, config=CONFIG, checkpoint_dir=tmp_path
+        ) as trainer,
+    ):
+        trainer.train(dataset=dataset())
+    assert LoggedRun.read(tmp_path).changes == [(0, "train(dataset=...)")]
+    assert "the steps after 0 are on a Ray dataset, and cannot be replayed" in caplog.text
 
 
 def is_trained_by(trainer, steps):

@@ -9,7 +9,6 @@ import pdb
 import sys
 from bdb import BdbQuit
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,15 +23,13 @@ from lockstep.operator import TrainingOperator
 from lockstep.trainer import TorchTrainer
 from lockstep.trainer.logged_run import LoggedRun
 from lockstep.trainer.step_examination import StepExamination
+from lockstep.trainer.step_inspection import StepInspection
 from lockstep.trainer.step_replay import program_of, replay_run
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
-
-    from lockstep.trainer.record_listener import RecordListener
-    from lockstep.trainer.step_replay import Inspection
 
 
 _AROUND: Final = 3
@@ -74,13 +71,20 @@ def run(read: argparse.Namespace) -> int:
     return {True: 0, False: DIFFERS, None: FAILED}[report.same_bits]
 
 
-@dataclass(frozen=True)
-class _Debugger:
-    """Runs one step under pdb."""
+class _Debugger(StepInspection):
+    """Runs one step under pdb.
 
-    steps: range
-    around: Callable[[Any], AbstractContextManager[None]]
-    listeners: Sequence[RecordListener] = ()
+    Args:
+        step: its number.
+        stops: given the trainer, a context in which the debugger stops.
+    """
+
+    def __init__(self, step: int, stops: Callable[[Any], AbstractContextManager[None]]) -> None:
+        super().__init__(range(step, step + 1))
+        self._stops = stops
+
+    def around(self, trainer: Any) -> AbstractContextManager[None]:
+        return self._stops(trainer)
 
 
 def _refuse_early(read: argparse.Namespace) -> None:
@@ -106,14 +110,13 @@ def _refuse_early(read: argparse.Namespace) -> None:
         )
 
 
-def _inspection(read: argparse.Namespace, logged: LoggedRun) -> Inspection | None:
+def _inspection(read: argparse.Namespace, logged: LoggedRun) -> StepInspection | None:
     step = read.step
     if read.around is not None or read.html is not None:
         return StepExamination(logged.steps_around(step, read.around or _AROUND))
-    only = range(step, step + 1)
     if read.breakpoint is not None:
-        return _Debugger(only, partial(_stop_at, place=read.breakpoint))
-    return _Debugger(only, partial(_stop_in_loss, shard=read.shard)) if read.pdb else None
+        return _Debugger(step, partial(_stop_at, place=read.breakpoint))
+    return _Debugger(step, partial(_stop_in_loss, shard=read.shard)) if read.pdb else None
 
 
 def _write_page(read: argparse.Namespace, verdict: str, examination: StepExamination) -> None:

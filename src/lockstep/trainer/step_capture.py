@@ -11,10 +11,10 @@ from lockstep.content_digest import content_digest
 from lockstep.data.batch_rows import leading_length, slice_rows
 from lockstep.errors import NotShardableError
 from lockstep.operator.registration import registered_parts
-from lockstep.trainer.record_listener import RecordListener
 from lockstep.trainer.run_log import step_line
 from lockstep.trainer.step_differences import StepDifference, compare_lines
 from lockstep.trainer.step_examination import name_of_sample
+from lockstep.trainer.step_inspection import StepInspection
 from lockstep.weight_hashes import NUM_PARTS, WeightHashes, read_hashes
 from lockstep.worker import weight_names, weight_slots
 
@@ -51,7 +51,7 @@ class CapturedStep:
     line: Mapping[str, Any] = field(default_factory=dict)
 
 
-class StepCapture(RecordListener):
+class StepCapture(StepInspection):
     """Captures the steps that a trainer of one process computes while `around` is entered.
 
     An operator with a `train_epoch` of its own hands over no step: it captures their lines alone.
@@ -64,12 +64,8 @@ class StepCapture(RecordListener):
     """
 
     def __init__(self, steps: range) -> None:
-        self.steps = steps
+        super().__init__(steps)
         self.captured: dict[int, CapturedStep] = {}
-
-    @property
-    def listeners(self) -> Sequence[RecordListener]:
-        return [self]
 
     @contextmanager
     def around(self, trainer: Any) -> Iterator[None]:
@@ -123,8 +119,8 @@ def _digests_of_samples(batch: Any) -> list[str]:
 
 def _settings_of(optimizers: Sequence[Any]) -> dict[str, str]:
     return {
-        f"{key} of group {number} of {type(optimizer).__name__}": repr(value)
-        for optimizer in optimizers
+        f"{key} of group {number} of optimizer {place} ({type(optimizer).__name__})": repr(value)
+        for place, optimizer in enumerate(optimizers)
         for number, group in enumerate(optimizer.param_groups)
         for key, value in group.items()
         if key != "params"

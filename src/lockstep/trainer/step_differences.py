@@ -19,13 +19,13 @@ _ROUNDING: Final = 1e-6
 
 @dataclass(frozen=True)
 class StepDifference:
-    """What is not as in the log at one step.
+    """In what two computations of one step differ.
 
     Attributes:
         step: the number of the step in the run.
         what: the data, a learning rate, a shard's loss, or a part of the weights.
-        logged: the value in the log.
-        got: the value now.
+        logged: the value in the log; of two runs that in the first one.
+        got: the value now; of two runs that in the second one. Both are None where `what` says it.
         relative: how far apart they are, beside the larger one; None where only bits are known.
     """
 

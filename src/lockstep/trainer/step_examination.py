@@ -27,7 +27,7 @@ from lockstep.operator.step_actions import StepActions
 from lockstep.randomness import preserve_rng_state
 from lockstep.sync import buffer_places
 from lockstep.tensor_tree import tree_map
-from lockstep.trainer.record_listener import RecordListener
+from lockstep.trainer.step_inspection import StepInspection
 from lockstep.worker import module_prefix
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class ExaminedStep:
         return math.hypot(*self.norms.values()) if self.norms else None
 
 
-class StepExamination(RecordListener):
+class StepExamination(StepInspection):
     """Examines the steps that a trainer of one process computes while `around` is entered.
 
     Args:
@@ -94,17 +94,13 @@ class StepExamination(RecordListener):
     """
 
     def __init__(self, steps: range) -> None:
-        self.steps = steps
+        super().__init__(steps)
         self.examined: list[ExaminedStep] = []
         # By step: where gradients are accumulated, a step is on record when its window closes.
         self._norms: dict[int, dict[str, float]] = defaultdict(dict)
         self._samples: dict[int, list[SampleLoss]] = defaultdict(list)
         self._failures: dict[int, str] = {}
         self._num_losses: Counter[int] = Counter()
-
-    @property
-    def listeners(self) -> Sequence[RecordListener]:
-        return [self]
 
     @contextmanager
     def around(self, trainer: Any) -> Iterator[None]:

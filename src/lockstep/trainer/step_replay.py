@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -24,11 +24,11 @@ from lockstep.trainer.logged_run import LoggedRun
 from lockstep.trainer.record_listener import RecordListener
 from lockstep.trainer.run_log import describe_machine, step_line
 from lockstep.trainer.step_differences import StepDifference, compare_lines
+from lockstep.trainer.step_inspection import StepInspection
 from lockstep.worker import weight_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from lockstep.metrics.step_log import StepRecord
 
@@ -96,25 +96,6 @@ class ReplayReport:
         return "\n".join(lines)
 
 
-class Inspection(Protocol):
-    """Looks at steps while they are computed again.
-
-    Attributes:
-        steps: their numbers, in order; the step that is to be replayed is one of them.
-        listeners: callbacks of the trainer that computes them.
-    """
-
-    @property
-    def steps(self) -> range: ...
-
-    @property
-    def listeners(self) -> Sequence[RecordListener]: ...
-
-    def around(self, trainer: Any) -> AbstractContextManager[None]:
-        """A context around the computation of the steps."""
-        ...
-
-
 class StepComparison(RecordListener):
     """Compares each step that a trainer computes with the log.
 
@@ -163,7 +144,7 @@ def replay_run(
     config: Mapping[str, Any] | None = None,
     num_workers: int = 1,
     shard: int | None = None,
-    inspection: Inspection | None = None,
+    inspection: StepInspection | None = None,
 ) -> ReplayReport:
     """Compute a step of a run again, and compare it, and those before it, with the log.
 
@@ -186,7 +167,7 @@ def replay_run(
     config = {**logged.config_of(step), **(config or {})}
     _refuse_incomplete(program, config, shard)
     began, comparison = time.monotonic(), StepComparison(logged, shard)
-    inspection = inspection or _NoInspection(range(step, step + 1))
+    inspection = inspection or StepInspection(range(step, step + 1))
     until, last = inspection.steps[0] - 1, inspection.steps[-1]
     given = program["arguments"]
     with (
@@ -200,7 +181,7 @@ def replay_run(
             # What ran on a GPU is computed where there is none, too; the reverse would differ.
             use_gpu="auto" if given["use_gpu"] else False,
             audit="off",
-            callbacks=[comparison, *inspection.listeners],
+            callbacks=[comparison, inspection],
             **{name: given[name] for name in _ARGUMENTS},
         ) as trainer,
     ):
@@ -223,22 +204,16 @@ def replay_run(
         at=tuple(logged.steps[step].line["at"] or (0, 0)),
         start=start,
         num_computed=last - first,
-        same_bits=False if differing else (True if comparison.num_compared else None),
+        # Nothing is green that was not looked at: a step may have come on no record.
+        same_bits=False
+        if differing
+        else (True if comparison.num_compared and comparison.seen >= step else None),
         num_compared=comparison.num_compared,
         num_means=comparison.num_means,
         differences=[each for n in sorted(shown) for each in comparison.differences[n]],
         reasons=[*_reasons(logged, program, machine, first, last)] if differing else [],
         seconds=time.monotonic() - began,
     )
-
-
-@dataclass(frozen=True)
-class _NoInspection:
-    steps: range
-    listeners: Sequence[RecordListener] = ()
-
-    def around(self, trainer: Any) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 def program_of(logged: LoggedRun, step: int, folder: str | os.PathLike[str]) -> dict[str, Any]:

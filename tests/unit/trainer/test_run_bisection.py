@@ -106,9 +106,9 @@ def test_equal_runs_have_no_difference(run, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "step", "what"),
     [
-        ({"lr": 0.02}, 1, "lr of group 0 of SGD"),
-        ({"momentum": 0.8}, 1, "momentum of group 0 of SGD"),
-        ({"warm_from": 5}, 6, "lr of group 0 of SGD"),
+        ({"lr": 0.02}, 1, "lr of group 0 of optimizer 0 (SGD)"),
+        ({"momentum": 0.8}, 1, "momentum of group 0 of optimizer 0 (SGD)"),
+        ({"warm_from": 5}, 6, "lr of group 0 of optimizer 0 (SGD)"),
         ({"init": 1}, 1, "the weights before it, in 0.weight"),
         ({"order": 1}, 1, "the samples of shard 0"),
         ({"seed": 1}, 1, "the samples of shard 0"),
@@ -120,6 +120,43 @@ def test_the_cause_is_named_at_its_step(run, tmp_path, changed, step, what):
     assert report.differences[0].what.startswith(what), str(report)
     assert any(next(iter(changed)) in name for name, _, _ in report.settings)
     assert report.notes == []
+
+
+class TwoOptimizers(TrainingOperator):
+    """Of one class, which differ in their learning rates."""
+
+    def setup(self, config):
+        torch.manual_seed(0)
+        models = [nn.Linear(4, 2), nn.Linear(2, 1)]
+        optimizers = [
+            torch.optim.SGD(models[0].parameters(), lr=config["lr"]),
+            torch.optim.SGD(models[1].parameters(), lr=0.01),
+        ]
+        self.models, self.optimizers = self.register(models=models, optimizers=optimizers)
+        features = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+        self.register_data(train_loader=DataLoader(TensorDataset(features), 4))
+
+    def train_batch(self, batch, batch_info):
+        loss = self.models[1](self.models[0](batch[0])).square().mean()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return {"train_loss": loss.item()}
+
+
+def test_two_optimizers_of_one_class_are_told_apart(tmp_path):
+    runs = []
+    for lr in (0.01, 0.02):
+        folder = tmp_path / str(lr)
+        with TorchTrainer(
+            training_operator_cls=TwoOptimizers, config={"lr": lr}, checkpoint_dir=folder
+        ) as trainer:
+            trainer.train()
+        runs.append(ComparedRun(str(folder), captures(folder, TwoOptimizers)))
+    (difference,) = bisect_runs(*runs).differences
+    assert difference.what == "lr of group 0 of optimizer 0 (SGD)"
 
 
 def test_a_sample_with_other_content_is_found_where_it_is_read(run, tmp_path):
@@ -184,7 +221,7 @@ def test_from_the_command_line(run, tmp_path, capsys, monkeypatch):
     assert main(["bisect", run.folder, other.folder, "--operator", name]) == 65
     said = capsys.readouterr().out
     assert "they differ from step 1 on" in said
-    assert "momentum of group 0 of SGD: 0.9 in A, 0.8 in B" in said
+    assert "momentum of group 0 of optimizer 0 (SGD): 0.9 in A, 0.8 in B" in said
     assert "config momentum: 0.9 in A, 0.8 in B" in said
     assert main(["bisect", run.folder, str(tmp_path / "none"), "--operator", name]) == 2
 
@@ -221,5 +258,5 @@ def test_two_checkouts_of_one_program(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, check=False)
     assert done.returncode == 65, done.stderr
     assert "they differ from step 1 on" in done.stdout
-    assert "weight_decay of group 0 of SGD: 0.0 in A, 0.1 in B" in done.stdout
+    assert "weight_decay of group 0 of optimizer 0 (SGD): 0.0 in A, 0.1 in B" in done.stdout
     assert "note" not in done.stdout

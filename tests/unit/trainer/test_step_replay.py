@@ -2,6 +2,7 @@
 """A step of a run computed again in one process, from the run's log and checkpoints alone."""
 
 import json
+import logging
 import subprocess
 import sys
 from functools import partial
@@ -154,6 +155,18 @@ def test_a_key_of_the_config_that_is_no_literal_has_to_be_given(tmp_path):
     with pytest.raises(ConfigurationError, match="no dtype"):
         replayed(folder, 2)
     assert replayed(folder, 2, config={"dtype": torch.float32}).same_bits
+
+
+def test_what_a_replay_will_need_is_said_before_the_run(tmp_path, caplog):
+    class InNoFile(Noisy):
+        pass
+
+    with caplog.at_level(logging.INFO, "lockstep.run_log"):
+        trained(tmp_path / "one", epochs=1)
+        assert "a replay" not in caplog.text
+        trained(tmp_path / "two", InNoFile, epochs=1, config={"dtype": torch.float32})
+    assert "needs --operator FILE:CLASS" in caplog.text
+    assert "needs --set for dtype" in caplog.text
 
 
 def test_what_a_program_has_changed_in_between_is_said(tmp_path):
