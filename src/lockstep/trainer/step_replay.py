@@ -204,10 +204,7 @@ def replay_run(
         at=tuple(logged.steps[step].line["at"] or (0, 0)),
         start=start,
         num_computed=last - first,
-        # Nothing is green that was not looked at: a step may have come on no record.
-        same_bits=False
-        if differing
-        else (True if comparison.num_compared and comparison.seen >= step else None),
+        same_bits=False if differing else (True if comparison.num_compared else None),
         num_compared=comparison.num_compared,
         num_means=comparison.num_means,
         differences=[each for n in sorted(shown) for each in comparison.differences[n]],
