@@ -16,7 +16,7 @@ from tests.ray.surviving_in_shards import kill
 import ray
 from lockstep import TorchTrainer
 from lockstep.keys import BATCH_SIZE
-from lockstep.testing import struck
+from lockstep.testing import Flip, flipped, struck
 from lockstep.trainer.step_replay import replay_run
 
 pytestmark = [
@@ -81,6 +81,27 @@ def test_workers_that_die_change_no_bit(phase):
         trainer.train()
         assert len(trainer.status()["recoveries"]) == 2
         assert digest(trainer) == expected
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_two_workers_have_equal_bits_and_a_flipped_one_is_seen(precision):
+    expected, step = undisturbed(3, precision), 5  # shard 1 of 4, which rank 1 has
+    flip = Flip("gradient", rank=1, step=step, position=0.3, bit=3)
+    with trainer_of(
+        flipped(Classifier, flip),
+        num_workers=3,
+        precision=precision,
+        reproducible=True,
+        shadow_every=1,
+    ) as trainer:
+        trainer.train()
+        trainer.train()
+        found = trainer.status()["shadow"]
+        assert digest(trainer) == expected
+    assert found["checked"] == 2 * STEPS_IN_EPOCH
+    (wrong,) = found["wrong"]
+    assert (wrong["step"], wrong["shard"], wrong["device"]) == (step + 1, 1, "cuda:0")
+    assert wrong["worker"].startswith("rank 1 ")
 
 
 def test_a_step_once_more_has_its_bits(tmp_path):

@@ -30,6 +30,7 @@
     ├── CrossedWeightsError       RuntimeError  LS213  a weight that cannot follow its gradient
     ├── ReplicasDifferError       ValueError    LS301  ranks built different models
     ├── LostUpdateError           RuntimeError  LS310  a write to a replica that would be lost
+    ├── SilentDataCorruptionError RuntimeError  LS313  workers computed other bits from the same
     ├── DataOrderError            ValueError    LS501  ranks would read different data plans
     ├── NotShardableError         TypeError     LS502  data that cannot be shared out exactly
     ├── AuditError                RuntimeError  (any)  what the watch over a run found
@@ -266,6 +267,16 @@ class LostUpdateError(LockstepError, RuntimeError):
     """A forward wrote to a replica of the model, and the write would be lost."""
 
     code = "LS310"
+
+
+class SilentDataCorruptionError(LockstepError, RuntimeError):
+    """Workers computed other bits from the same weights, samples and random numbers.
+
+    ``shadow_every`` has looked, and which of them was wrong cannot be told. Where it can, the step
+    goes on with the right bits, and a warning with this code names the worker.
+    """
+
+    code = "LS313"
 
 
 class DataOrderError(LockstepError, ValueError):

@@ -31,9 +31,16 @@ if TYPE_CHECKING:
 
     Buffer = torch.Tensor | np.ndarray[Any, Any]
 
-_Layout = tuple[torch.dtype, torch.Size, tuple[int, ...] | None]
-"""A tensor's dtype, shape and strides. None for the strides: its numbers are sent row by row, as it
-has gaps in memory, or several elements in one place."""
+_Layout = tuple[torch.dtype, torch.Size, tuple[int, ...] | None, "_Place | None"]
+"""A tensor's dtype, shape and strides, and its place if that counts. None for the strides: its
+numbers are sent row by row, as it has gaps in memory, or several elements in one place."""
+
+_Place = tuple[tuple[int, ...], int]
+"""The strides with which a tensor lies in memory, and its address in units of `_LINE`: kernels
+choose by both how they add, and so the last bits of a sum depend on them."""
+
+_LINE: Final = 64
+"""Bytes: to a multiple of it torch aligns what it allocates on a CPU."""
 
 _ALIGNMENT: Final = 16
 """Bytes: a tensor of any dtype may begin at a multiple of it."""
@@ -80,14 +87,18 @@ def dumps_exception(error: BaseException, instead: Exception) -> bytes:
     return dumps(instead)
 
 
-def split(state: Any) -> tuple[bytes, list[torch.Tensor]]:
+def split(state: Any, *, keeps_places: bool = False) -> tuple[bytes, list[torch.Tensor]]:
     """`state` as a pickle without its tensors, and the bytes of each tensor, on the CPU.
 
     A tensor that lies contiguously on the CPU is not copied.
+
+    Args:
+        keeps_places: tensors of the CPU arrive with the strides and the alignment that they have
+            here, so that kernels compute the same bits from them.
     """
     buffers: list[torch.Tensor] = []
     with io.BytesIO() as file:
-        _Pickler(file, buffers).dump(state)
+        _Pickler(file, buffers, keeps_places=keeps_places).dump(state)
         return file.getvalue(), buffers
 
 
@@ -128,9 +139,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     and which of its tensors are computed.
     """
 
-    def __init__(self, file: io.BytesIO, buffers: list[torch.Tensor] | None) -> None:
+    def __init__(
+        self,
+        file: io.BytesIO,
+        buffers: list[torch.Tensor] | None,
+        *,
+        keeps_places: bool = False,
+    ) -> None:
         super().__init__(file)
         self._buffers = buffers
+        self._keeps_places = keeps_places
 
     def persistent_id(self, obj: Any) -> _Layout | None:
         # Exactly tensors: a subclass knows itself what it is made of.
@@ -140,7 +158,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         in_memory = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
         is_dense = in_memory.is_contiguous()
         self._buffers.append(as_bytes(in_memory if is_dense else tensor))
-        return obj.dtype, obj.shape, tensor.stride() if is_dense else None
+        keeps_place = self._keeps_places and obj.device.type == "cpu"
+        place = (obj.stride(), obj.data_ptr() % _LINE) if keeps_place else None
+        return obj.dtype, obj.shape, tensor.stride() if is_dense else None, place
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
@@ -158,7 +178,7 @@ class _Unpickler(pickle.Unpickler):
         self._buffers: Iterator[Buffer] = iter(buffers)
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
-        dtype, shape, stride = pid
+        dtype, shape, stride, place = pid
         buffer = next(self._buffers)
         if not shape.numel():
             return torch.empty(shape, dtype=dtype, device="cpu")
@@ -168,8 +188,26 @@ class _Unpickler(pickle.Unpickler):
                 buffer = torch.from_numpy(buffer)
         numbers = buffer.view(dtype)
         if stride is None:
-            return numbers.view(shape)
-        return numbers.as_strided(shape, stride, numbers.storage_offset())
+            tensor = numbers.view(shape)
+        else:
+            tensor = numbers.as_strided(shape, stride, numbers.storage_offset())
+        return tensor if place is None else _laid_out(tensor, place)
+
+
+def _laid_out(tensor: torch.Tensor, place: _Place) -> torch.Tensor:
+    """A copy of `tensor` with these strides, at an address of this alignment."""
+    strides, address = place
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+    size = tensor.element_size()
+    memory = torch.empty(span * size + 2 * _LINE, dtype=torch.uint8, device="cpu")
+    begin = (address - memory.data_ptr()) % _LINE
+    # Numbers at no multiple of their size are no tensor's of torch's own.
+    numbers = memory[begin - begin % size : begin - begin % size + span * size].view(tensor.dtype)
+    copy = numbers.as_strided(tensor.shape, strides, numbers.storage_offset())
+    # Where several elements are in one place (`expand`), each of them is written once.
+    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)
+    copy[once].copy_(tensor[once])
+    return copy
 
 
 def _bare_module(plain: type[nn.Module], names: Sequence[str]) -> nn.Module:

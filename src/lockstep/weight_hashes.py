@@ -184,12 +184,34 @@ def _sum_of_lanes(piece: torch.Tensor) -> torch.Tensor:
     Unlike `sync.tensor_bits.sum_of_bits` no host waits for it, and it uses all 64 bits, which
     the exchanges that compare ranks cannot carry.
     """
+    whole, rest = _lanes_of(piece)
+    return whole.sum() + rest.sum()
+
+
+def sum_of_mixed_lanes(piece: torch.Tensor) -> torch.Tensor:
+    """As the hash of a part, and lanes that trade places, or differ in pairs, change it too.
+
+    For what is hashed rarely: it takes several passes over the bytes. Each lane is mixed with its
+    place by the steps of splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
+    """
+    lanes = torch.cat(_lanes_of(piece))
+    places = torch.arange(1, len(lanes) + 1, device=lanes.device)
+    mixed = lanes + places * _signed(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        # torch fills up with the sign, and two numbers would become one: mask that.
+        mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
+    return mixed.sum()
+
+
+def _signed(number: int) -> int:
+    return number - _MODULUS if number >= _MODULUS // 2 else number
+
+
+def _lanes_of(piece: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes as 64-bit numbers, and the last of them, filled up with zeros; empty for none."""
     if piece.storage_offset() % _LANE:
         piece = piece.clone()
     whole = len(piece) // _LANE * _LANE
-    total = piece[:whole].view(torch.int64).sum()
-    if whole < len(piece):
-        rest = piece.new_zeros(_LANE)
-        rest[: len(piece) - whole] = piece[whole:]
-        total = total + rest.view(torch.int64)[0]
-    return total
+    rest = piece.new_zeros(_LANE if whole < len(piece) else 0)
+    rest[: len(piece) - whole] = piece[whole:]
+    return piece[:whole].view(torch.int64), rest.view(torch.int64)

@@ -78,6 +78,8 @@ def holds(cells):
     assert "a worker died after step 30" in shown["kill"]
     assert "1 worker went on" in shown["kill"]
     assert "the same bits as undisturbed: True" in shown["kill"]
+    assert "the same bits: True" in shown["replay"]
+    assert "step 10, shard 1: rank 1, the gradient of " in shown["shadow"]
     assert "[LS101]" in shown["by-hand"]
     assert "[LS101]" in shown["audit"]
     assert "bypassed.py:" in shown["audit"]

@@ -4,10 +4,11 @@
 from functools import partial
 
 import pytest
-from tests.ray.surviving import GLOBAL_BATCH, Classifier
+from tests.ray.surviving import GLOBAL_BATCH, Classifier, digest
 from tests.ray.surviving_in_shards import kill
 
 from lockstep import TorchTrainer
+from lockstep.errors import ConfigurationError
 from lockstep.keys import BATCH_SIZE
 from lockstep.testing import struck
 from lockstep.trainer.logged_run import LoggedRun
@@ -47,6 +48,42 @@ def replayed(folder, step, operator_cls):
 def test_each_step_has_the_bits_that_the_workers_had(run, step):
     report = replayed(run, step, Classifier)
     assert report.same_bits, str(report)
+
+
+def trained(folder=None, replays=()):
+    """The digest of the weights after two epochs; meanwhile steps of the first are replayed."""
+    with TorchTrainer(
+        training_operator_cls=Classifier,
+        config={BATCH_SIZE: GLOBAL_BATCH},
+        num_workers=2,
+        reproducible=True,
+        scheduler_step_freq="batch",
+        checkpoint_dir=folder,
+        checkpoint_every=None if folder is None else 3,
+    ) as trainer:
+        trainer.train()
+        reports = [trainer.replay(**each) for each in replays]
+        trainer.train()
+        return digest(trainer), reports
+
+
+def test_a_trainer_replays_its_own_steps_and_goes_on(tmp_path):
+    replays = [{"step": 2}, {"step": 7, "shard": 1}]
+    weights, reports = trained(tmp_path / "run", replays)
+    assert [(each.step, each.same_bits) for each in reports] == [(2, True), (7, True)]
+    assert weights == trained()[0]
+
+
+def test_without_a_log_nothing_is_replayed():
+    with (
+        TorchTrainer(
+            training_operator_cls=Classifier,
+            config={BATCH_SIZE: GLOBAL_BATCH},
+            scheduler_step_freq="batch",
+        ) as trainer,
+        pytest.raises(ConfigurationError, match="checkpoint_dir"),
+    ):
+        trainer.replay(1)
 
 
 def test_one_rank_hashes_the_weights(run):

@@ -91,3 +91,24 @@ def test_an_exception_that_would_not_arrive_is_replaced():
 def test_a_refusal_names_the_value():
     with pytest.raises(NotPicklableError, match="the argument cannot be sent"):
         dumps_or_refuse((each for each in ()), "the argument")
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(24.0).view(4, 6)[:, 1:],
+        torch.arange(24.0).view(4, 6)[1:, :2],
+        torch.arange(24.0).view(4, 6).t()[2:],
+        torch.ones(3, 1).expand(3, 5),
+        torch.arange(10, dtype=torch.float16)[3:],
+        torch.tensor(1.5),
+        torch.empty(0, 3),
+    ],
+    ids=lambda each: f"{tuple(each.shape)} {each.stride()} {each.storage_offset()}",
+)
+def test_a_tensor_that_keeps_its_place(tensor):
+    """Kernels choose by strides and alignment how they add."""
+    arrived = join(*split({"x": tensor}, keeps_places=True))["x"]
+    assert torch.equal(arrived, tensor)
+    assert arrived.stride() == tensor.stride()
+    assert arrived.data_ptr() % 64 == tensor.data_ptr() % 64 or not tensor.numel()

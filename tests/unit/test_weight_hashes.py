@@ -4,7 +4,15 @@
 import pytest
 import torch
 
-from lockstep.weight_hashes import NUM_PARTS, TensorSlot, WeightHashes, read_hashes
+from lockstep.tensor_copies import as_bytes
+from lockstep.testing.bit_flips import flip_bit
+from lockstep.weight_hashes import (
+    NUM_PARTS,
+    TensorSlot,
+    WeightHashes,
+    read_hashes,
+    sum_of_mixed_lanes,
+)
 
 TENSORS = {
     "weight": torch.arange(700.0).reshape(70, 10),
@@ -71,3 +79,31 @@ def test_a_tensor_that_is_replaced_is_hashed_in_its_place():
 def test_fewer_lanes_than_parts_leave_parts_empty():
     (part,) = all_of({"one": torch.tensor([1.0])})
     assert (part.part, part.norm) == (0, 1.0)
+
+
+def hash_of(tensor):
+    return int(sum_of_mixed_lanes(as_bytes(tensor)))
+
+
+def test_mixed_lanes_see_places_and_pairs():
+    tensor = torch.arange(1.0, 12.0)
+    seen = {hash_of(tensor)}
+    swapped = tensor.view(-1)[[2, 3, 0, 1, *range(4, 11)]]
+    both_signs = tensor * torch.tensor([1.0, -1, 1, -1, *[1] * 7])
+    last = tensor.clone()
+    last[-1] += 1
+    for other in (swapped, both_signs, last, tensor[:-1], torch.cat([tensor, torch.zeros(2)])):
+        seen.add(hash_of(other))
+    assert len(seen) == 6
+    assert hash_of(tensor.clone()) in seen
+
+
+def test_each_flipped_bit_changes_mixed_lanes():
+    tensor = torch.randn(5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    seen = {hash_of(tensor)}
+    for number in range(5):
+        for bit in range(64):
+            flipped = tensor.clone()
+            flip_bit(flipped, number / 5, bit)
+            seen.add(hash_of(flipped))
+    assert len(seen) == 1 + 5 * 64

@@ -42,6 +42,8 @@ _FAILURE_OPTIONS: Final[Options] = {
     "spare_workers": {"type": int, "metavar": "N", "help": "ready for a lost one's place"},
     "min_workers": {**_COUNT, "help": "with fewer the run ends"},
     "hang_timeout_s": {"type": float, "metavar": "SECONDS"},
+    "shadow_every": {"type": positive, "metavar": "STEPS", "help": "another worker computes along"},
+    "shadow_limit": {**_COUNT, "help": "so many wrong shards, and a worker is replaced"},
     "audit": {"choices": ["watch", "full", "off"]},
     "check_finite": {
         "action": "store_false",

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,17 +31,21 @@ from lockstep.operator.default_forward import (
     require_single,
 )
 from lockstep.operator.loop_protocols import Operator, PassIterator, rank_and_step
+from lockstep.operator.preserved_state import preserve_state
 from lockstep.operator.registration import registered_parts, step_schedulers
+from lockstep.operator.shadow import ShardComputation
 from lockstep.operator.shard_buffers import BufferSnapshot, ShardBuffers
 from lockstep.operator.shard_results import BY_SAMPLES, ShardResults
 from lockstep.operator.sync_batch_norm_refusal import refuse_norms_of_one_shard
 from lockstep.phases import Phase, in_phase
+from lockstep.sync import GradientSync
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
 
     from lockstep.operator.operator_state import OperatorState
+    from lockstep.operator.shadow import ShadowedStep
     from lockstep.operator.shard_batch import ShardBatch
     from lockstep.operator.training_parts import TrainingParts
 
@@ -181,18 +186,26 @@ def train_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> d
         _open_window(state, run, optimizer)
     in_order = state.context.options.reproducible
     own_weights = state.weighed_by.get("train") != BY_SAMPLES
-    buffers = ShardBuffers(run.modules(), len(shards), sync, may_discard=own_weights)
+    shadowed = state.begin_shadow(shards)
+    keeps_committed = own_weights or shadowed is not None
+    buffers = ShardBuffers(run.modules(), len(shards), sync, keeps_committed=keeps_committed)
     results = ShardResults(operator, "train")
     for position, shard in enumerate(shards):
         buffers.begin_shard(position)
-        reduces = global_batch.closes_window and position == len(shards) - 1
+        is_last = position == len(shards) - 1
+        reduces = global_batch.closes_window and is_last and shadowed is None
         with global_batch.activate_shard(shard, per_shard=per_shard):
             metrics, weight = _train_shard(operator, state, shard, batch_info, results, reduces)
         results.add(shard, metrics, weight)
         buffers.end_shard(position, counts=weight > 0)
-        if in_order and sync is not None and not reduces:
+        if shadowed is not None and shadowed.shard == shard.shard:
+            shadowed.computed = _computed(operator, shard, metrics, weight, buffers)
+        elif in_order and sync is not None and not reduces:
             sync.take_shard(shard.shard)
-    if sync is not None and global_batch.closes_window and not shards:
+    if shadowed is not None:
+        compute = partial(_compute_apart, operator, batch_info, buffers, per_shard=per_shard)
+        _add_shadowed(operator, shadowed, compute, buffers, results)
+    if sync is not None and global_batch.closes_window and (shadowed is not None or not shards):
         sync.reduce_pending()
     buffers.commit()
     global_batch.num_train_batch_calls += 1
@@ -200,6 +213,64 @@ def train_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> d
         with operator.timers.record("apply"):
             _step(state, run, optimizer)
     return results.metrics()
+
+
+def _computed(
+    operator: Operator,
+    shard: ShardBatch,
+    metrics: dict[str, Any],
+    weight: float,
+    buffers: ShardBuffers,
+) -> ShardComputation:
+    """What this worker has just computed from `shard`; its gradient leaves ``parameter.grad``."""
+    sync = operator._lockstep.sync
+    assert isinstance(sync, GradientSync), "a shadow needs peers"
+    is_first = shard.shard == 0  # of the other shards' buffers none are committed
+    committed = buffers.after_shard(counts=weight > 0) if is_first else None
+    return ShardComputation(metrics, weight, sync.pack_shard(), committed)
+
+
+def _compute_apart(
+    operator: Operator,
+    batch_info: dict[str, Any],
+    buffers: ShardBuffers,
+    shard: ShardBatch,
+    *,
+    per_shard: bool,
+) -> ShardComputation:
+    """Compute a shard as its worker does, and leave nothing behind."""
+    state, results = operator._lockstep, ShardResults(operator, "train")
+    assert isinstance(state.sync, GradientSync), "a shadow needs peers"
+    with preserve_state(operator), state.without_counting(), state.sync.outside_window():
+        buffers.put_committed()
+        with state.global_batch.activate_shard(shard, per_shard=per_shard):
+            metrics, weight = _train_shard(operator, state, shard, batch_info, results, False)
+        return _computed(operator, shard, metrics, weight, buffers)
+
+
+def _add_shadowed(
+    operator: Operator,
+    shadowed: ShadowedStep,
+    compute: Callable[[ShardBatch], ShardComputation],
+    buffers: ShardBuffers,
+    results: ShardResults,
+) -> None:
+    """Let two workers' bits of a shard be compared, and go on with the right ones.
+
+    Collective:
+        Every rank: see `ShadowedStep.compare`.
+    """
+    sync = operator._lockstep.sync
+    assert isinstance(sync, GradientSync), "a shadow needs peers"
+    with operator.timers.record("shadow"):
+        right = shadowed.compare(sync, compute)
+    if right is None:
+        return
+    sync.add_shard(shadowed.shard, right.gradient)
+    if right is not shadowed.computed:
+        results.replace(shadowed.shard, right.metrics, right.weight)
+        if right.buffers is not None:
+            buffers.replace(right.buffers)
 
 
 def _step(state: OperatorState, run: TrainingParts, optimizer: torch.optim.Optimizer) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +11,16 @@ from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.global_batch_context import GlobalBatchContext
 from lockstep.operator.mixed_precision import Precision
 from lockstep.operator.registered_torchmetrics import RegisteredMetrics
+from lockstep.operator.shadow import Shadow
 from lockstep.operator.step_actions import StepActions
 from lockstep.reduction_context import ReductionContext
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from lockstep.metrics.step_log import StepLog
     from lockstep.operator.rank_context import RankContext
+    from lockstep.operator.shadow import ShadowedStep
     from lockstep.operator.shard_batch import ShardBatch
     from lockstep.operator.shard_buffers import BufferSnapshot
     from lockstep.operator.training_parts import TrainingParts
@@ -70,13 +73,15 @@ class OperatorState:
         summary: the metrics that the default loop returned for this pass; None if it did not run.
             Reset by `LoopRun` before each pass.
         latest: the metrics of the latest batch, for the progress bar. Reset by `begin_call`.
+        shadow: compares shards with other workers; None without ``shadow_every``. Its checks are
+            reset by `begin_call`.
         step_log: metrics of single steps; None unless the trainer asks for them. Set by the worker.
         sync_norms: names of the layers that share batch statistics between workers. Looked up once
             a call; None: not yet.
         steps_taken_back: optimizers' steps of the open step that `check_finite` undid. Reset by
             `Rollback` where a step opens.
-        is_replaying: steps are computed again after a recovery, and count for nothing. Set by
-            `memory_recovery.replay`.
+        is_replaying: what is computed was counted before, or is counted by another worker. Set by
+            `without_counting`.
         put_buffers_back: gives buffers the values that they had before the open step. Set by
             `Rollback`.
     """
@@ -89,6 +94,8 @@ class OperatorState:
         self.loaders: dict[str, Any] = {}
         self.step_actions = StepActions()
         self.registered_metrics = RegisteredMetrics()
+        every, limit = context.options.shadow_every, context.options.shadow_limit
+        self.shadow = Shadow(every, limit) if every else None
         self.window = WindowBatches()
         self.committed = 0
         self.weighed_by: dict[str, str] = {}
@@ -103,6 +110,8 @@ class OperatorState:
         """Begin a `train` or `validate`: its metrics start from nothing."""
         self.global_batch = GlobalBatchContext(ReductionContext(self.context.group), purpose)
         self.registered_metrics.reset()
+        if self.shadow is not None:
+            self.shadow.checks = []
         self.meters = AverageMeterCollection()
         self.summary: dict[str, Any] | None = None
         self.latest: dict[str, Any] = {}
@@ -118,6 +127,26 @@ class OperatorState:
         """Drop the counts of the call so far: its batches were counted by an earlier call."""
         self.registered_metrics.reset()
         self.meters.reset()
+
+    @contextmanager
+    def without_counting(self) -> Iterator[None]:
+        """Inside, what is computed counts for nothing."""
+        before, self.is_replaying = self.is_replaying, True
+        try:
+            yield
+        finally:
+            self.is_replaying = before
+
+    def compare_hardware(self) -> None:
+        """Refuse to compare bits between workers that are not equal; see `Shadow`."""
+        if self.shadow is not None and not self.context.is_trial:
+            self.shadow.compare_hardware(self.context)
+
+    def begin_shadow(self, shards: Sequence[ShardBatch]) -> ShadowedStep | None:
+        """Begin the comparison with another worker, if one is due; see `Shadow.begin_step`."""
+        if self.shadow is None or self.context.is_trial:
+            return None
+        return self.shadow.begin_step(self.context, self.committed, shards)
 
     @property
     def counts_nothing(self) -> bool:

@@ -38,6 +38,8 @@ class Options:
         accumulate: global batches that one optimizer step of the default loop consumes.
         clip_grad_norm: largest norm of the whole gradient that the default loop lets through.
         check_finite: refuse a step whose gradients are not finite.
+        shadow_every: in each so many-th step another worker computes a shard as well; 0: in none.
+        shadow_limit: so many wrong shards of one worker are too many.
     """
 
     precision: PrecisionName = "fp32"
@@ -52,6 +54,8 @@ class Options:
     accumulate: int = 1
     clip_grad_norm: float | None = None
     check_finite: bool = True
+    shadow_every: int = 0
+    shadow_limit: int = 3
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from lockstep.sync import buffer_places
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch import nn
 
@@ -29,7 +29,8 @@ class ShardBuffers:
     Args:
         num_shards: shards that this worker computes in this step.
         sync: broadcasts rank 0's buffers at the end; None for a worker without peers.
-        may_discard: a shard may turn out to have weight zero.
+        keeps_committed: the committed buffers may be needed: a shard may turn out to have weight
+            zero, or is computed twice.
     """
 
     def __init__(
@@ -38,12 +39,12 @@ class ShardBuffers:
         num_shards: int,
         sync: Synchroniser | None,
         *,
-        may_discard: bool = False,
+        keeps_committed: bool = False,
     ) -> None:
         self._sync = sync
         self._has_several_shards = num_shards > 1
         # One shard is the common case, and walking through the modules is not free.
-        looks = self._has_several_shards or may_discard
+        looks = self._has_several_shards or keeps_committed
         self._places = buffer_places(modules) if looks else []
         self._before = self._copies()
         self._first: list[torch.Tensor | None] = []
@@ -51,7 +52,11 @@ class ShardBuffers:
     def begin_shard(self, position: int) -> None:
         """Before the forward of shard number `position`: put the committed buffers back."""
         if position > 0:
-            self._put(self._before)
+            self.put_committed()
+
+    def put_committed(self) -> None:
+        """Put the committed buffers back."""
+        self._put(self._before)
 
     def end_shard(self, position: int, *, counts: bool) -> None:
         """After the backward of shard number `position`: keep the buffers of the first shard.
@@ -65,6 +70,18 @@ class ShardBuffers:
             self._first = self._before
         elif self._has_several_shards:
             self._first = self._copies()
+
+    def after_shard(self, *, counts: bool) -> list[torch.Tensor | None]:
+        """Copies of the buffers after a backward; the committed ones if the shard has no weight."""
+        return self._copies() if counts else self._before
+
+    def replace(self, values: Sequence[torch.Tensor | None]) -> None:
+        """Let `values`, of another worker, be the buffers of the first shard."""
+        pairs = zip(values, self._before, strict=False)
+        self._first = [
+            None if value is None or before is None else value.to(before.device)
+            for value, before in pairs
+        ]
 
     def commit(self) -> None:
         """After the last backward of the step: commit shard 0's buffers on all ranks.

@@ -44,6 +44,7 @@ class ShardResults:
     def __init__(self, operator: Operator, purpose: str) -> None:
         self._operator = operator
         self._purpose = purpose
+        self._shards: list[int] = []
         self._results: list[tuple[dict[str, Any], float]] = []
         self._num_samples = 0
 
@@ -75,12 +76,22 @@ class ShardResults:
 
     def add(self, shard: ShardBatch, metrics: dict[str, Any], weight: float) -> None:
         """Note the metrics of `shard`, and the weight of its loss."""
+        self._shards.append(shard.shard)
         self._results.append((metrics, weight))
         self._num_samples += shard.num_samples
-        state = self._operator._lockstep
-        is_one_shard = not (state.global_batch.is_joint or shard.is_borrowed)
-        if state.step_log is not None and self._purpose == "train" and is_one_shard:
-            state.step_log.note_loss(shard.shard, metrics["train_loss"])
+        is_one_shard = not (self._operator._lockstep.global_batch.is_joint or shard.is_borrowed)
+        if self._purpose == "train" and is_one_shard:
+            self._log_loss(shard.shard, metrics)
+
+    def replace(self, shard: int, metrics: Mapping[str, Any], weight: float) -> None:
+        """Let the results of a shard be those of another worker, which has computed it as well."""
+        self._results[self._shards.index(shard)] = (dict(metrics), weight)
+        self._log_loss(shard, metrics)
+
+    def _log_loss(self, shard: int, metrics: Mapping[str, Any]) -> None:
+        log = self._operator._lockstep.step_log
+        if log is not None:
+            log.note_loss(shard, metrics["train_loss"])
 
     def metrics(self) -> dict[str, Any]:
         """The batch's metrics, its samples, and its weight if that is the operator's own."""

@@ -84,7 +84,8 @@ class RecoveringEngine:
         self.interrupted_by: BaseException | None = None
         self._engine = engine
         self.workers = engine.workers
-        self._watchdog = Watchdog(engine.workers, hang_timeout_s)
+        limit = engine.spec.options.shadow_limit
+        self._watchdog = Watchdog(engine.workers, hang_timeout_s, limit)
         self._regrouping = Regrouping(engine, min_workers, self._watchdog)
         self._incidents: list[Incident] = []
         self._has_asked_to_leave = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Watchdog`: finds the worker that the others wait for in vain, and ends it.
+"""`Watchdog`: finds the worker that the others wait for in vain, or that errs, and ends it.
 
 A rank that makes no step while others wait for it in a collective (or have answered already) is at
 fault; where all ranks wait, or none does, the watchdog ends no rank. It asks workers in the
@@ -40,14 +40,16 @@ class Watchdog:
 
     Args:
         hang_timeout_s: how long a worker may stay at one step while others wait for it.
+        shadow_limit: so many wrong shards of one process are too many.
 
     Attributes:
         verdicts: why workers were ended, in words, by worker.
     """
 
-    def __init__(self, workers: WorkerGroup, hang_timeout_s: float) -> None:
+    def __init__(self, workers: WorkerGroup, hang_timeout_s: float, shadow_limit: int) -> None:
         self._workers = workers
         self._limit_s = hang_timeout_s
+        self._shadow_limit = shadow_limit
         self._poller = StatusPoller()
         self._broken_at: float | None = None
         self._reachable_nodes: dict[str, tuple[float, bool]] = {}
@@ -78,6 +80,10 @@ class Watchdog:
         )
         for worker, polled in statuses.items():
             if worker in self.verdicts:
+                continue
+            if polled.latest is not None and polled.latest.num_wrong_shards >= self._shadow_limit:
+                wrong = f"computed wrong bits {polled.latest.num_wrong_shards} times"
+                self._end_worker(worker, polled, f"{wrong} (shadow_limit={self._shadow_limit})")
                 continue
             if self._is_stuck(polled, now):
                 verdict = "stayed in a collective of a group that has broken"

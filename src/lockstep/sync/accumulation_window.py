@@ -45,6 +45,7 @@ class AccumulationWindow:
     Attributes:
         kind: PLAIN, WEIGHTED, or None before the first.
         weight: the sum of the weighted backwards' weights, in multiples of `BatchWeights.unit`.
+        packed_weight: the same of those whose gradients were packed as those of shards.
         delivered: the weight of the batch that the first plain backward was for; None: no weight
             was delivered, and every rank's counts as 1.
         faults: reasons for all ranks to refuse the round.
@@ -52,6 +53,7 @@ class AccumulationWindow:
 
     kind: str | None = None
     weight: float = 0.0
+    packed_weight: float = 0.0
     delivered: float | None = None
     faults: list[Fault] = field(default_factory=list)
     _remembered: list[_RememberedGradient | None] | None = None
@@ -104,6 +106,19 @@ class AccumulationWindow:
             self.faults.append(Fault("empty_batch_in_window", got))
         self.weight += 1.0 if counts is None else counts
 
+    @property
+    def total_weight(self) -> float:
+        return self.packed_weight + self.weight
+
+    def pack_weight(self) -> float:
+        """The weight of the backwards since the last call.
+
+        Summed from zero: as a difference of sums its last bit would depend on the shards before.
+        """
+        weight, self.weight = self.weight, 0.0
+        self.packed_weight += weight
+        return weight
+
     def contribution(self, weights: BatchWeights, earlier: EarlierGradients) -> Contribution:
         """This rank's part of the round that closes the window."""
         made = Contribution(
@@ -114,7 +129,7 @@ class AccumulationWindow:
             is_borrowed=self.delivered == 0.0,
         )
         if self.kind == WEIGHTED:
-            made.weight = self.weight
+            made.weight, made.unpacked_weight = self.total_weight, self.weight
         elif self.kind == PLAIN:
             made.weight = (1.0 if self.delivered is None else self.delivered) / weights.unit(PLAIN)
             made.scale = made.weight

@@ -16,7 +16,7 @@ from lockstep._torch_compat import version_of
 from lockstep.sync import round_error_texts
 from lockstep.sync.ordered_reducer import OrderedReducer
 from lockstep.sync.reducer import Reducer
-from lockstep.sync.round_contribution import WEIGHTED, Contribution, UnreadTotals
+from lockstep.sync.round_contribution import Contribution, UnreadTotals
 from lockstep.sync.transport_protocol import RoundResult, Transport
 
 if TYPE_CHECKING:
@@ -75,7 +75,6 @@ class BucketTransport(Transport):
         self._order = order
         self._combine = combine
         self._wait_for_peers = wait_for_peers
-        self._taken_weight = 0.0
         self._last_shard: int | None = None
         self._is_finishing = False
         self._on_accumulated: Callable[[Slot], None] | None = None
@@ -184,8 +183,7 @@ class BucketTransport(Transport):
         contribution.has_unfrozen = self._has_unfrozen
         self.reducer.start(contribution, step)
         if self._last_shard is not None and isinstance(self.reducer, OrderedReducer):
-            weight = contribution.weight if contribution.kind == WEIGHTED else 0.0
-            self.reducer.set_last_shard(self._last_shard, weight - self._taken_weight)
+            self.reducer.set_last_shard(self._last_shard, contribution.unpacked_weight)
         if self.reducer.can_overlap:
             self._on_accumulated = self.reducer.arrive if self._arrivals is None else self._count
 
@@ -230,7 +228,6 @@ class BucketTransport(Transport):
         """See `Transport`."""
         self.reducer.abandon()
         self._is_finishing = False
-        self._taken_weight = 0.0
         self._on_accumulated = None
 
     def accept_changes(self) -> None:
@@ -242,11 +239,11 @@ class BucketTransport(Transport):
 
     # ------------------------------------------------------------------ shards
 
-    def take_shard(self, shard: int, weight: float) -> None:
+    @property
+    def ordered_reducer(self) -> OrderedReducer:
         """See `Transport`."""
         assert isinstance(self.reducer, OrderedReducer), "made without a shard order"
-        self.reducer.take_shard(shard, weight - self._taken_weight)
-        self._taken_weight = weight
+        return self.reducer
 
     @contextmanager
     def last_shard(self, shard: int) -> Iterator[None]:

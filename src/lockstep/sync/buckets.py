@@ -115,7 +115,7 @@ class Bucket:
     def __init__(
         self, slots: Sequence[Slot], device: torch.device, dtype: torch.dtype, tail: int
     ) -> None:
-        self._size = sum(_length(slot.param) for slot in slots)
+        self._size = sum(length_of(slot.param) for slot in slots)
         # Complex numbers first: as pairs of reals they must start at an even place.
         self.slots = sorted(slots, key=lambda slot: not slot.param.is_complex())
         self.numbers = frozenset(slot.number for slot in slots)
@@ -139,7 +139,7 @@ class Bucket:
         self.reduced_version = 0
         offset = 0
         for slot in self.slots:
-            length = _length(slot.param)
+            length = length_of(slot.param)
             slot.bucket = self
             slot.view = _view_like(slot.param, self.flat[offset : offset + length])
             self.views.append(slot.view)
@@ -326,7 +326,7 @@ def _cut_into_buckets(slots: list[Slot], cap_bytes: int, item_bytes: int) -> lis
     filled = 0
     is_closed = False
     for slot in slots:
-        size = _length(slot.param) * item_bytes
+        size = length_of(slot.param) * item_bytes
         if pieces[-1] and (is_closed or filled + size > cap_bytes):
             pieces.append([])
             filled = 0
@@ -336,7 +336,8 @@ def _cut_into_buckets(slots: list[Slot], cap_bytes: int, item_bytes: int) -> lis
     return pieces
 
 
-def _length(param: torch.Tensor) -> int:
+def length_of(param: torch.Tensor) -> int:
+    """The numbers that the gradient of `param` takes in a bucket; a complex one is two."""
     return param.numel() * (2 if param.is_complex() else 1)
 
 

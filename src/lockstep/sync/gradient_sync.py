@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.errors import WeightError
+    from lockstep.sync.ordered_reducer import ShardGradient
     from lockstep.sync.shard_tree_sum import ShardOrder
     from lockstep.sync.transport_protocol import TransportFactory
 
@@ -218,7 +219,40 @@ class GradientSync:
         Collective:
             None.
         """
-        self._rounds.take_shard(shard)
+        self.add_shard(shard, self.pack_shard())
+
+    def pack_shard(self) -> ShardGradient:
+        """With a shard order: take out the gradient of one shard's backwards under `no_sync`.
+
+        Gradient:
+            Leaves ``parameter.grad``; `add_shard` brings it to those of the other shards.
+
+        Collective:
+            None.
+        """
+        return self._rounds.pack_shard()
+
+    def add_shard(self, shard: int, gradient: ShardGradient) -> None:
+        """With a shard order: `gradient` is that of `shard`, or one more of its window.
+
+        Gradient:
+            Waits until `reduce_pending` or a `last_shard` adds up all shards in order.
+
+        Collective:
+            None.
+        """
+        self._rounds.transport.ordered_reducer.add_shard(shard, gradient)
+
+    def bits_of(self, gradient: ShardGradient) -> dict[str, int]:
+        """For each parameter, by name, a hash of the bits of its gradient in a shard's."""
+        return self._rounds.transport.ordered_reducer.bits_of(gradient)
+
+    def outside_window(self) -> AbstractContextManager[None]:
+        """With a shard order: backwards inside are no part of the window, nor is their weight.
+
+        They have to be under `no_sync`, and their gradient to be taken out by `pack_shard`.
+        """
+        return self._rounds.outside_window()
 
     def last_shard(self, shard: int) -> AbstractContextManager[None]:
         """With a shard order: the backward inside is that of `shard`, and ends the step's shards.

@@ -24,6 +24,7 @@ Invariants:
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,11 +40,13 @@ from lockstep.sync.end_of_backward import call_at_end
 from lockstep.sync.late_parameters import LateParameters
 from lockstep.sync.round_contribution import PLAIN, WEIGHTED, Contribution, Fault
 from lockstep.sync.weighted_loss_scale import BatchWeights, as_weight
+from lockstep.sync.zero_weight_backward import return_gradients, take_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from lockstep.group import Group
+    from lockstep.sync.ordered_reducer import ShardGradient
     from lockstep.sync.round_contribution import RoundTotals, UnreadTotals
     from lockstep.sync.synced_tensors import SyncedTensors
     from lockstep.sync.transport_protocol import Gradients, RoundResult, TransportFactory
@@ -199,10 +202,20 @@ class ReductionRounds:
             slot.param.grad = None
         self._reset()
 
-    def take_shard(self, shard: int) -> None:
-        """See `GradientSync.take_shard`."""
-        self.transport.take_shard(shard, self._window.weight)
+    def pack_shard(self) -> ShardGradient:
+        """See `GradientSync.pack_shard`."""
+        gradient = self.transport.ordered_reducer.pack_shard(self._window.pack_weight())
         self._leave_window_open()
+        return gradient
+
+    @contextmanager
+    def outside_window(self) -> Iterator[None]:
+        """See `GradientSync.outside_window`."""
+        before, self._window = self._window, replace(self._window)
+        try:
+            yield
+        finally:
+            self._window = before
 
     def _leave_window_open(self) -> None:
         """After a backward under `no_sync`: remember the gradients that it left."""
@@ -259,7 +272,7 @@ class ReductionRounds:
         try:
             if weight == 0.0:
                 # No value of this backward may stay; scaling by zero would keep NaN.
-                replacement_gradients = self._take_gradients()
+                replacement_gradients = take_gradients(self.slots, self.transport)
             if not self.is_paused:
                 self._begin_round()
             by_id = {id(slot.param): grad for slot, grad in self._earlier.by_slot.items()}
@@ -275,32 +288,14 @@ class ReductionRounds:
         finally:
             self.listener.is_running = False
         if replacement_gradients is not None:
-            self._return_gradients(replacement_gradients)
+            is_borrowed = self.weights.is_borrowed
+            return_gradients(
+                replacement_gradients, self.slots, self.transport, is_borrowed=is_borrowed
+            )
         if self.is_paused:
             self._leave_window_open()
         else:
             self._finish_round(self.transport.finish)
-
-    def _take_gradients(self) -> Gradients:
-        taken: Gradients = {}
-        for slot in self.slots:
-            if slot.param.grad is not None:
-                taken[slot] = slot.param.grad
-                slot.param.grad = None
-        return self.transport.own_memory(taken)
-
-    def _return_gradients(self, taken: Gradients) -> None:
-        """Put gradients back after a backward of weight zero; what it used gets zeros.
-
-        A borrowed batch (another rank's, see `BatchWeights.is_borrowed`) gives no zeros.
-        """
-        already_reduced = self.transport.already_reduced
-        for slot in self.slots:
-            if slot in already_reduced:
-                continue
-            is_used = slot.param.grad is not None and not self.weights.is_borrowed
-            zeros = torch.zeros_like(slot.param) if is_used and slot not in taken else None
-            slot.param.grad = taken.get(slot, zeros)
 
     def _fail(self) -> None:
         """Clean up after a backward or a round that raised midway."""
@@ -332,7 +327,7 @@ class ReductionRounds:
         earlier, contribution = self._earlier, self._contribution
         assert contribution is not None
         if self._window.kind == WEIGHTED:
-            contribution.weight = self._window.weight
+            contribution.weight = self._window.total_weight
         unknown = self._late.names_with_gradient()
         try:
             result = finish([Fault.of("added_parameter", unknown)] if unknown else [])

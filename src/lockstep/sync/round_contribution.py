@@ -70,6 +70,7 @@ class Contribution:
     Attributes:
         kind: PLAIN, WEIGHTED, or None for a rank without gradients.
         weight: of the rank's gradients, in units.
+        unpacked_weight: the part of `weight` that is not of a shard whose gradient was packed.
         scale: factor of the gradients in the bucket (1 if the root was weighted).
         faults: reasons for all ranks to refuse the round.
         earlier: see `EarlierGradients.number`; the same on all ranks, or they refuse.
@@ -83,6 +84,7 @@ class Contribution:
 
     kind: str | None = None
     weight: float = 0.0
+    unpacked_weight: float = 0.0
     scale: float = 1.0
     faults: list[Fault] = field(default_factory=list)
     earlier: int = 0

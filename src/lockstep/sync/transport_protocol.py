@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from lockstep.group import Group
     from lockstep.sync.buckets import Slot
+    from lockstep.sync.ordered_reducer import OrderedReducer
     from lockstep.sync.round_contribution import Contribution, Fault, RoundTotals, UnreadTotals
     from lockstep.sync.weighted_loss_scale import BatchWeights
 
@@ -177,12 +178,9 @@ class Transport(Protocol):
     def accept_changes(self) -> None:
         """Note that an optimizer uses the gradients as they are now."""
 
-    def take_shard(self, shard: int, weight: float) -> None:
-        """Under a shard order: take the gradient of `shard` out of ``parameter.grad``.
-
-        Args:
-            weight: of all backwards of the window so far, in units.
-        """
+    @property
+    def ordered_reducer(self) -> OrderedReducer:
+        """Under a shard order: packs the gradients of shards, and adds them up."""
         raise _no_shards()
 
     def last_shard(self, shard: int) -> AbstractContextManager[None]:

@@ -117,7 +117,7 @@ def struck(operator_cls: type[TrainingOperator], *strikes: Strike) -> type[Train
             )
 
         def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
-            self._read: Callable[..., None] = _do_nothing
+            self._read: Callable[..., None] = do_nothing
             if hasattr(train_loader, "dataset"):
                 # DataLoader forbids assigning its dataset; this is safe before the first read.
                 watched = _TriggeringDataset(train_loader.dataset, lambda: self._read())
@@ -146,7 +146,7 @@ class _OneTimeStrike:
 class _Trigger:
     """A hook that runs when `phase` is reached; a forward in evaluation mode is "validation".
 
-    It pickles as `_do_nothing`: a copy of the model in another process does not fail.
+    It pickles as `do_nothing`: a copy of the model in another process does not fail.
     """
 
     def __init__(self, operator: Any, armed: Sequence[_OneTimeStrike], phase: Phase) -> None:
@@ -163,11 +163,11 @@ class _Trigger:
                 each.fire()
 
     def __reduce__(self) -> Any:
-        return partial, (_do_nothing,)
+        return partial, (do_nothing,)
 
 
-def _do_nothing(*_: Any) -> None:
-    return None
+def do_nothing(*_: Any) -> None:
+    """Stands for a hook in a copy of the model in another process."""
 
 
 def _register_triggers(operator: Any, armed: Sequence[_OneTimeStrike]) -> None:
@@ -186,15 +186,15 @@ def _register_triggers(operator: Any, armed: Sequence[_OneTimeStrike]) -> None:
         _call_after(layers[0], trigger("buckets"))
     else:
         operator._reached = [
-            _call_in_backward(trained[-1], trigger("backward")),
-            _call_in_backward(trained[0], trigger("buckets")),
+            call_in_backward(trained[-1], trigger("backward")),
+            call_in_backward(trained[0], trigger("buckets")),
         ]
     run.optimizers[0].register_step_pre_hook(trigger("optimizer"))
     run.optimizers[0].register_step_post_hook(trigger("applied"))
     operator._read = trigger("data")
 
 
-def _call_in_backward(parameter: nn.Parameter, call: Callable[..., Any]) -> Any:
+def call_in_backward(parameter: nn.Parameter, call: Callable[..., Any]) -> Any:
     """Run `call` when backward reaches `parameter`, for as long as the returned node lives.
 
     Rejected: a hook on the parameter, which runs only when its gradient has been reduced.

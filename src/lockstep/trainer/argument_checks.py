@@ -267,7 +267,7 @@ def processes_and_replicas(sync: str, num_workers: int) -> tuple[int, int]:
 
 
 def check_options(
-    options: Options, operator_cls: type[TrainingOperator], *, use_local: bool
+    options: Options, operator_cls: type[TrainingOperator], num_processes: int, *, use_local: bool
 ) -> Options:
     """`options`, if they can be right, alone and with the loop that the operator brings."""
     step_freqs = (*sorted(VALID_SCHEDULER_STEP), None)
@@ -280,6 +280,7 @@ def check_options(
     operator_cls._lockstep_check(options)
     _refuse_with_own_loop(options, operator_cls)
     _check_sync(options, use_local)
+    _check_shadow(options, num_processes, use_local=use_local)
     if options.reproducible and operator_cls.joint_loss:
         raise ConfigurationError(
             "reproducible=True cannot hold for a joint loss",
@@ -340,6 +341,38 @@ def _may_call_default(method: Any) -> bool:
             return True
         codes += [each for each in code.co_consts if inspect.iscode(each)]
     return False
+
+
+def _check_shadow(options: Options, num_processes: int, *, use_local: bool) -> None:
+    """Refuse a `shadow_every` or `shadow_limit` that cannot be right, or has nothing to compare."""
+    require_count("shadow_every", options.shadow_every, least=0)
+    require_count("shadow_limit", options.shadow_limit)
+    if not options.shadow_every:
+        return
+    named, every = "shadow_every", options.shadow_every
+    require(
+        options.reproducible,
+        named,
+        every,
+        "0 without reproducible=True: only there have two workers the same bits of a shard",
+        fix="reproducible=True",
+    )
+    require(
+        not use_local,
+        named,
+        every,
+        "0 with use_local=True: rank 0 in this process cannot be replaced",
+        fix="leave use_local out",
+    )
+    for name in ("wrap_ddp", "add_dist_sampler"):
+        require(getattr(options, name), named, every, f"0 with {name}=False", f"{name}=True")
+    require(
+        num_processes > 1,
+        named,
+        every,
+        "0 with one worker: another one has to compute the same",
+        fix="num_workers=3: two see that bits differ, a third one which are right",
+    )
 
 
 def check_memory_checkpoints(every: Any) -> int | str | None:

@@ -72,6 +72,21 @@ class CheckpointDirectory:
         """Whether there is a directory to write to."""
         return self._rotation is not None
 
+    @property
+    def log_folder(self) -> str:
+        """The directory with the run's log.
+
+        Raises:
+            ConfigurationError: there is none.
+        """
+        if self._rotation is None:
+            raise ConfigurationError(
+                "a step cannot be computed again without the run's log",
+                got="checkpoint_dir=None",
+                fix="TorchTrainer(..., checkpoint_dir=..., checkpoint_every=...)",
+            )
+        return self._rotation.folder
+
     def _find(self, resume: Any) -> str | None:
         if resume is None:
             self._refuse_to_mix()

@@ -60,6 +60,7 @@ def run_loop(
         listeners = ProgressListeners(callbacks, purpose, steps, bar)
         listener = listeners if listeners.has_listeners else None
         reports = workers.call(method.with_args(request), listener=listener, retries=retries)
+        workers.shadow.take(reports)
         listeners.finish(reports)
     if not any(report.steps for report in reports):
         raise no_batch_error(workers, purpose)

@@ -12,7 +12,7 @@ adds a line ``{"run": ...}``; what stands below a line supersedes earlier lines 
   (`lockstep.weight_hashes`): the part's number, its bits and its norm.
 - ``{"changed": 17, "by": "load_state_dict"}``: after step 17 something else than training may have
   changed the state.
-- ``{"recovery": {...}}``: as in ``trainer.status()``.
+- ``{"recovery": {...}}``, ``{"shadow": {...}}``: as in ``trainer.status()``.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lockstep.hardware import describe_hardware
 from lockstep.trainer.ray_dataset_feed import ON_RAY_DATASET
 from lockstep.trainer.record_listener import RecordListener
 
@@ -69,7 +70,7 @@ class RunLog(RecordListener):
         self._path = os.path.join(folder, FILE_NAME)
         self._is_on = False
         self._rates: Sequence[float] = ()
-        self._num_recoveries = 0
+        self._num_recoveries = self._num_wrong = 0
 
     def on_start(self, trainer: Any) -> None:
         workers, step = trainer._workers, trainer._steps.written
@@ -101,6 +102,10 @@ class RunLog(RecordListener):
         for each in recoveries[self._num_recoveries :]:
             self._write({"recovery": each})
         self._num_recoveries = len(recoveries)
+        wrong = trainer._workers.shadow.wrong
+        for each in wrong[self._num_wrong :]:
+            self._write({"shadow": each})
+        self._num_wrong = len(wrong)
 
     def _end_torn_line(self) -> None:
         """Begin a new line where a killed program has left half of one."""
@@ -193,13 +198,9 @@ def describe_machine(device: str, threads: int | None) -> dict[str, Any]:
     for package in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-    kind = device.partition(":")[0]
     return {
         **versions,
-        "device": torch.cuda.get_device_name(0)
-        if kind == "cuda" and torch.cuda.is_available()
-        else kind,
-        "kernels": torch.backends.cpu.get_cpu_capability(),
+        **describe_hardware(device),
         "threads": threads or torch.get_num_threads(),
     }
 

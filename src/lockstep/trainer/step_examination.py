@@ -22,10 +22,9 @@ import torch
 
 from lockstep._torch_compat import sparse_indices_and_values
 from lockstep.data.batch_rows import leading_length, slice_rows
+from lockstep.operator.preserved_state import preserve_state
 from lockstep.operator.registration import registered_parts
 from lockstep.operator.step_actions import StepActions
-from lockstep.randomness import preserve_rng_state
-from lockstep.sync import buffer_places
 from lockstep.tensor_tree import tree_map
 from lockstep.trainer.step_inspection import StepInspection
 from lockstep.worker import module_prefix
@@ -161,7 +160,7 @@ class StepExamination(StepInspection):
         if shard is None or shard.is_borrowed or step in self._failures:
             return
         try:
-            with _put_back(operator), torch.no_grad():
+            with _in_evaluation(operator), torch.no_grad():
                 rows = leading_length(batch)
                 for row in range(rows):
                     single = tree_map(_copied, slice_rows(batch, slice(row, row + 1)))
@@ -181,42 +180,18 @@ class StepExamination(StepInspection):
 
 
 @contextmanager
-def _put_back(operator: Any) -> Iterator[None]:
-    """Evaluation mode; what a forward changes is put back: random numbers, buffers, attributes.
-
-    Of the operator's attributes the lists, dicts and sets are put back, and what is assigned anew.
-    """
-    run = registered_parts(operator)
-    modules = [part for module in run.modules() for part in module.modules()]
+def _in_evaluation(operator: Any) -> Iterator[None]:
+    """Evaluation mode; what a forward changes is put back."""
+    modules = [each for module in registered_parts(operator).modules() for each in module.modules()]
     modes = [module.training for module in modules]
-    buffers = [(place, place.tensor()) for place in buffer_places(run.modules())]
-    values = [(place, tensor.detach().clone()) for place, tensor in buffers if tensor is not None]
-    attributes = dict(vars(operator))
-    contents = {
-        name: copy.copy(held)
-        for name, held in attributes.items()
-        if isinstance(held, (list, dict, set))
-    }
     try:
         for module in modules:
             module.training = False
-        with preserve_rng_state():
+        with preserve_state(operator):
             yield
     finally:
         for module, mode in zip(modules, modes, strict=True):
             module.training = mode
-        with torch.no_grad():
-            for place, value in values:
-                place.put(value)
-        for name, content in contents.items():
-            held = attributes[name]
-            held.clear()
-            held.extend(content) if isinstance(held, list) else held.update(content)
-        for name in vars(operator).keys() - attributes.keys():
-            delattr(operator, name)
-        vars(operator).update(attributes)
-        # A forward without gradients may have left casts of the weights that have no graph.
-        torch.clear_autocast_cache()
 
 
 def _copied(leaf: Any) -> Any:

@@ -24,19 +24,21 @@ from lockstep.trainer.prediction_order import order_predictions
 from lockstep.trainer.ray_dataset_feed import ON_RAY_DATASET, RayDatasetFeed
 from lockstep.trainer.state_transfer import StateTransfer
 from lockstep.trainer.step_metrics import StepMetrics
+from lockstep.trainer.step_replay import replay_run
+from lockstep.trainer.tune_trainable import as_trainable
 from lockstep.trainer.worker_calls import WorkerCalls
 from lockstep.worker import Worker, WorkerSpec, predict
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
 
     from torch import nn
 
     from lockstep.parity import ParityReport
     from lockstep.trainer.callbacks import Callback
     from lockstep.trainer.profiler_traces import Profile
+    from lockstep.trainer.step_replay import ReplayReport
 
 
 class TorchTrainer:
@@ -50,7 +52,7 @@ class TorchTrainer:
         model = trainer.get_model()
         trainer.shutdown()
 
-    It is a context folder too. One worker runs in this process; several are Ray actors.
+    It is a context manager too. One worker runs in this process; several are Ray actors.
 
     Args:
         training_operator_cls: a `TrainingOperator` subclass, not an instance.
@@ -96,6 +98,9 @@ class TorchTrainer:
             worker's part of the state in another worker's memory; after a death at most so many
             are computed again (more if both die). "auto": so that the copies take 1 % of the time.
             None: no copies, and a death ends the run.
+        shadow_every: in each so many-th step another worker computes one shard as well, with
+            ``reproducible=True``; bits that differ are hardware that errs (LS313). 0: in none.
+        shadow_limit: a worker that was wrong so often is replaced as if it had died.
         audit: how often ranks are compared: "watch" (the first steps more often, then every 64th),
             "full" (every step, slower), "off".
         callbacks: `Callback` objects.
@@ -141,6 +146,8 @@ class TorchTrainer:
         keep_checkpoints: int = 3,
         resume: str | os.PathLike[str] | None = None,
         memory_checkpoint_every: int | str | None = "auto",
+        shadow_every: int = 0,
+        shadow_limit: int = 3,
         audit: str = "watch",
         callbacks: Sequence[Callback] = (),
         **further: Any,
@@ -149,20 +156,16 @@ class TorchTrainer:
         operator_cls = checks.check_operator(training_operator_cls)
         self.config, explicit = checks.check_config(config), checks.explicit_args(num_shards, seed)
         checks.check_workers(num_workers, num_shards, spare_workers, min_workers)
-        resources = Resources(num_cpus_per_worker, resources_per_worker, backend, timeout_s)
-        placement = Placement(
-            resources, use_gpu, use_local, spare_workers, min_workers, hang_timeout_s
-        )
+        needs = Resources(num_cpus_per_worker, resources_per_worker, backend, timeout_s)
+        placement = Placement(needs, use_gpu, use_local, spare_workers, min_workers, hang_timeout_s)
         disk = CheckpointDirectory(checkpoint_dir, checkpoint_every, keep_checkpoints, resume, sync)
-        users = checks.check_functions(initialization_hook, callbacks)
-        self._callbacks = CallbackList([*disk.run_logs, *users], self)
+        callbacks = [*disk.run_logs, *checks.check_functions(initialization_hook, callbacks)]
+        self._callbacks = CallbackList(callbacks, self)
         self._steps = StepMetrics(self._callbacks)
         processes, replicas = checks.processes_and_replicas(sync, num_workers)
+        way = checks.pick_precision(precision, use_fp16), use_tqdm, scheduler_step_freq, sync
         options = Options(
-            precision=checks.pick_precision(precision, use_fp16),
-            use_tqdm=use_tqdm,
-            scheduler_step_freq=scheduler_step_freq,
-            sync=sync,
+            *way,
             replicas=replicas,
             wrap_ddp=wrap_ddp,
             add_dist_sampler=add_dist_sampler,
@@ -171,6 +174,8 @@ class TorchTrainer:
             accumulate=accumulate,
             clip_grad_norm=clip_grad_norm,
             check_finite=check_finite,
+            shadow_every=shadow_every,
+            shadow_limit=shadow_limit,
         )
         spec = WorkerSpec(
             operator_cls=operator_cls,
@@ -181,7 +186,7 @@ class TorchTrainer:
             initialization_hook=initialization_hook,
             threads=max(1, int(num_cpus_per_worker)) if processes > 1 or reproducible else None,
             use_gpu=checks.pick_gpu(use_gpu, backend),
-            options=checks.check_options(options, operator_cls, use_local=use_local),
+            options=checks.check_options(options, operator_cls, processes, use_local=use_local),
             audit=checks.require_choice("audit", audit, ("off", "watch", "full")),
             memory_checkpoint_every=checks.check_memory_checkpoints(memory_checkpoint_every),
         )
@@ -191,11 +196,12 @@ class TorchTrainer:
         self,
         spec: WorkerSpec,
         placement: Placement,
-        folder: CheckpointDirectory,
+        disk: CheckpointDirectory,
         explicit: Mapping[str, Any],
     ) -> None:
-        """Start the workers, and go on from the state that the folder holds."""
-        spec = self._steps.adjust_spec(folder.adjust_spec(spec, explicit))
+        """Start the workers, and go on from the state that `checkpoint_dir` holds."""
+        self._disk = disk
+        spec = self._steps.adjust_spec(disk.adjust_spec(spec, explicit))
         spec = placement.resolve_gpus(spec)
         self._audit = AuditComparison(spec)
         engine = start_workers(spec, placement)
@@ -204,11 +210,11 @@ class TorchTrainer:
         self._state = StateTransfer(self._workers, explicit, self._dataset, self._steps)
         self._writer: CheckpointWriter | None = None
         try:
-            if folder.resume_state is not None:
-                self._state.load(folder.resume_state)
-                folder.finish_resume()
-            if folder.is_on:
-                write = partial(folder.write, write_parts=engine.write_parts)
+            if disk.resume_state is not None:
+                self._state.load(disk.resume_state)
+                disk.finish_resume()
+            if disk.is_on:
+                write = partial(disk.write, write_parts=engine.write_parts)
                 self._writer = CheckpointWriter(write, engine)
             self._callbacks.start()
         except BaseException:
@@ -293,9 +299,8 @@ class TorchTrainer:
     def verify(self, num_steps: int = 1) -> ParityReport:
         """Run the next steps on a copy, with all workers and in one process, and compare.
 
-        The run stays where it is, also after an error: every worker makes a second operator
-        (`setup` runs again, in the same process) and rank 0 a third one, which takes the
-        workers' global batches whole, by plain autograd.
+        The run stays where it is, also after an error: every worker makes a second operator (by
+        `setup`), and rank 0 a third one, which takes global batches whole, by plain autograd.
 
         Args:
             num_steps: optimizer steps of the default loop; global batches of a loop of your own.
@@ -348,12 +353,41 @@ class TorchTrainer:
         Returns:
             ``workers``, ``spares`` (ready ones), ``shards``, ``generation`` (formations of the
             group, from 0), ``epoch`` (passes begun), ``epochs_finished``, ``step`` (global
-            batches), ``recoveries`` (one dict each: ``lost``, ``why``, ``during``, ``step``,
-            ``replayed``, ``seconds``, ``generation``, ``workers``, ``same_bits``, ``checkpoint``
-            (path of one on the disk that the run went back to), and ``at``, in seconds since
-            1970), ``units`` (of ``register(shard=...)``, by name; empty without).
+            batches), ``units`` (of ``register(shard=...)``, by name), ``recoveries`` (one dict
+            each: ``lost``, ``why``, ``during``, ``step``, ``replayed``, ``seconds``,
+            ``generation``, ``workers``, ``same_bits``, ``checkpoint`` (on the disk, if the run went
+            back to one), ``at``, in seconds since 1970), ``shadow`` (``checked`` shards; of each
+            ``wrong`` one ``step``, ``shard``, ``worker``, ``host``, ``device``, ``tensor``).
         """
         return self._workers.summary()
+
+    def replay(self, step: int, *, num_workers: int = 1, shard: int | None = None) -> ReplayReport:
+        """Compute a step of this run again, and compare it with the log in `checkpoint_dir`.
+
+        The run stays where it is. ``lockstep replay`` does the same without a trainer.
+
+        Args:
+            step: global batches since the run began, this one included.
+            num_workers: with one, the step is computed in this process.
+            shard: compare this shard's loss alone.
+
+        Returns:
+            ``same_bits``, ``differences``, ``reasons``; it prints as a few lines.
+
+        Raises:
+            ConfigurationError: there is no log, or it does not know the step.
+            CheckpointError: no checkpoint in front of the step can be read.
+        """
+        spec, folder = self._workers.spec, self._disk.log_folder
+        make_trainer = partial(TorchTrainer, training_operator_cls=spec.operator_cls)
+        return replay_run(
+            partial(make_trainer, initialization_hook=spec.initialization_hook),
+            folder=folder,
+            step=step,
+            config=self.config,
+            num_workers=num_workers,
+            shard=shard,
+        )
 
     # --------------------------------------------------------------------- the state of the run
 
@@ -419,35 +453,7 @@ class TorchTrainer:
         self._steps.note_change("apply_all_operators")
         return self._workers.call(Worker.call_with_operator.with_args(fn))
 
-    @classmethod
-    def as_trainable(
-        cls,
-        *,
-        override_tune_step: Callable[[TorchTrainer, dict[str, Any]], dict[str, Any]] | None = None,
-        **arguments: Any,
-    ) -> Any:
-        """A class for ``tune.Tuner`` and ``tune.run``: each trial trains with its own workers.
-
-        ::
-
-            trainable = TorchTrainer.as_trainable(training_operator_cls=Digits, num_workers=2)
-            tune.Tuner(trainable, param_space={"lr": tune.loguniform(1e-3, 1)}).fit()
-
-        What Tune chooses is merged over `config`; a ``num_workers`` in it is the trial's own.
-
-        Args:
-            override_tune_step: one iteration of a trial: ``fn(trainer, {"iteration": n})``, which
-                returns a dict of results. By default one `train` and, if the operator registered
-                a validation loader, one `validate`.
-            arguments: those of `TorchTrainer`.
-
-        Raises:
-            ConfigurationError: `override_tune_step` takes something else than two arguments.
-            NotAvailableError: Ray Tune, or what it needs, is not installed.
-        """
-        from lockstep.integrations import tune
-
-        return tune.as_trainable(cls, override_tune_step=override_tune_step, **arguments)
+    as_trainable = classmethod(as_trainable)
 
     # ---------------------------------------------------------------------------------- ending
 
@@ -486,12 +492,7 @@ class TorchTrainer:
     def __enter__(self) -> TorchTrainer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             if error is not None:
                 self._callbacks.failure(error)

@@ -14,6 +14,7 @@ from lockstep.trainer.refused_calls import (
     shut_down_error,
     workers_ended_error,
 )
+from lockstep.trainer.shadow_summary import ShadowSummary
 from lockstep.worker import position
 
 if TYPE_CHECKING:
@@ -33,11 +34,13 @@ class WorkerCalls:
     Attributes:
         spec: the spec of the workers; `num_shards` is that of a loaded state.
         is_open: `shutdown` has not begun to end the workers.
+        shadow: what ``shadow_every`` has found.
     """
 
     def __init__(self, spec: WorkerSpec, engine: Engine) -> None:
         self.spec = spec
         self.is_open = True
+        self.shadow = ShadowSummary()
         self._engine = engine
         self._calling = threading.Lock()
 
@@ -116,6 +119,7 @@ class WorkerCalls:
             "step": step,
             "recoveries": list(status.recoveries),
             "units": list(self.start_reports[0].units),
+            "shadow": self.shadow.as_dict(),
         }
 
     def local_operator(self) -> TrainingOperator | None:

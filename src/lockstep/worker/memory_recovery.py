@@ -316,11 +316,12 @@ def _counts_set_aside(operator: TrainingOperator) -> Iterator[None]:
     """Inside, metrics, rows and times count for nothing."""
     state, timers = operator._lockstep, operator.timers
     kept = state.meters, state.summary, state.latest, state.step_log, state.registered_metrics
-    state.step_log, state.is_replaying = None, True
+    state.step_log = None
     state.registered_metrics = type(state.registered_metrics)()
     operator.timers = TimerCollection()
     try:
-        yield
+        with state.without_counting():
+            yield
     finally:
         state.meters, state.summary, state.latest, state.step_log, state.registered_metrics = kept
-        state.is_replaying, operator.timers = False, timers
+        operator.timers = timers

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from lockstep.audit.ledger import Ledger
     from lockstep.metrics.step_log import StepRow
+    from lockstep.operator.shadow import ShadowCheck
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class Report:
         torchmetrics: the registered torchmetrics objects, by the key of their result.
         audit_ledger: the records of the audit (see `lockstep.worker.run_audit`); None without one.
         rows: metrics of single steps.
+        shadow_checks: the shards that two workers have computed in the call.
         is_of_a_lost_worker: the driver made this report in the name of a lost worker.
     """
 
@@ -96,6 +98,7 @@ class Report:
     torchmetrics: dict[str, Any] = field(default_factory=dict)
     audit_ledger: Ledger | None = None
     rows: list[StepRow] = field(default_factory=list)
+    shadow_checks: Sequence[ShadowCheck] = ()
     is_of_a_lost_worker: bool = False
 
 

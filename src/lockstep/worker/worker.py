@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Worker`: one rank of a run, with its process group, its operator and its position in the
-data."""
+"""`Worker`: one rank of a run, with its group, its operator and its position in the data."""
 
 from __future__ import annotations
 
@@ -225,6 +224,7 @@ class Worker(StateAccess):
             # `setup` may have changed weights after `register` on some ranks only.
             run.sync.agree_on_values()
             compare_optimizers(context.group, run)
+            operator._lockstep.compare_hardware()
         self._open_loaders(operator)
         # First: the hooks that follow must not see a step that this one refuses.
         self._handles = [] if is_trial else add_non_finite_checks(operator, run)

@@ -11,7 +11,7 @@ import linecache
 import os
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from lockstep.phases import Phase, phase_of
@@ -38,6 +38,7 @@ class WorkerStatus:
         line: the innermost line of the user's code, or "".
         stack: the whole stack, as Python prints it.
         counted: a recent copy of its counts; None if there is none.
+        num_wrong_shards: how often ``shadow_every`` has found this process to be wrong.
     """
 
     steps: int
@@ -46,6 +47,7 @@ class WorkerStatus:
     line: str
     stack: str
     counted: LoopCounts | None = None
+    num_wrong_shards: int = 0
 
     @property
     def waits(self) -> bool:
@@ -59,7 +61,9 @@ def status_of(worker: Worker, thread_id: int) -> WorkerStatus:
     if call is None:
         return status_of_thread(thread_id, 0, None, is_warm=False)
     is_warm = worker.is_warm or call.own_steps > 0
-    return status_of_thread(thread_id, call.committed.steps, call.counted, is_warm=is_warm)
+    status = status_of_thread(thread_id, call.committed.steps, call.counted, is_warm=is_warm)
+    shadow = worker.operator._lockstep.shadow if worker.is_built else None
+    return status if shadow is None else replace(status, num_wrong_shards=shadow.num_wrong)
 
 
 def status_of_thread(

@@ -30,7 +30,7 @@ class Seen:
 def test_who_waited_for_one_that_hung_has_time_to_hear_that_the_group_broke():
     """Survivors stand for as long as the one that hung: none of that time is theirs."""
     hung, *survivors = (WorkerHandle(number, "node", number) for number in range(3))
-    watchdog = Watchdog(SimpleNamespace(members=[hung, *survivors]), LIMIT_S)
+    watchdog = Watchdog(SimpleNamespace(members=[hung, *survivors]), LIMIT_S, shadow_limit=3)
     since = time.monotonic() - 100
     waits = WorkerStatus(3, is_warm=True, phase=Phase.WAITING, line="", stack="")
     computes = WorkerStatus(3, is_warm=True, phase=Phase.FORWARD, line="", stack="")

@@ -31,6 +31,7 @@ OURS = {
     "clip_grad_norm": None, "spare_workers": 0, "min_workers": 1, "hang_timeout_s": 60,
     "audit": "watch", "checkpoint_dir": None, "checkpoint_every": None, "keep_checkpoints": 3,
     "resume": None, "check_finite": True, "memory_checkpoint_every": "auto",
+    "shadow_every": 0, "shadow_limit": 3,
 }  # fmt: skip
 RAYSGD_METHODS = {
     "train": {"num_steps": None, "profile": False, "reduce_results": True, "max_retries": 3,

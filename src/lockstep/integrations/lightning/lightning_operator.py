@@ -271,11 +271,8 @@ class LightningOperator(TrainingOperator):
         return metrics
 
     def compute_loss(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
-        module, index, num_samples = (
-            self.module,
-            self._batch_index(batch_info),
-            _current_num_samples(),
-        )
+        module, index = self.module, self._batch_index(batch_info)
+        num_samples = 0 if self._lockstep.counts_nothing else _current_num_samples()
         with (
             self._logging.discarding_outside_passes(),
             self._logging.counting_for(num_samples, first_time=True),
