@@ -43,8 +43,8 @@ MUTANTS = {
         "        super().__setitem__(key, hook)\n",
     ),
     "weight_zero_is_unused": Mutant(
-        "sync/reduction_rounds.py",
-        "is_used = slot.param.grad is not None and not self.weights.is_borrowed",
+        "sync/zero_weight_backward.py",
+        "is_used = slot.param.grad is not None and not is_borrowed",
         "is_used = False",
     ),
     "borrowed_rows_count": Mutant(

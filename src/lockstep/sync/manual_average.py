@@ -52,7 +52,7 @@ def average_gradients(model: Any, weight: float | None = None, *, group: Any = N
         Slot(number, name, param) for number, (name, param) in enumerate(found.parameters.items())
     ]
     reducer = Reducer([slot for slot in slots if slot.param.requires_grad], ranks, _CAP_BYTES)
-    contribution = Contribution(PLAIN, share, share)
+    contribution = Contribution(PLAIN, weight=share, scale=share)
     reducer.start(contribution)
     sums = reducer.finish(must_read=True)
     assert sums is not None

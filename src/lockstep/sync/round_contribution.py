@@ -70,7 +70,6 @@ class Contribution:
     Attributes:
         kind: PLAIN, WEIGHTED, or None for a rank without gradients.
         weight: of the rank's gradients, in units.
-        unpacked_weight: the part of `weight` that is not of a shard whose gradient was packed.
         scale: factor of the gradients in the bucket (1 if the root was weighted).
         faults: reasons for all ranks to refuse the round.
         earlier: see `EarlierGradients.number`; the same on all ranks, or they refuse.
@@ -80,11 +79,11 @@ class Contribution:
             gradients count as if there were none.
         has_unfrozen: this rank unfroze a parameter that is not in any bucket yet.
         check: number of the model and the round to which the contribution belongs.
+        unpacked_weight: the part of `weight` that is not of a shard whose gradient was packed.
     """
 
     kind: str | None = None
     weight: float = 0.0
-    unpacked_weight: float = 0.0
     scale: float = 1.0
     faults: list[Fault] = field(default_factory=list)
     earlier: int = 0
@@ -93,6 +92,7 @@ class Contribution:
     is_borrowed: bool = False
     has_unfrozen: bool = False
     check: int = 0
+    unpacked_weight: float = 0.0
 
     @property
     def check_squared(self) -> int:
