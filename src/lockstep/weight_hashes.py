@@ -27,6 +27,10 @@ _LANE: Final = 8
 
 _MODULUS: Final = 1 << 64
 
+_CACHED: Final = 1 << 14
+_ON_DEVICE: Final = 1 << 22
+"""Lanes that are mixed at once."""
+
 
 @dataclass(frozen=True)
 class PartHash:
@@ -192,15 +196,25 @@ def sum_of_mixed_lanes(piece: torch.Tensor) -> torch.Tensor:
     """As the hash of a part, and lanes that trade places, or differ in pairs, change it too.
 
     For what is hashed rarely: it takes several passes over the bytes. Each lane is mixed with its
-    place by the steps of splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
+    place as in splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
     """
-    lanes = torch.cat(_lanes_of(piece))
-    places = torch.arange(1, len(lanes) + 1, device=lanes.device)
-    mixed = lanes + places * _signed(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        # torch fills up with the sign, and two numbers would become one: mask that.
-        mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
-    return mixed.sum()
+    whole, rest = _lanes_of(piece)
+    # On a CPU in pieces that stay in its caches: each pass over memory would cost what adding does.
+    size = _CACHED if piece.device.type == "cpu" else _ON_DEVICE
+    parts = [*whole.split(size), rest]
+    places = torch.arange(1, size + 1, device=piece.device) * _signed(0x9E3779B97F4A7C15)
+    total = rest.new_zeros(())
+    begin = 0
+    for part in parts:
+        mixed = part + places[: len(part)]
+        mixed += begin * _signed(0x9E3779B97F4A7C15) % _MODULUS - _MODULUS // 2
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            # torch fills up with the sign, and two numbers would become one: mask that.
+            mixed ^= (mixed >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+            mixed *= _signed(factor)
+        total += mixed.sum()
+        begin += len(part)
+    return total
 
 
 def _signed(number: int) -> int:
