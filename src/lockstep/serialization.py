@@ -36,8 +36,8 @@ _Layout = tuple[torch.dtype, torch.Size, tuple[int, ...] | None, "_Place | None"
 numbers are sent row by row, as it has gaps in memory, or several elements in one place."""
 
 _Place = tuple[tuple[int, ...], int]
-"""The strides with which a tensor lies in memory, and its address in units of `_LINE`: kernels
-choose by both how they add, and so the last bits of a sum depend on them."""
+"""The strides with which a tensor lies in memory, and how far from a multiple of `_LINE` it begins:
+kernels choose by both how they add, and so the last bits of a sum depend on them."""
 
 _LINE: Final = 64
 """Bytes: to a multiple of it torch aligns what it allocates on a CPU."""

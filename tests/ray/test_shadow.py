@@ -8,6 +8,7 @@ import torch
 from tests.ray.surviving import Classifier, digest, trainer_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import SumMetric
 
 from lockstep import TrainingOperator
 from lockstep.errors import SilentDataCorruptionError
@@ -25,10 +26,15 @@ def shadowed(operator_cls=Classifier, **arguments):
 
 
 def weights_of(operator_cls=Classifier, steps=STEPS, **arguments):
-    """The bits of weights, buffers and mean loss, and what the shadow has found."""
+    """The bits that a run ends with, and what the shadow has found."""
     with shadowed(operator_cls, **arguments) as trainer:
-        loss = trainer.train(num_steps=steps)["train_loss"]
-        return (digest(trainer), loss), trainer.status()["shadow"]
+        result = trainer.train(num_steps=steps)
+        return bits_of(trainer, result), trainer.status()["shadow"]
+
+
+def bits_of(trainer, result):
+    """Of weights and buffers, the mean loss, and the rows that a torchmetrics object has seen."""
+    return digest(trainer), result["train_loss"], float(result.get("train_rows", 0))
 
 
 def owner_of(step):
@@ -60,7 +66,7 @@ def random_flip(rng, step):
 def test_a_flipped_bit_is_seen_named_and_changes_nothing(steps, step):
     clean, nothing = weights_of(steps=steps, shadow_every=0)
     assert nothing == {"checked": 0, "wrong": []}
-    flip = Flip("gradient", rank=owner_of(step), step=step, position=0.3, bit=3)
+    flip = Flip("gradient", rank=owner_of(step), step=step, position=0.1, bit=20)
     bits, found = weights_of(flipped(Classifier, flip), steps=steps)
     assert bits == clean
     assert found["checked"] == steps
@@ -169,8 +175,7 @@ def test_it_changes_no_bit_and_alarms_nobody(arguments):
     steps, arguments = 40, {"config": {BATCH_SIZE: 24}, **arguments}
     clean, _ = weights_of(OfManySizes, steps=steps, shadow_every=0, **arguments)
     with shadowed(OfManySizes, **arguments) as trainer:
-        loss = trainer.train(num_steps=steps)["train_loss"]
-        assert (digest(trainer), loss) == clean
+        assert bits_of(trainer, trainer.train(num_steps=steps)) == clean
         assert trainer.status()["shadow"] == {"checked": steps, "wrong": []}
         counts = trainer.apply_all_operators(counts_of)
     num_shards = arguments.get("num_shards", arguments.get("num_workers", 3))
@@ -205,6 +210,8 @@ class OfManySizes(TrainingOperator):
         loader = DataLoader(TensorDataset(rows), config[BATCH_SIZE], collate_fn=halves)
         self.register_data(train_loader=loader)
         self.num_losses, self.seen, self.total = 0, [], torch.zeros(())
+        self.rows = SumMetric()
+        self.register_metrics(train={"rows": self.rows})
 
     def compute_loss(self, batch, batch_info):
         features, targets = batch
@@ -212,6 +219,7 @@ class OfManySizes(TrainingOperator):
         self.num_losses += 1
         self.seen.append(self.num_losses)
         self.total += 1
+        self.rows.update(len(features))
         tokens = int((features > 0).sum())
         loss = (self.model(features) - targets).square().mean()
         return loss, {WEIGHT: tokens, "largest": features.max()}

@@ -275,7 +275,7 @@ class DiesInReplay(InShards):
     """Another worker dies while the steps since the checkpoint are computed again."""
 
     def compute_loss(self, batch, batch_info):
-        is_target = self._lockstep.is_replaying and self.world_rank == self.config["rank"]
+        is_target = self._lockstep.is_uncounted and self.world_rank == self.config["rank"]
         if is_target and not os.path.exists(self.config["mark"]):
             open(self.config["mark"], "x").close()
             os.kill(os.getpid(), signal.SIGKILL)

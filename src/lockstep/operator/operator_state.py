@@ -80,7 +80,7 @@ class OperatorState:
             a call; None: not yet.
         steps_taken_back: optimizers' steps of the open step that `check_finite` undid. Reset by
             `Rollback` where a step opens.
-        is_replaying: what is computed was counted before, or is counted by another worker. Set by
+        is_uncounted: what is computed was counted before, or is counted by another worker. Set by
             `without_counting`.
         put_buffers_back: gives buffers the values that they had before the open step. Set by
             `Rollback`.
@@ -102,7 +102,7 @@ class OperatorState:
         self.ran_default_epoch = False
         self.step_log: StepLog | None = None
         self.steps_taken_back = 0
-        self.is_replaying = False
+        self.is_uncounted = False
         self.put_buffers_back: Callable[[], None] = _no_copies
         self.begin_call("train")
 
@@ -131,11 +131,11 @@ class OperatorState:
     @contextmanager
     def without_counting(self) -> Iterator[None]:
         """Inside, what is computed counts for nothing."""
-        before, self.is_replaying = self.is_replaying, True
+        before, self.is_uncounted = self.is_uncounted, True
         try:
             yield
         finally:
-            self.is_replaying = before
+            self.is_uncounted = before
 
     def compare_hardware(self) -> None:
         """Refuse to compare bits between workers that are not equal; see `Shadow`."""
@@ -151,7 +151,7 @@ class OperatorState:
     @property
     def counts_nothing(self) -> bool:
         """Whether the current batch is another worker's, or was counted before."""
-        return self.global_batch.is_borrowed or self.is_replaying
+        return self.global_batch.is_borrowed or self.is_uncounted
 
     @property
     def sync(self) -> Synchroniser | None:

@@ -264,7 +264,7 @@ class Shadow:
         ranks = {place.rank for place in check.wrong}
         innocent = next((each for each in range(len(self.places)) if each not in ranks), 0)
         if rank == innocent:
-            _log.warning("[%s] %s", SilentDataCorruptionError.code, check)
+            _log.warning("[%s] %s; %s", SilentDataCorruptionError.code, check, self._outlook(check))
         if self.num_undecided >= self._limit:
             raise SilentDataCorruptionError(
                 "two workers keep computing different bits from the same weights and samples",
@@ -277,6 +277,15 @@ class Shadow:
                 fix="num_workers=3, so that a third one decides; or take both machines out, and"
                 " go on from the last checkpoint",
             )
+
+    def _outlook(self, check: ShadowCheck) -> str:
+        """What follows from a comparison in which bits differed, for whoever reads the log."""
+        if len(check.wrong) == 1:
+            return f"the step goes on with theirs; {self._limit} such shards, and it is replaced"
+        return (
+            f"the step goes on with those of {check.wrong[0]}; {self._limit} such shards, and the"
+            " run ends"
+        )
 
 
 class ShadowedStep:

@@ -77,7 +77,7 @@ class ShardBuffers:
 
     def replace(self, values: Sequence[torch.Tensor | None]) -> None:
         """Let `values`, of another worker, be the buffers of the first shard."""
-        pairs = zip(values, self._before, strict=False)
+        pairs = zip(values, self._before, strict=True)
         self._first = [
             None if value is None or before is None else value.to(before.device)
             for value, before in pairs
