@@ -20,7 +20,9 @@ whole ones would take the memory that sharding saves. Only its end divides them 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import reduce
 from itertools import chain
+from operator import and_
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -38,7 +40,7 @@ from lockstep.sync.end_of_backward import call_at_end
 from lockstep.sync.parameter_hooks import is_accumulating
 from lockstep.sync.round_contribution import PLAIN, RoundTotals
 from lockstep.sync.transport_protocol import RoundResult, Transport
-from lockstep.sync.unit_order import GATHER, REDUCE, ROUND, UnitAction
+from lockstep.sync.unit_order import GATHER, REDUCE, UnitAction
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -307,12 +309,11 @@ class ShardedTransport(Transport):
         """See `Transport`.
 
         Collective:
-            Every rank. A comparison, then one small all-reduce.
+            Every rank. A comparison, in which the ranks' sums travel.
         """
         contribution = self._contribution
         assert contribution is not None
         contribution.faults += faults
-        self._order.compare(UnitAction(ROUND))
         totals, used_anywhere = self._exchange(contribution)
         used_all = len(self._used) == len(self._slots)
         self._round += 1
@@ -329,17 +330,17 @@ class ShardedTransport(Transport):
     def _exchange(self, contribution: Contribution) -> tuple[RoundTotals, list[bool]]:
         """The sums over the ranks, and which parameters any of them has used.
 
-        The weight is the ranks' mean, as the gradients are.
+        The weight is the ranks' mean, as the gradients are. Both travel with the comparison at the
+        end of the backward: an all-reduce of their own would be one more wait for all ranks.
         """
-        flags = [float(slot in self._used) for slot in self._slots]
-        values = [*flags, *contribution.sums(1.0)]
-        # On the CPU: the host need not wait for an accelerator.
-        sent = torch.tensor(values, dtype=torch.float64, device="cpu")
-        self._order.group.all_reduce(sent).wait()
-        summed = sent.tolist()
-        totals = RoundTotals(*summed[len(flags) :])
+        # A number for each parameter would be a long message, and most steps use all of them.
+        unused = sum(1 << i for i, slot in enumerate(self._slots) if slot not in self._used)
+        told = self._order.end_round([f"{unused:x}", *contribution.sums(1.0)])
+        masks, *sums = zip(*told, strict=True)
+        totals = RoundTotals(*map(sum, sums))
         mean = totals._replace(weight=totals.weight / self._collectives.mesh.size)
-        return mean, [n > 0 for n in summed[: len(flags)]]
+        unused_anywhere = reduce(and_, (int(mask, 16) for mask in masks))
+        return mean, [not unused_anywhere >> number & 1 for number in range(len(self._slots))]
 
     def _write_gradients(self, totals: RoundTotals, used: list[bool]) -> None:
         is_refused = bool(totals.faults) or not totals.weight > 0.0

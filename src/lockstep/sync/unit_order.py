@@ -168,6 +168,20 @@ class UnitOrder:
         finally:
             self._is_own = before
 
+    def end_round(self, told: Sequence[Any]) -> list[list[Any]]:
+        """Return what every rank has `told`, by rank, once all have ended their backward.
+
+        Gradient:
+            None: metadata only.
+
+        Collective:
+            As `compare`; it always blocks.
+
+        Raises:
+            As `compare`.
+        """
+        return self._compare(UnitAction(ROUND), told)
+
     def compare(self, action: UnitAction) -> None:
         """Return once every rank is about to do the same, or has said that it will.
 
@@ -182,12 +196,15 @@ class UnitOrder:
             UnitOrderError: on every rank, if one is about to do something else.
             PeerLostError: another rank went away.
         """
+        self._compare(action, [])
+
+    def _compare(self, action: UnitAction, told: Sequence[Any]) -> list[list[Any]]:
         left = -1
         if self._plan is not None:
             if action == self._plan.actions[self._place]:
                 self._place += 1
                 if action.what != ROUND:
-                    return
+                    return []
             else:
                 left = self._leave_plan()
         is_first = not self._is_open and action.what == GATHER and self.may_begin_step
@@ -197,7 +214,7 @@ class UnitOrder:
         try:
             with self.own_collective():
                 # As other values that ranks exchange: what meets them is refused, and no crash.
-                everyone = self.group.exchange([*row, is_first, digest])
+                everyone = self.group.exchange([*row, is_first, digest, *told])
             if any(not isinstance(one, list) or one[:_NUMBERS] != row for one in everyone):
                 raise self._error(everyone)
         except BaseException:
@@ -208,6 +225,7 @@ class UnitOrder:
         if any(one[_NUMBERS + 1] != digest for one in everyone):
             self._plans, plan = _Plans(), None
         self._note(action, plan, is_first=is_first)
+        return [one[_NUMBERS + 2 :] for one in everyone]
 
     def _leave_plan(self) -> int:
         """Take part in what the plan has left before its end; the place where this rank left it."""
@@ -260,7 +278,7 @@ class UnitOrder:
         )
 
     def _describe(self, row: Any, rows: list[Any]) -> str:
-        is_known = all(isinstance(each, list) and len(each) == _NUMBERS + 2 for each in rows)
+        is_known = all(isinstance(each, list) and len(each) >= _NUMBERS + 2 for each in rows)
         if not is_known:
             return "is elsewhere" if not isinstance(row, list) else f"is at {row}"
         what, unit, size, step, left, number = row[:_NUMBERS]
