@@ -4,8 +4,8 @@
 `python -m benchmarks growth` measures how costs grow, and judges nothing; `python -m benchmarks
 page` puts the latest results into docs/benchmark.md.
 
-Exit code: 0 when every goal is reached, 1 when a ratio misses its goal by more than its spread, 2
-when a contender failed.
+Exit code: 1 when a ratio misses its goal, 2 when a contender failed, else 0: an undecided row (see
+`benchmarks.verdict`) fails nothing, and the table says so.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 from contextlib import nullcontext
+from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 
@@ -153,7 +154,9 @@ def _write(rows: list[Result], folder: Path) -> None:
     }
     content = {"machine": machine, "rows": [row.as_json() for row in rows]}
     (folder / "results.json").write_text(json.dumps(content, indent=2) + "\n")
-    (folder / "results.md").write_text(markdown(rows) + "\n")
+    where = f"{machine['processors']} processors, {machine['system']}, torch {machine['torch']}"
+    measured = f"Measured on {datetime.now(UTC):%Y-%m-%d}: {where}."
+    (folder / "results.md").write_text(f"{measured}\n\n{markdown(rows)}\n")
 
 
 if __name__ == "__main__":

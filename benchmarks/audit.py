@@ -46,7 +46,7 @@ def measure_audit(rounds: int | None) -> list[Result]:
             for model in models
         ]
         program = torchrun(str(PROGRAM), "--mode", mode, *models, ranks=2, name=f"audit {mode}")
-        results += measure_pairs(rows, program, rounds=rounds or LAUNCHES[mode])
+        results += measure_pairs(rows, program, rounds=rounds, own_rounds=LAUNCHES[mode])
     return [*results, *(measure(row, rounds=rounds) for row in _script_rows())]
 
 

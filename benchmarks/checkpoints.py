@@ -33,7 +33,7 @@ WAITING = PairedRow(
 
 def measure_checkpoints(rounds: int | None) -> list[Result]:
     program = Contender("checkpoint", (sys.executable, str(PROGRAM)))
-    return measure_pairs([ROW, WAITING], program, rounds=rounds or 1)
+    return measure_pairs([ROW, WAITING], program, rounds=rounds)
 
 
 FAMILY = Family(measure_checkpoints)

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.verdict import Measured
+from benchmarks.verdict import UNDECIDED, Measured
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from benchmarks.verdict import Result
 
@@ -36,6 +36,8 @@ RUN_LIMIT_S = 300.0
 PAIRS_LIMIT_S = 900.0
 """A program that measures several rows by itself."""
 TAIL_LINES = 40
+MOST_DOUBLINGS = 2
+"""How often the rounds of a row that is undecided are doubled."""
 
 
 class ContenderFailedError(RuntimeError):
@@ -131,7 +133,7 @@ def measure(
     always find warm caches.
 
     Args:
-        rounds: instead of the row's own number.
+        rounds: so many, instead of the row's own number and of more for one that is undecided.
         settle: called before each round, returns how busy the machine is; by default
             `wait_until_quiet`.
 
@@ -141,7 +143,21 @@ def measure(
     ours: list[float] = []
     theirs: list[float] = []
     busiest = 0.0
-    for number in range(rounds or row.rounds):
+
+    def measured() -> Measured:
+        return Measured(
+            name=row.name,
+            against=row.theirs.name if row.theirs else "-",
+            unit=row.unit,
+            goal=row.goal,
+            ours=tuple(ours),
+            theirs=tuple(theirs),
+            busiest=busiest,
+            quiet=busiest <= BUSY_LIMIT,
+            note=row.note,
+        )
+
+    for number in _rounds(rounds, row.rounds, lambda: [measured()]):
         turn = [(row.ours, ours)]
         if row.theirs is not None:
             turn.append((row.theirs, theirs))
@@ -149,56 +165,69 @@ def measure(
         for contender, values in turn if number % 2 == 0 else reversed(turn):
             values.append(run_once(contender)[row.value])
             print(f"  {row.name}: {contender.name} {values[-1]:.4g} {row.unit}", file=sys.stderr)
-    return Measured(
-        name=row.name,
-        against=row.theirs.name if row.theirs else "-",
-        unit=row.unit,
-        goal=row.goal,
-        ours=tuple(ours),
-        theirs=tuple(theirs),
-        busiest=busiest,
-        quiet=busiest <= BUSY_LIMIT,
-        note=row.note,
-    )
+    return measured()
 
 
 def measure_pairs(
     rows: Sequence[PairedRow],
     program: Contender,
     *,
-    rounds: int,
+    rounds: int | None,
+    own_rounds: int = 1,
     settle: Callable[[], float] | None = None,
 ) -> list[Result]:
-    """Run `program` as often as `rounds` says, each time afresh, and take its pairs together.
+    """Run `program` several times, each time afresh, and take its pairs together.
+
+    Args:
+        rounds: as of `measure`.
+        own_rounds: where `rounds` is None.
 
     Raises:
         ContenderFailedError: as `measure`.
     """
     found: dict[str, tuple[list[float], list[float]]] = {row.key: ([], []) for row in rows}
     busiest = 0.0
-    for _ in range(rounds):
+
+    def measured() -> list[Measured]:
+        return [
+            Measured(
+                name=row.name,
+                against=row.against,
+                unit=row.unit,
+                goal=row.goal,
+                ours=tuple(found[row.key][0]),
+                theirs=tuple(found[row.key][1]),
+                busiest=busiest,
+                quiet=busiest <= BUSY_LIMIT,
+                note=row.note,
+            )
+            for row in rows
+        ]
+
+    for _ in _rounds(rounds, own_rounds, measured):
         busiest = max(busiest, (settle or wait_until_quiet)())
         result = run_once(program, limit_s=PAIRS_LIMIT_S)
         for key, (ours, theirs) in found.items():
             ours += result[key]["ours"]
             theirs += result[key]["theirs"]
-    measured = [
-        Measured(
-            name=row.name,
-            against=row.against,
-            unit=row.unit,
-            goal=row.goal,
-            ours=tuple(found[row.key][0]),
-            theirs=tuple(found[row.key][1]),
-            busiest=busiest,
-            quiet=busiest <= BUSY_LIMIT,
-            note=row.note,
-        )
-        for row in rows
-    ]
-    for one in measured:
+    for one in measured():
         print("  " + " | ".join(one.cells()), file=sys.stderr)
-    return [*measured]
+    return [*measured()]
+
+
+def _rounds(
+    asked: int | None, own: int, measured: Callable[[], Sequence[Measured]]
+) -> Iterator[int]:
+    """The numbers of the rounds: as many as were asked for, else until each row is decided.
+
+    The harness looks at the verdicts after the rows' own rounds, and after each doubling: who looks
+    after every round, and stops at the one that pleases, measures what they hope for.
+    """
+    yield from range(asked or own)
+    for doubling in range(0 if asked else MOST_DOUBLINGS):
+        if all(row.verdict != UNDECIDED for row in measured()):
+            return
+        yield from range(own << doubling, own << doubling + 1)
 
 
 def run_once(contender: Contender, *, limit_s: float = RUN_LIMIT_S) -> dict[str, Any]:

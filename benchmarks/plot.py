@@ -17,6 +17,7 @@ from benchmarks.harness import run_once
 from benchmarks.page import PICTURE, RESULTS, ROOT
 from benchmarks.steps import torchrun
 from benchmarks.units import MODEL, PROGRAM, RANKS
+from benchmarks.verdict import MISSED, UNDECIDED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,13 +85,17 @@ def _pyplot() -> Any:
     return pyplot
 
 
+COLOURS = {MISSED: "#b03030", UNDECIDED: "#999999"}
+"""Of the verdicts; blue for the others."""
+
+
 def draw(rows: list[dict[str, Any]]) -> None:
     """One line a row: the median ratio, its spread, and the goal as a tick."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(9, 1 + 0.28 * len(rows)), layout="constrained")
     places = range(len(rows), 0, -1)
     results = [row["result"] for row in rows]
-    colours = ["#b03030" if row["verdict"] == "**missed**" else "#2060a0" for row in rows]
+    colours = [COLOURS.get(row["verdict"], "#2060a0") for row in rows]
     axes.errorbar(
         results, places, xerr=[row["spread"] for row in rows], fmt="none", ecolor="#999999"
     )

@@ -33,7 +33,7 @@ def measure_cost(rounds: int | None) -> list[Result]:
         for key, title in MODELS.items()
     ]
     return measure_pairs(
-        rows, Contender("recovery cost", (sys.executable, str(PROGRAM))), rounds=rounds or 1
+        rows, Contender("recovery cost", (sys.executable, str(PROGRAM))), rounds=rounds
     )
 
 

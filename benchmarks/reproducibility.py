@@ -30,7 +30,7 @@ def measure_reproducible(rounds: int | None) -> list[Result]:
         for key, title in MODELS.items()
     ]
     program = Contender("reproducible", (sys.executable, str(PROGRAM)))
-    return measure_pairs(rows, program, rounds=rounds or LAUNCHES)
+    return measure_pairs(rows, program, rounds=rounds, own_rounds=LAUNCHES)
 
 
 FAMILY = Family(measure_reproducible, ray_cpus=4)

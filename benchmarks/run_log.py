@@ -31,7 +31,7 @@ def measure_run_log(rounds: int | None) -> list[Result]:
         for model, goal in GOALS.items()
     ]
     program = Contender("run log", (sys.executable, str(PROGRAM), *GOALS))
-    return measure_pairs(rows, program, rounds=rounds or LAUNCHES)
+    return measure_pairs(rows, program, rounds=rounds, own_rounds=LAUNCHES)
 
 
 FAMILY = Family(measure_run_log)

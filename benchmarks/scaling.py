@@ -52,7 +52,7 @@ def _measured(kind: str, workers: int, rounds: int | None, device: str) -> Measu
     )
     arguments = (str(PROGRAM), "--device", device, "--batch-size", str(batch), MODEL)
     program = torchrun(*arguments, ranks=workers, name=row.name)
-    (measured,) = measure_pairs([row], program, rounds=rounds or 2)
+    (measured,) = measure_pairs([row], program, rounds=rounds, own_rounds=2)
     assert isinstance(measured, Measured)
     return measured
 
@@ -89,7 +89,7 @@ def _data_parallel(rounds: int | None, device: str) -> list[Result]:
         reason = "needs two CUDA devices"
         return [NotMeasured(f"one step, {TITLE}", row.against, f"≤ {GOAL:g}", reason)]
     arguments = (str(PROGRAM), "--against", "data_parallel", "--device", device, MODEL)
-    return measure_pairs([row], torchrun(*arguments, ranks=count), rounds=rounds or 2)
+    return measure_pairs([row], torchrun(*arguments, ranks=count), rounds=rounds, own_rounds=2)
 
 
 def _on_every_device(rounds: int | None) -> list[Result]:

@@ -32,7 +32,7 @@ def measure_shadow(rounds: int | None) -> list[Result]:
         for model in MEASURED
     ]
     command = (sys.executable, str(PROGRAM), *MEASURED, "--every", str(EVERY))
-    return measure_pairs(rows, Contender("shadow", command), rounds=rounds or LAUNCHES)
+    return measure_pairs(rows, Contender("shadow", command), rounds=rounds, own_rounds=LAUNCHES)
 
 
 FAMILY = Family(measure_shadow, ray_cpus=4)

@@ -71,7 +71,7 @@ def measure_steps(rounds: int | None, *, ranks: int = 2, device: str = "cpu") ->
         program = torchrun(
             *arguments, ranks=ranks, interpreter=interpreter, name=f"steps {against}"
         )
-        results += measure_pairs(rows, program, rounds=rounds or LAUNCHES.get(against, 1))
+        results += measure_pairs(rows, program, rounds=rounds, own_rounds=LAUNCHES.get(against, 1))
     return results
 
 

@@ -32,7 +32,7 @@ def measure_training(rounds: int | None, *, workers: int = 2) -> list[Result]:
         for key, title in MODELS.items()
     ]
     program = Contender("training", (sys.executable, str(PROGRAM), "--workers", str(workers)))
-    return measure_pairs(rows, program, rounds=rounds or LAUNCHES)
+    return measure_pairs(rows, program, rounds=rounds, own_rounds=LAUNCHES)
 
 
 def _on_every_device(rounds: int | None) -> list[Result]:

@@ -26,7 +26,7 @@ def measure_units(
 ) -> list[Result]:
     launched = partial(torchrun, PROGRAM, "--device", device, ranks=ranks)
     step = PairedRow(key="step", name=f"one step, {model}", against=_BY_HAND, unit="ms", goal=1.03)
-    results = measure_pairs([step], launched(name="units"), rounds=rounds or 3)
+    results = measure_pairs([step], launched(name="units"), rounds=rounds, own_rounds=3)
 
     def peak(other: str, against: str, goal: float | None, own_rounds: int) -> Row:
         return Row(

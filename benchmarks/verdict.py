@@ -4,7 +4,11 @@
 A row compares two contenders by the *median of the ratios of neighbouring runs*, not by the ratio
 of the medians: what slows the machine down for a while slows both members of a pair down, and
 cancels. The spread is half the distance between the quartiles of those ratios, so a single
-disturbed round moves neither. A goal is missed only beyond the spread.
+disturbed round moves neither.
+
+A goal is reached where the result and its spread lie below it, or where the 95 % interval of the
+median does: many pairs pin a median down that single pairs scatter about. It is missed where they
+lie above, and else the row is undecided.
 
 A row without another contender has a goal in its own unit. It is shown as missed where it is, and
 fails nothing: seconds are the machine's, ratios are ours.
@@ -12,12 +16,40 @@ fails nothing: seconds are the machine's, ratios are ours.
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+STATED = "stated"
+REACHED = "reached"
+MISSED = "**missed**"
+UNDECIDED = "undecided"
+
+CONFIDENCE = 0.95
+
+
+def interval_of_median(samples: Sequence[float]) -> tuple[float, float]:
+    """Where the median of what was sampled lies, at `CONFIDENCE`, whatever its distribution.
+
+    Each sample lies below the median with probability 1/2, so the number of those that do is
+    binomial: the interval runs from the k-th smallest to the k-th largest sample (Conover,
+    Practical Nonparametric Statistics, 3.2). Fewer than six samples bound no median so surely.
+
+    Rejected: a bootstrap. It needs random numbers, and is too narrow with few samples.
+    """
+    ordered = sorted(samples)
+    outside = (1 - CONFIDENCE) / 2 * 2 ** len(ordered)
+    below = 0
+    for skipped in range(len(ordered)):
+        below += math.comb(len(ordered), skipped)
+        if below > outside:
+            return (ordered[skipped - 1], ordered[-skipped]) if skipped else (-math.inf, math.inf)
+    return -math.inf, math.inf
 
 
 @dataclass(frozen=True)
@@ -64,19 +96,18 @@ class Measured:
         return (high - low) / 2
 
     @property
-    def reached(self) -> bool:
-        return self.goal is None or self.result - self.spread <= self.goal
-
-    @property
     def fails(self) -> bool:
         """Whether the benchmark as a whole has failed for this row."""
-        return bool(self.theirs) and not self.reached
+        return bool(self.theirs) and self.verdict == MISSED
 
     @property
     def verdict(self) -> str:
         if self.goal is None:
-            return "stated"
-        return "reached" if self.reached else "**missed**"
+            return STATED
+        low, high = interval_of_median(self.samples)
+        if min(self.result + self.spread, high) <= self.goal:
+            return REACHED
+        return MISSED if max(self.result - self.spread, low) > self.goal else UNDECIDED
 
     def as_json(self) -> dict[str, Any]:
         derived = {"result": self.result, "spread": self.spread, "verdict": self.verdict}
