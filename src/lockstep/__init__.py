@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from lockstep.sync import GradientSync, average_gradients, local, replicate
     from lockstep.trainer import Callback, TorchTrainer
 
+__version__ = "0.1.0.dev0"
+
 __all__ = [
     "Callback",
     "GradientSync",

@@ -158,6 +158,7 @@ def test_the_help_is_for_terminals(capsys):
         ["--json=new.json", "--unknown", "x.py"],
         ["--steps", "many", "--json", "new.json", "x.py"],
         ["-m", "--json", "new.json", "--unknown", "x"],
+        ["--sarif", "other.sarif", "--json", "new.json", "--junit=no/folder/it.xml", "x.py"],
     ],
 )
 def test_the_json_is_written_on_wrong_usage_too(arguments, tmp_path, monkeypatch):

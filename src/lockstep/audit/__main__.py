@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def main() -> int:
     """A rank if somebody has said which one, else N ranks."""
     options = _options()
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    if not _is_rank():
         from lockstep.audit.launch import launch
 
         return launch(options)
@@ -32,18 +32,23 @@ def main() -> int:
     return rank.run()
 
 
+def _is_rank() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
 def _options() -> Options:
     """What the command line asks for; leaves with 2 and a sentence if it is wrong."""
     from lockstep.audit.options import add_arguments, from_namespace
-    from lockstep.audit.wrong_usage import json_also_of_wrong_usage
+    from lockstep.audit.wrong_usage import files_also_of_wrong_usage
 
     parser = argparse.ArgumentParser(
         prog="python -m lockstep.audit",
         description="Run a training script on several ranks and name what is silently wrong.",
     )
     add_arguments(parser)
-    with json_also_of_wrong_usage(sys.argv[1:]):
-        return from_namespace(parser.parse_args())
+    with files_also_of_wrong_usage(sys.argv[1:]):
+        # A rank that fails may restart a whole job of somebody else's launcher.
+        return from_namespace(parser.parse_args(), "never" if _is_rank() else "error")
 
 
 if __name__ == "__main__":

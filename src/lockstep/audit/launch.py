@@ -70,7 +70,7 @@ def launch(options: Options) -> int:
     """Run `options.script` on its ranks. Returns the exit code."""
     problem = problem_with(options)
     if problem is not None:
-        write_nothing_found(options.json, options.nproc or DEFAULT_RANKS)
+        write_nothing_found(options.files, options.nproc or DEFAULT_RANKS)
         print(f"lockstep audit: {problem}", file=sys.stderr)
         return USAGE
     try:
@@ -78,7 +78,7 @@ def launch(options: Options) -> int:
     except (SyntaxError, ValueError) as error:
         # Once, as Python shows it, and not by every rank.
         print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
-        write_nothing_found(options.json, options.nproc or DEFAULT_RANKS)
+        write_nothing_found(options.files, options.nproc or DEFAULT_RANKS)
         return 1
     nproc = options.nproc or (1 if _starts_its_own(source) else DEFAULT_RANKS)
     with tempfile.TemporaryDirectory(prefix="lockstep-audit-") as folder:
@@ -289,7 +289,7 @@ class _Run:
         ledgers = self._ledgers()
         code = self._script_code()
         findings = report(self.options, ledgers, self.nproc, quiet=self.reported and code == 0)
-        found = exit_code_of(findings, self.options.fail_on or "error")
+        found = exit_code_of(findings, self.options.fail_on)
         return code or found or (HUNG if self._hangs else 0)
 
     def _script_code(self) -> int:

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.audit.exit_codes import FOUND, HUNG, NOT_WATCHED
+from lockstep.installed_versions import PrintVersions
 
 DEFAULT_RANKS = 2
+FILE_FORMATS = ("json", "sarif", "junit")
 
 FailOn = Literal["error", "warning", "never"]
 
@@ -23,7 +25,7 @@ _LATIN = re.compile(r"LS\d{0,3}")
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for. `nproc` and `fail_on` are None where the user did not say.
+    """What was asked for. `nproc` is None where the user did not say.
 
     With `is_module` the script is the name of a module, as after ``python -m``.
     """
@@ -34,11 +36,20 @@ class Options:
     steps: int | None = None
     json: str | None = None
     html: str | None = None
+    sarif: str | None = None
+    junit: str | None = None
+    github: bool = False
     only: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
-    fail_on: FailOn | None = None
+    fail_on: FailOn = "error"
     is_module: bool = False
     hang_timeout: float = 300.0
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Where the files go that a program reads, by format."""
+        given = {name: getattr(self, name) for name in FILE_FORMATS}
+        return {name: path for name, path in given.items() if path is not None}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +70,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=_writable, metavar="FILE", help="write the findings there")
     parser.add_argument("--html", type=_writable, metavar="FILE", help="write a page there")
+    parser.add_argument(
+        "--sarif",
+        type=_writable,
+        metavar="FILE",
+        help="write the findings there as SARIF 2.1.0, for code hosts and editors",
+    )
+    parser.add_argument(
+        "--junit",
+        type=_writable,
+        metavar="FILE",
+        help="write a test for each rule there, as JUnit's XML; --fail-on says which fail",
+    )
+    parser.add_argument(
+        "--github",
+        action="store_true",
+        help="print the findings as annotations of GitHub Actions, too",
+    )
     parser.add_argument(
         "--only",
         type=_codes,
@@ -90,6 +118,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="is_module",
         help="SCRIPT is the name of a module, as after `python -m`",
     )
+    parser.add_argument(
+        "--version", action=PrintVersions, nargs=0, help="print the versions and leave"
+    )
     parser.add_argument("script", metavar="SCRIPT", help="the training script, unmodified")
     own = parser.add_argument(
         "arguments",
@@ -100,10 +131,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own.required = False  # else argparse asks for them too where the script is missing
 
 
-def from_namespace(read: argparse.Namespace) -> Options:
-    """The options of what argparse has read."""
+def from_namespace(read: argparse.Namespace, fail_on: FailOn = "error") -> Options:
+    """The options of what argparse has read.
+
+    Args:
+        fail_on: where the user did not say.
+    """
     values: dict[str, Any] = vars(read)
     values["nproc"] = values["nproc_per_node"]
+    values["fail_on"] = values["fail_on"] or fail_on
     return Options(**{each.name: values[each.name] for each in fields(Options)})
 
 

@@ -7,19 +7,20 @@ import json
 import sys
 from collections import Counter
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lockstep
 from lockstep.audit.exit_codes import BLIND, FOUND, NOT_WATCHED
 from lockstep.audit.finding import is_at_least
 from lockstep.audit.judgement import judge
 from lockstep.audit.report.terminal import render
 from lockstep.audit.selection import Selection
 from lockstep.audit.world import World
+from lockstep.installed_versions import version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from lockstep.audit.finding import Finding
     from lockstep.audit.ledger import Ledger
@@ -48,8 +49,7 @@ def report(
         "ignore": list(options.ignore),
         "left_out": dict(sorted(Counter(finding.code for finding in left_out).items())),
     }
-    if options.json is not None:
-        write_json(options.json, summary)
+    write_files(options.files, findings, summary, options.fail_on)
     if options.html is not None:
         from lockstep.audit.report.page import page
 
@@ -57,6 +57,11 @@ def report(
         Path(options.html).write_text(text, encoding="utf-8")
     if not quiet:
         print(render(findings, world, asked, left_out), file=sys.stderr, flush=True)
+        if options.github:
+            from lockstep.audit.report.github_annotations import github_annotations
+
+            # A command begins a line, and the script may have left one open.
+            print(f"\n{github_annotations(findings)}", end="", flush=True)
     return findings
 
 
@@ -66,8 +71,9 @@ def summarise(findings: Sequence[Finding], world: World, world_size: int) -> dic
         "findings": [finding.as_dict() for finding in findings],
         "steps": world.steps,
         "world_size": max(world_size, world.size),
-        "lockstep": _version("lockstep-train"),
-        "torch": _version("torch"),
+        "failed": world.has_failed,
+        "lockstep": lockstep.__version__,
+        "torch": version_of("torch"),
         "command": [],
         "finished": None,
         "only": [],
@@ -76,23 +82,44 @@ def summarise(findings: Sequence[Finding], world: World, world_size: int) -> dic
     }
 
 
-def write_json(path: str, summary: dict[str, Any]) -> None:
-    """All or nothing; NaN and infinities as null, which JSON has no word for."""
-    text = json.dumps(_plain(summary), indent=2, allow_nan=False)
-    partial = Path(path + ".partial")
-    partial.write_text(text + "\n", encoding="utf-8")
-    partial.replace(path)
-
-
-def write_nothing_found(path: str | None, world_size: int) -> None:
-    """The JSON file of a run that did not come about: a reader must not take an older one for it.
+def write_files(
+    files: Mapping[str, str],
+    findings: Sequence[Finding],
+    summary: dict[str, Any],
+    fail_on: FailOn,
+) -> None:
+    """Write what programs read, each file all or nothing.
 
     Args:
-        path: where `write_json` would write; None: nowhere.
+        files: by format, see `Options.files`.
+        findings: what is reported.
+        summary: as the JSON file has it.
+        fail_on: which findings let a rule fail.
+    """
+    for name, path in files.items():
+        if name == "junit":
+            from lockstep.audit.report.junit import junit
+
+            text = junit(findings, summary, fail_on)
+        elif name == "sarif":
+            from lockstep.audit.report.sarif import sarif
+
+            text = _as_json(sarif(findings, summary))
+        else:
+            text = _as_json(summary)
+        partial = Path(path + ".partial")
+        partial.write_text(text + "\n", encoding="utf-8")
+        partial.replace(path)
+
+
+def write_nothing_found(files: Mapping[str, str], world_size: int) -> None:
+    """The files of a run that did not come about: a reader must not take older ones for them.
+
+    Args:
+        files: as of `write_files`.
         world_size: how many ranks there would have been.
     """
-    if path is not None:
-        write_json(path, summarise([], World([None]), world_size))
+    write_files(files, [], summarise([], World([None]), world_size), "error")
 
 
 def exit_code_of(findings: Sequence[Finding], fail_on: FailOn) -> int:
@@ -105,6 +132,11 @@ def exit_code_of(findings: Sequence[Finding], fail_on: FailOn) -> int:
     return FOUND if grave else 0
 
 
+def _as_json(value: dict[str, Any]) -> str:
+    """NaN and infinities as null, which JSON has no word for."""
+    return json.dumps(_plain(value), indent=2, allow_nan=False)
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
@@ -113,10 +145,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return None
     return value
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

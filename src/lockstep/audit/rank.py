@@ -63,7 +63,7 @@ class Rank:
         if self.folder is None and self.rank == 0:
             from lockstep.audit.outcome import write_nothing_found
 
-            write_nothing_found(self.options.json, self.world_size)
+            write_nothing_found(self.options.files, self.world_size)
 
     def run(self) -> int:
         """Run the script to its end, and hand in the ledger. Returns the exit code."""
@@ -203,7 +203,7 @@ class Rank:
             findings = judge(ledgers, only=self.options.only, ignore=self.options.ignore)
         # A restart of the whole job would not make ranks any better watched.
         known = [finding for finding in findings if finding.code != BLIND]
-        return code or exit_code_of(known, self.options.fail_on or "never")
+        return code or exit_code_of(known, self.options.fail_on)
 
     def _hand_in_before_leaving_at_once(self) -> None:
         leave = os._exit

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,10 +21,11 @@ def make_parser() -> argparse.ArgumentParser:
     from lockstep.cli.completion import SHELLS
     from lockstep.cli.replay_options import add_arguments as add_replay
     from lockstep.cli.train_options import add_arguments as add_train
+    from lockstep.installed_versions import PrintVersions
 
     parser = argparse.ArgumentParser(prog="lockstep", description=DESCRIPTION)
     parser.add_argument(
-        "--version", action=_PrintVersions, nargs=0, help="print the versions and leave"
+        "--version", action=PrintVersions, nargs=0, help="print the versions and leave"
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = commands.add_parser(
@@ -62,26 +61,14 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _PrintVersions(argparse.Action):
-    """Prints the versions of the installed packages, without importing them."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        versions = []
-        for package in ("lockstep-train", "torch", "ray"):
-            with contextlib.suppress(metadata.PackageNotFoundError):
-                versions.append(f"{package} {metadata.version(package)}")
-        print(", ".join(versions) or "not installed: run from its source")
-        parser.exit()
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit code."""
     from lockstep.audit.options import from_namespace
-    from lockstep.audit.wrong_usage import json_also_of_wrong_usage
+    from lockstep.audit.wrong_usage import files_also_of_wrong_usage
 
     words = sys.argv[1:] if arguments is None else list(arguments)
     parser = make_parser()
-    with json_also_of_wrong_usage(words[1:] if words[:1] == ["audit"] else []):
+    with files_also_of_wrong_usage(words[1:] if words[:1] == ["audit"] else []):
         read = parser.parse_args(words)
     if read.command == "train":
         from lockstep.cli.train_command import run

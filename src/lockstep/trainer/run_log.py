@@ -29,12 +29,13 @@ import time
 import zlib
 from contextlib import suppress
 from dataclasses import asdict
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+import lockstep
 from lockstep.hardware import describe_hardware
+from lockstep.installed_versions import version_of
 from lockstep.trainer.ray_dataset_feed import ON_RAY_DATASET
 from lockstep.trainer.record_listener import RecordListener
 
@@ -52,7 +53,7 @@ _MOST_CHECKSUMS: Final = 16
 _UNKNOWN: Final = 0
 """In place of a checksum: the worker died before it told."""
 _MOST_METRICS: Final = 3
-_PACKAGES: Final = ("lockstep-train", "torch", "numpy", "ray")
+_PACKAGES: Final = ("torch", "numpy", "ray")
 
 _log = logging.getLogger("lockstep.run_log")
 
@@ -195,9 +196,10 @@ def describe_run(spec: WorkerSpec, device: str, step: int) -> dict[str, Any]:
 def describe_machine(device: str, threads: int | None) -> dict[str, Any]:
     """What the bits of a result may depend on, beside the program."""
     versions: dict[str, Any] = {"python": platform.python_version()}
+    versions["lockstep-train"] = lockstep.__version__
     for package in _PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
+        if (version := version_of(package)) is not None:
+            versions[package] = version
     return {
         **versions,
         **describe_hardware(device),
