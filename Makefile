@@ -20,7 +20,7 @@ SERVES := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
 TORCH := 2.13.0
 
 .PHONY: help setup demo check fix test test-all soak browser bench bench-full bench-gpu bench-growth \
-  bench-page docs docs-refresh constraints clean
+  bench-page docs docs-refresh release constraints clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -54,6 +54,13 @@ soak: $(VENV)/.installed ## random training programs beside one process: SECONDS
 
 bench: $(VENV)/.installed $(PEERS)/.tried ## measure beside DDP and its peers, 10 minutes; fails when a ratio misses its goal
 	$(BIN)/python -m benchmarks
+
+release: $(VENV)/.releasing ## build sdist and wheel into dist/, check them, and try each in an empty environment
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist > build/release.log 2>&1 || { cat build/release.log >&2; exit 1; }
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+	$(BIN)/python release/try_distributions.py dist
 
 docs: $(VENV)/.documented ## write the documentation as a site to build/docs
 	$(BIN)/python -m sphinx -b html --fail-on-warning --keep-going -q -E -d build/doctrees docs build/docs
@@ -89,8 +96,8 @@ $(PEERS)/.tried: benchmarks/peers.txt constraints.txt pyproject.toml $(VENV)/bin
 constraints: $(VENV)/bin/python ## rewrite constraints.txt from a fresh installation of everything
 	rm -rf build/constraints
 	$(BIN)/python -m venv build/constraints
-	build/constraints/bin/pip install --quiet 'torch==$(TORCH)' -e '.[all,audited,docs,dev]'
-	{ echo "# Made by 'make constraints': .[all,audited,docs,dev] with torch $(TORCH), Python 3.11, Linux."; \
+	build/constraints/bin/pip install --quiet 'torch==$(TORCH)' -e '.[all,audited,docs,dev,release]'
+	{ echo "# Made by 'make constraints': .[all,audited,docs,dev,release] with torch $(TORCH), Python 3.11, Linux."; \
 	  build/constraints/bin/pip freeze --all --exclude pip --exclude-editable \
 	    | sed -E 's/^(torch==[^+]*)\+.*/\1/' | grep -vE '^(nvidia-|cuda-|triton==)'; } > build/constraints.txt
 	mv build/constraints.txt constraints.txt
@@ -110,6 +117,13 @@ $(VENV)/.audited: $(VENV)/.installed
 $(VENV)/.documented: $(VENV)/.installed
 	@echo "installing what builds the site"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+# What builds and checks a release.
+$(VENV)/.releasing: $(VENV)/.installed
+	@echo "installing what builds a release"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
+	@mkdir -p build
 	@touch $@
 
 # The audit's page is looked at in a real browser.

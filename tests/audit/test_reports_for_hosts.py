@@ -10,7 +10,9 @@ import pytest
 
 from audit.commands import audit
 from audit.ledgers import of_one_step
+from audit.traces import TRACES, read_trace
 from lockstep.audit.finding import Finding, Place
+from lockstep.audit.judgement import judge
 from lockstep.audit.options import Options
 from lockstep.audit.outcome import report, write_files
 from lockstep.audit.report.github_annotations import github_annotations
@@ -287,3 +289,12 @@ def test_the_audit_tells_its_version(capsys):
         main(["audit", "--version"])
     assert left.value.code == 0
     assert capsys.readouterr().out.startswith("lockstep-train ")
+
+
+def test_the_findings_of_every_recorded_program_are_in_the_format():
+    count = 0
+    for trace in sorted(TRACES.glob("*/*.json.xz")):
+        found = judge(read_trace(trace))
+        count += len(found)
+        validated(json.loads(json.dumps(sarif(found, SUMMARY))))
+    assert count > 100
