@@ -20,7 +20,7 @@ SERVES := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
 TORCH := 2.13.0
 
 .PHONY: help setup demo check fix test test-all soak browser bench bench-full bench-gpu bench-growth \
-  bench-page docs docs-refresh release constraints clean
+  bench-page docs docs-refresh release matrix constraints clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -61,6 +61,9 @@ release: $(VENV)/.releasing ## build sdist and wheel into dist/, check them, and
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/check-wheel-contents dist/*.whl
 	$(BIN)/python release/try_distributions.py dist
+
+matrix: $(VENV)/.installed ## a part of the tests under other versions: CELL=torch2.10; without CELL the list of cells
+	$(BIN)/python release/matrix.py $(if $(CELL),$(CELL),--list)
 
 docs: $(VENV)/.documented ## write the documentation as a site to build/docs
 	$(BIN)/python -m sphinx -b html --fail-on-warning --keep-going -q -E -d build/doctrees docs build/docs

@@ -52,7 +52,7 @@ TESTS: Final = (
     "tests/ray/test_same_bits.py",
     "tests/ray/test_units_trainer.py",
 )
-"""Every sync, recovery, checkpoints, the audit's recorded traces, and what touches torch's insides."""
+"""Every sync, recovery, checkpoints, recorded traces of the audit, and torch's insides."""
 
 
 @dataclass(frozen=True)
