@@ -31,8 +31,8 @@ OF_OURS = {"lockstep.collectives", "lockstep.engine", "lockstep.sync", "lockstep
 """Packages whose ``__all__`` is for lockstep's other packages; the reference shows none of it."""
 
 ACCEPT = (
-    "\nIf that is meant: `python -m tests.public_surface` accepts it, and CHANGELOG.md gets a line"
-    " for users (docs/versions.md says what may change when)."
+    "\nIf that is meant: `python -m tests.public_surface` writes it to the file, and it needs a"
+    " line in CHANGELOG.md (docs/versions.md says what may change when)."
 )
 
 SOME: Surface = {
