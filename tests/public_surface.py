@@ -307,7 +307,8 @@ def audit_json() -> dict[str, Entry]:
     of_a_run |= {"lockstep": "0.1", "torch": "2.13", "findings": [finding]}
     found: dict[str, Entry] = {}
     for key in of_a_run.keys() | of_none.keys():
-        types = {_type_in_json(file[key]) for file in (of_a_run, of_none) if key in file}
+        files = (of_a_run, of_none)
+        types = {_type_in_json(file[key]) if key in file else "not there" for file in files}
         if any(name.startswith("list of") for name in types):
             types.discard("list")  # an empty one
         found[key] = [" or ".join(sorted(types, key=lambda name: (name == "null", name)))]
