@@ -299,7 +299,7 @@ def audit_json() -> dict[str, Entry]:
         asked = Options("train.py", ["--lr"], only=("LS1",), ignore=("LS101",), json=path)
         report(asked, [None, None], 2, quiet=True)
         of_a_run = json.loads(Path(path).read_text(encoding="utf-8"))
-        write_nothing_found(path, 2)
+        write_nothing_found({"json": path}, 2)
         of_none = json.loads(Path(path).read_text(encoding="utf-8"))
     # Null where the package is not installed.
     of_none |= {"lockstep": None, "torch": None}
