@@ -135,10 +135,16 @@ browser:
 	  || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium > /dev/null; } \
 	  || { echo "install Chromium (Debian: apt-get install chromium), or say CHROMIUM=/path/to/it" >&2; exit 1; }
 
+# Of what pip says: files of 10 MB and more, and that it unpacks them.
+SHOW_LARGE := while read -r word file size unit rest; do case "$$word $$size$$unit" in \
+  Downloading\ \([0-9][0-9]*MB*) echo "  $${file\#\#*/} $$size $$unit" ;; \
+  Installing*) echo "  unpacking" ;; esac; done
+
 # The stamp is written last, so an interrupted installation is resumed by the next call.
 $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/bin/python
-	@echo "installing into $(VENV) (torch and Ray are large: minutes the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	@echo "installing into $(VENV): 2.3 GB, some minutes the first time; the large ones:"
+	@$(BIN)/python -m pip install --progress-bar off --disable-pip-version-check -c constraints.txt \
+	  -e '.[all,dev]' | $(SHOW_LARGE)
 	@touch $@
 
 $(VENV)/bin/python:
