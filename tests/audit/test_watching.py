@@ -75,9 +75,11 @@ def test_what_is_found_is_kept_logged_and_raised_if_asked_for(caplog):
 
 @pytest.mark.parametrize("options", [{"ignore": ("LS1",)}, {"only": ("LS5",)}])
 def test_what_was_not_asked_for_is_left_out_and_counted(options, caplog):
-    with lockstep.audit.watching(**options, fail_on="error") as watch:
-        _train(gradient=float("nan"))
+    with caplog.at_level(logging.INFO, "lockstep"):
+        with lockstep.audit.watching(**options, fail_on="error") as watch:
+            _train(gradient=float("nan"))
     assert watch.findings == []
+    assert "left out: 1 error (LS115)" in caplog.text
 
 
 def test_an_exception_passes_and_leaves_no_watch_behind():
@@ -201,8 +203,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "watch-inside-other-train
 @pytest.mark.slow
 def test_a_task_of_slurms_is_a_rank_with_the_variables_that_the_page_exports(tmp_path):
     """Slow: it starts two processes. They are started by hand, with what Slurm tells a task."""
-    exported, typed = re.search(r"^(export AS_RANK=.*)\nsrun (.*)$", PAGE.read_text(), re.M).groups()
-    typed = typed.replace("train.py", str(BYPASSED)).replace("python", sys.executable)
+    lines = re.search(r"^(export AS_RANK=.*)\nsrun (.*)$", PAGE.read_text(), re.MULTILINE)
+    exported, typed = lines.groups()
+    typed = typed.replace(" python ", f" {sys.executable} ").replace("train.py", str(BYPASSED))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     tasks = [

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watch a training program, and name what is silently wrong between its ranks.
 
-``lockstep audit train.py`` runs any script; `watching` does it in code, or `start` and `stop`. Needs
-torch alone.
+``lockstep audit train.py`` runs any script; in code `watching` does it, or `start` and `stop`.
+Needs torch alone.
 
 From below: `probe` hooks into torch and fills one `ledger` per rank; `world` lays the ledgers of
 all ranks side by side; `rules` judge them; `report` shows the findings; `launch` runs scripts.

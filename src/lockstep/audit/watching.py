@@ -8,7 +8,7 @@ the trainer's hooks.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Final, Self, get_args
+from typing import TYPE_CHECKING, Final, Self, get_args
 
 from lockstep.audit.finding import audit_error, is_at_least
 from lockstep.audit.judgement import judge
@@ -106,7 +106,6 @@ class watching:
             level = logging.WARNING if self.findings else logging.INFO
             _log.log(level, "%s", render(self.findings, World(ledgers), self._asked, left_out))
         if self._fail_on != "never":
-            least: Any = self._fail_on
-            grave = [f for f in self.findings if is_at_least(f.severity, least)]
+            grave = [f for f in self.findings if is_at_least(f.severity, self._fail_on)]
             if grave:
                 raise audit_error(grave)

@@ -40,7 +40,9 @@ class TransformersWatch(watching, _transformers.TrainerCallback):  # type: ignor
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         made = (frame.f_locals.get("self") for frame in outwards(sys._getframe(1)))
-        trainer = next(one for one in made if isinstance(one, _transformers.Trainer))
+        trainer = next((one for one in made if isinstance(one, _transformers.Trainer)), None)
+        if trainer is None:
+            return  # `on_train_begin` says so
         train = trainer.train
 
         @functools.wraps(train)
