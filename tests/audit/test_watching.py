@@ -75,9 +75,9 @@ def test_what_is_found_is_kept_logged_and_raised_if_asked_for(caplog):
 
 @pytest.mark.parametrize("options", [{"ignore": ("LS1",)}, {"only": ("LS5",)}])
 def test_what_was_not_asked_for_is_left_out_and_counted(options, caplog):
-    with caplog.at_level(logging.INFO, "lockstep"):
-        with lockstep.audit.watching(**options, fail_on="error") as watch:
-            _train(gradient=float("nan"))
+    caplog.set_level(logging.INFO, "lockstep")
+    with lockstep.audit.watching(**options, fail_on="error") as watch:
+        _train(gradient=float("nan"))
     assert watch.findings == []
     assert "left out: 1 error (LS115)" in caplog.text
 
