@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lockstep.audit.finding import Finding, Place
     from lockstep.audit.session import start, stop
-    from lockstep.audit.watching import watching
+    from lockstep.audit.watched_block import watching
 
 __all__ = ["Finding", "Place", "start", "stop", "watching"]
 
@@ -26,7 +26,7 @@ _HOME = {
     "Place": "finding",
     "start": "session",
     "stop": "session",
-    "watching": "watching",
+    "watching": "watched_block",
 }
 
 

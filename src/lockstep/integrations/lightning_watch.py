@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.audit.watching import watching
+from lockstep.audit.watched_block import watching
 from lockstep.integrations.optional_packages import import_optional
 
 _lightning: Any = import_optional("lightning.pytorch", extra="audited", by="LightningWatch")

@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from lockstep.audit.probe.frames import outwards
-from lockstep.audit.watching import watching
+from lockstep.audit.watched_block import watching
 from lockstep.errors import WrongUseError
 from lockstep.integrations.optional_packages import import_optional
 
