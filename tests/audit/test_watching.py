@@ -33,12 +33,12 @@ ACCELERATE = [
     "0",
 ]
 PROGRAMS = {
-    "transformers_trainer": (TORCHRUN, "LS101", ["layers.0.weight"]),
-    "lightning_trainer": (TORCHRUN, "LS102", ["scale"]),
-    "fabric_loop": (TORCHRUN, "LS101", ["0.weight"]),
-    "accelerate_loop": (ACCELERATE, "LS101", ["0.weight"]),
+    "transformers_trainer": (TORCHRUN, "LS101", "layers.0.weight"),
+    "lightning_trainer": (TORCHRUN, "LS102", "scale"),
+    "fabric_loop": (TORCHRUN, "LS101", "0.weight"),
+    "accelerate_loop": (ACCELERATE, "LS101", "0.weight"),
 }
-"""How each is launched, the code of what is wrong in it, and the first parameters concerned."""
+"""How each is launched, the code of what is wrong in it, and the first parameter concerned."""
 
 
 def _train(gradient=1.0):
@@ -168,7 +168,7 @@ def _run(words, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_trainer_is_watched(name, tmp_path):
-    launcher, code, parameters = PROGRAMS[name]
+    launcher, code, parameter = PROGRAMS[name]
     _run([*launcher, str(HERE / f"{name}.py"), str(tmp_path)], tmp_path)
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     for held in (first, second):
@@ -176,7 +176,7 @@ def test_a_trainer_is_watched(name, tmp_path):
         assert held["with"] == held["without"]
         assert held["findings"] == []
         assert held["wrong"][0]["code"] == code
-        assert held["wrong"][0]["parameters"][: len(parameters)] == parameters
+        assert held["wrong"][0]["parameters"][0].endswith(parameter)
         assert held["raised"].startswith(f"[{code}]")
         assert held["passed"] == "'no such row'"
         assert held["nothing is left"]
