@@ -108,7 +108,6 @@ def test_a_wrong_option_is_refused_before_training(wrong):
 
 
 ONE_RAISES = """
-import time
 import torch
 import torch.distributed as dist
 import lockstep.audit
@@ -125,7 +124,6 @@ def train():
         model(torch.randn(8, 4)).square().mean().backward()
         made.step()
 
-begun = time.monotonic()
 try:
     with lockstep.audit.watching():
         train()
@@ -133,12 +131,11 @@ try:
             raise KeyError("mine")
 except KeyError:
     pass
-assert time.monotonic() - begun < 50  # a rank that does not come is waited for a minute
 with lockstep.audit.watching() as watch:
     train()
 codes = [found.code for found in watch.findings]
-assert "LS101" in codes, codes
-assert all(found.rank != [0] for found in watch.findings if found.code == "LS602"), codes
+assert "LS101" in codes, codes  # found by comparing both ranks
+assert "LS602" not in codes, codes
 dist.destroy_process_group()
 """
 
