@@ -38,6 +38,7 @@ PROGRAMS = {
     "python": [sys.executable],
     "lockstep": [sys.executable, "-m", "lockstep.cli"],
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+    "accelerate": [sys.executable, "-m", "accelerate.commands.accelerate_cli"],
 }
 
 

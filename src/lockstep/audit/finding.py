@@ -7,7 +7,12 @@ import contextlib
 import linecache
 import os
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from lockstep.errors import AuditError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 Severity = Literal["error", "warning", "notice"]
 SEVERITIES: Final[tuple[Severity, ...]] = ("notice", "warning", "error")
@@ -83,3 +88,23 @@ def with_text(places: list[Place]) -> list[Place]:
             (place.file, place.line), Place(place.file, place.line, place.function, text)
         )
     return list(seen.values())
+
+
+def audit_error(findings: Sequence[Finding]) -> AuditError:
+    """The error that tells of `findings`, of which there is at least one; the first comes first."""
+    first = findings[0]
+    many = "rank" if len(first.rank) == 1 else "ranks"
+    ranks = f"{many} {', '.join(map(str, first.rank))}" if first.rank else None
+    step = f"step {first.step}" if first.step is not None else None
+    named = ", ".join(f"`{name}`" for name in first.parameters[:4])
+    more = f" and {len(first.parameters) - 4} more" if len(first.parameters) > 4 else ""
+    lines = [f"{place}: {place.text}" for place in first.where[:3]]
+    where = "; ".join(filter(None, (ranks, step, named + more if named else None)))
+    further = [f"{f.code}: {f.message}" for f in findings[1:]]
+    return AuditError(
+        first.name,
+        where="\n           ".join([where, *lines]) if lines else where,
+        got="\n           ".join([first.message, *further]),
+        fix=first.fix + f" (more: lockstep explain {first.code})",
+        findings=tuple(findings),
+    )

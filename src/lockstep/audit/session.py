@@ -78,21 +78,49 @@ def stop(
     Raises:
         WrongUseError: nothing was started.
     """
+    ledger, store = end_watch()
+    return judge(ledgers_of_all(ledger, store, exchange), only=only, ignore=ignore)
+
+
+def end_watch() -> tuple[Ledger, Any]:
+    """Take out what `start` hooked in.
+
+    Returns:
+        This rank's ledger, and the store of its default process group (None without one).
+
+    Raises:
+        WrongUseError: nothing was started.
+    """
     global _running
     if _running is None:
         raise WrongUseError("nothing is being watched", fix="call lockstep.audit.start() first")
     probe, _running = _running, None
     probe.note_group()
-    ledger = finish(probe)
+    return finish(probe), probe.store
+
+
+def ledgers_of_all(
+    ledger: Ledger,
+    store: Any,
+    exchange: Callable[[bytes], Sequence[bytes | None]] | None = None,
+) -> list[Ledger | None]:
+    """Every rank's ledger, by rank; None for a rank that left none.
+
+    Args:
+        ledger: this rank's.
+        store: that of the default process group.
+        exchange: see `stop`.
+
+    Collective:
+        Every rank, once; see `stop`.
+    """
     ledger.stuck_in = None  # it came here
     data = ledger.to_bytes()
     if exchange is not None:
         everyone = exchange(data)
     else:
-        everyone = exchange_by_store(data, probe.store, ledger.rank, ledger.world_size)
-    return judge(
-        [None if d is None else Ledger.from_bytes(d) for d in everyone], only=only, ignore=ignore
-    )
+        everyone = exchange_by_store(data, store, ledger.rank, ledger.world_size)
+    return [None if each is None else Ledger.from_bytes(each) for each in everyone]
 
 
 def finish(probe: Probe) -> Ledger:
@@ -118,20 +146,44 @@ def exchange_by_store(
     Collective:
         Every rank, once. Blocks for at most `wait_s` for each that does not come.
     """
-    global _exchanges
     if store is None or world_size == 1:
         return [data]
-    _exchanges += 1
-    prefix = f"lockstep.audit/{_exchanges}"
+    prefix = _next_exchange()
     store.set(f"{prefix}/{rank}", data)
     found: list[bytes | None] = [None] * world_size
     for other in range(world_size):
         with contextlib.suppress(RuntimeError):
             store.wait([f"{prefix}/{other}"], timedelta(seconds=wait_s))
-            found[other] = store.get(f"{prefix}/{other}")
+            found[other] = store.get(f"{prefix}/{other}") or None
     # The process of rank 0 may hold the store: nobody leaves before all have read.
     with contextlib.suppress(RuntimeError):
-        if store.add(f"{prefix}/read", 1) == world_size:
-            store.set(f"{prefix}/all", b"1")
+        _note_read(store, prefix, world_size)
         store.wait([f"{prefix}/all"], timedelta(seconds=wait_s))
     return found
+
+
+def leave_exchange(store: Any, rank: int, world_size: int) -> None:
+    """Tell the ranks that exchange their ledgers that this one brings none.
+
+    Without it they would wait for this rank, and a later exchange would read this one's ledgers.
+
+    Collective:
+        None: it waits for no rank.
+    """
+    if store is None or world_size == 1:
+        return
+    prefix = _next_exchange()
+    with contextlib.suppress(RuntimeError):  # the store may have gone with another rank
+        store.set(f"{prefix}/{rank}", b"")
+        _note_read(store, prefix, world_size)
+
+
+def _next_exchange() -> str:
+    global _exchanges
+    _exchanges += 1
+    return f"lockstep.audit/{_exchanges}"
+
+
+def _note_read(store: Any, prefix: str, world_size: int) -> None:
+    if store.add(f"{prefix}/read", 1) == world_size:
+        store.set(f"{prefix}/all", b"1")

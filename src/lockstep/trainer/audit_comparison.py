@@ -7,8 +7,8 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from lockstep.audit.finding import audit_error
 from lockstep.audit.judgement import judge
-from lockstep.errors import AuditError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,10 +61,10 @@ class AuditComparison:
         findings = [self._adjust_severity(f) for f in judge(seen, ignore=_IGNORED_RULES)]
         for finding in findings:
             if finding.severity == "warning" or finding.code in _NOTICES:
-                self._log_once(finding.code, str(_audit_error([finding])))
+                self._log_once(finding.code, str(audit_error([finding])))
         errors = [finding for finding in findings if finding.severity == "error"]
         if errors:
-            raise _audit_error(errors)
+            raise audit_error(errors)
 
     def _adjust_severity(self, finding: Finding) -> Finding:
         if finding.code == "LS503" and not self._spec.options.add_dist_sampler:
@@ -80,22 +80,3 @@ class AuditComparison:
 def _has_new_records(ledger: Ledger | None) -> bool:
     """Whether the audit looked at a step in this call; in most short calls it does not."""
     return ledger is not None and ledger.facts.looked
-
-
-def _audit_error(findings: Sequence[Finding]) -> AuditError:
-    first = findings[0]
-    many = "rank" if len(first.rank) == 1 else "ranks"
-    ranks = f"{many} {', '.join(map(str, first.rank))}" if first.rank else None
-    step = f"step {first.step}" if first.step is not None else None
-    named = ", ".join(f"`{name}`" for name in first.parameters[:4])
-    more = f" and {len(first.parameters) - 4} more" if len(first.parameters) > 4 else ""
-    lines = [f"{place}: {place.text}" for place in first.where[:3]]
-    where = "; ".join(filter(None, (ranks, step, named + more if named else None)))
-    further = [f"{f.code}: {f.message}" for f in findings[1:]]
-    return AuditError(
-        first.name,
-        where="\n           ".join([where, *lines]) if lines else where,
-        got="\n           ".join([first.message, *further]),
-        fix=first.fix + f" (more: lockstep explain {first.code})",
-        findings=tuple(findings),
-    )
