@@ -10,6 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
+from lockstep._version import __version__ as __version__
 from lockstep.import_without_gc import pause_gc
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
     from lockstep.sync import GradientSync, average_gradients, local, replicate
     from lockstep.trainer import Callback, TorchTrainer
-
-__version__ = "0.1.0.dev0"
 
 __all__ = [
     "Callback",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from importlib import metadata
 
-import lockstep
+from lockstep._version import __version__
 
 
 def version_of(package: str) -> str | None:
@@ -21,7 +21,7 @@ class PrintVersions(argparse.Action):
     """An option that prints the versions, and leaves."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        versions = {"lockstep-train": lockstep.__version__}
+        versions = {"lockstep-train": __version__}
         versions |= {each: version for each in ("torch", "ray") if (version := version_of(each))}
         print(", ".join(f"{package} {version}" for package, version in versions.items()))
         parser.exit()

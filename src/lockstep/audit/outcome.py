@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lockstep
+from lockstep._version import __version__
 from lockstep.audit.exit_codes import BLIND, FOUND, NOT_WATCHED
 from lockstep.audit.finding import is_at_least
 from lockstep.audit.judgement import judge
@@ -72,7 +72,7 @@ def summarise(findings: Sequence[Finding], world: World, world_size: int) -> dic
         "steps": world.steps,
         "world_size": max(world_size, world.size),
         "failed": world.has_failed,
-        "lockstep": lockstep.__version__,
+        "lockstep": __version__,
         "torch": version_of("torch"),
         "command": [],
         "finished": None,

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-import lockstep
+from lockstep._version import __version__
 from lockstep.hardware import describe_hardware
 from lockstep.installed_versions import version_of
 from lockstep.trainer.ray_dataset_feed import ON_RAY_DATASET
@@ -196,7 +196,7 @@ def describe_run(spec: WorkerSpec, device: str, step: int) -> dict[str, Any]:
 def describe_machine(device: str, threads: int | None) -> dict[str, Any]:
     """What the bits of a result may depend on, beside the program."""
     versions: dict[str, Any] = {"python": platform.python_version()}
-    versions["lockstep-train"] = lockstep.__version__
+    versions["lockstep-train"] = __version__
     for package in _PACKAGES:
         if (version := version_of(package)) is not None:
             versions[package] = version
