@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
+_MEMINFO: Final = Path("/proc/meminfo")
 
 
 def available_memory() -> float:
@@ -18,7 +19,7 @@ def available_memory() -> float:
 
 def _available_on_host() -> float:
     with suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
+        for line in _MEMINFO.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return 1024.0 * int(line.split()[1])
     return math.inf
