@@ -136,9 +136,9 @@ browser:
 	  || { echo "install Chromium (Debian: apt-get install chromium), or say CHROMIUM=/path/to/it" >&2; exit 1; }
 
 # Of what pip says: files of 10 MB and more, and that it unpacks them.
-SHOW_LARGE := while read -r word file size unit rest; do case "$$word $$size$$unit" in \
-  Downloading\ \([0-9][0-9]*MB*) echo "  $${file\#\#*/} $$size $$unit" ;; \
-  Installing*) echo "  unpacking" ;; esac; done
+SHOW_LARGE := while read -r word file size unit rest; do case "$$word $$file $$size$$unit" in \
+  Downloading\ *\ \([0-9][0-9]*MB*) echo "  $${file\#\#*/} $$size $$unit" ;; \
+  Installing\ collected*) echo "  unpacking" ;; esac; done
 
 # The stamp is written last, so an interrupted installation is resumed by the next call.
 $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/bin/python
