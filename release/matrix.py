@@ -29,7 +29,10 @@ PAGE = ROOT / "docs" / "versions.md"
 RESULTS = ROOT / "docs" / "versions-tried.json"
 TABLE = re.compile(r"(<!-- cells -->\n).*?(<!-- end -->)", re.DOTALL)
 
-TOOLS: Final = ("pytest", "pytest-timeout", "pytest-xdist", "scikit-learn", "torchmetrics")
+TOOLS: Final = (
+    *("pytest", "pytest-timeout", "pytest-xdist", "scikit-learn"),
+    *("torchmetrics", "datasets", "torchdata"),
+)
 TESTS: Final = (
     "tests/unit/sync",
     "tests/unit/checkpoint",
