@@ -30,8 +30,13 @@ RESULTS = ROOT / "docs" / "versions-tried.json"
 TABLE = re.compile(r"(<!-- cells -->\n).*?(<!-- end -->)", re.DOTALL)
 
 TOOLS: Final = (
-    *("pytest", "pytest-timeout", "pytest-xdist", "scikit-learn"),
-    *("torchmetrics", "datasets", "torchdata"),
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "scikit-learn",
+    "torchmetrics",
+    "datasets",
+    "torchdata",
 )
 TESTS: Final = (
     "tests/unit/sync",
