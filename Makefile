@@ -60,10 +60,10 @@ release: $(VENV)/.releasing ## build sdist and wheel into dist/, check them, and
 	$(BIN)/python -m build --outdir dist > build/release.log 2>&1 || { cat build/release.log >&2; exit 1; }
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/check-wheel-contents dist/*.whl
-	$(BIN)/python release/try_distributions.py dist
+	$(BIN)/python -m release.try_distributions dist
 
 matrix: $(VENV)/.installed ## a part of the tests under other versions: CELL=torch2.10; without CELL the list of cells
-	$(BIN)/python release/matrix.py $(if $(CELL),$(CELL),--list)
+	$(BIN)/python -m release.matrix $(if $(CELL),$(CELL),--list)
 
 docs: $(VENV)/.documented ## write the documentation as a site to build/docs
 	$(BIN)/python -m sphinx -b html --fail-on-warning --keep-going -q -E -d build/doctrees docs build/docs

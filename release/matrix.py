@@ -127,7 +127,7 @@ def run_cell(name: str) -> dict[str, Any]:
         "seconds": round(time.monotonic() - started),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "commit": _git("rev-parse", "--short=8", "HEAD")
-        + "+" * bool(_git("status", "--porcelain")),
+        + "+" * bool(_git("diff", "HEAD", "--", ".", ":!docs")),
     }
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Install what `make release` has built into empty environments, and use it as a user would.
 
-``python release/try_distributions.py dist``: each file without extras, and the wheel with Ray. The
+``python -m release.try_distributions dist``: each file without extras, and the wheel with Ray. The
 programs run in a folder of their own, with a home of their own: nothing of the checkout is found.
 An environment is deleted after its trial (torch is large).
 """
@@ -9,7 +9,6 @@ An environment is deleted after its trial (torch is large).
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -18,11 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.programs.blocks import ROOT, files_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-ROOT = Path(__file__).resolve().parents[1]
-FIRST_PROGRAM = re.compile(r"^```python\n# classify\.py\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 class Environment:
@@ -81,9 +79,7 @@ def try_audit(environment: Environment) -> str:
 
 def try_training(environment: Environment) -> str:
     """The README's program."""
-    found = FIRST_PROGRAM.search((ROOT / "README.md").read_text())
-    assert found is not None, "the README has a program"
-    (environment.folder / "classify.py").write_text(found[1])
+    (environment.folder / "classify.py").write_text(files_of(ROOT / "README.md")["classify.py"])
     environment.install("scikit-learn")
     return environment.run("python", "classify.py").splitlines()[-1]
 

@@ -172,7 +172,11 @@ def test_the_json_is_written_on_wrong_usage_too(arguments, tmp_path, monkeypatch
 
 def test_a_file_that_the_script_would_write_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for arguments in (["--steps", "many", "x.py", "--json", "its.json"], ["--json"]):
+    for arguments in (
+        ["--steps", "many", "x.py", "--json", "its.json"],
+        ["--steps", "many", "--github", "x.py", "--json", "its.json"],
+        ["--json"],
+    ):
         with pytest.raises(SystemExit):
             main(["audit", *arguments])
     assert os.listdir(tmp_path) == []

@@ -20,6 +20,8 @@ FILE_FORMATS = ("json", "sarif", "junit")
 FailOn = Literal["error", "warning", "never"]
 
 IS_MODULE = ("-m", "--module")
+WITHOUT_VALUE = (*IS_MODULE, "--github")
+"""The options that no word of their own follows."""
 _LATIN = re.compile(r"LS\d{0,3}")
 
 

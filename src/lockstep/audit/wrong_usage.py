@@ -7,7 +7,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from lockstep.audit.exit_codes import USAGE
-from lockstep.audit.options import DEFAULT_RANKS, FILE_FORMATS, IS_MODULE
+from lockstep.audit.options import DEFAULT_RANKS, FILE_FORMATS, WITHOUT_VALUE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ def _files_among(arguments: Sequence[str]) -> dict[str, str]:
     words: dict[str, str] = {}
     option = ""
     for word in arguments:
-        if word in IS_MODULE:
+        if word in WITHOUT_VALUE:
             continue
         if word.startswith("-"):
             option, _, value = word.partition("=")

@@ -214,7 +214,7 @@ class UnitOrder:
         try:
             with self.own_collective():
                 # As other values that ranks exchange: what meets them is refused, and no crash.
-                everyone = self.group.exchange([*row, is_first, digest, *told])
+                everyone = self.group.exchange([*row, is_first, digest, told])
             if any(not isinstance(one, list) or one[:_NUMBERS] != row for one in everyone):
                 raise self._error(everyone)
         except BaseException:
@@ -225,7 +225,7 @@ class UnitOrder:
         if any(one[_NUMBERS + 1] != digest for one in everyone):
             self._plans, plan = _Plans(), None
         self._note(action, plan, is_first=is_first)
-        return [one[_NUMBERS + 2 :] for one in everyone]
+        return [one[-1] for one in everyone]
 
     def _leave_plan(self) -> int:
         """Take part in what the plan has left before its end; the place where this rank left it."""
@@ -278,7 +278,7 @@ class UnitOrder:
         )
 
     def _describe(self, row: Any, rows: list[Any]) -> str:
-        is_known = all(isinstance(each, list) and len(each) >= _NUMBERS + 2 for each in rows)
+        is_known = all(isinstance(each, list) and len(each) == _NUMBERS + 3 for each in rows)
         if not is_known:
             return "is elsewhere" if not isinstance(row, list) else f"is at {row}"
         what, unit, size, step, left, number = row[:_NUMBERS]

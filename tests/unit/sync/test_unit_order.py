@@ -130,6 +130,31 @@ def test_another_collective_leaves_the_order():
     assert run_ranks(2, work) == [[], FORTH[2:-1]]
 
 
+def test_an_order_that_meets_what_another_rank_exchanges_says_so():
+    names = [f"layer{number}" for number in range(20)]
+
+    def work(group):
+        if group.rank:
+            group.exchange(names)
+            return ""
+        with pytest.raises(UnitOrderError) as caught:
+            Rank(group).go([FORTH])
+        return str(caught.value)
+
+    assert f"rank 1 is at {names}" in run_ranks(2, work)[0]
+
+
+def test_the_round_tells_what_the_ranks_tell():
+    def work(group):
+        rank = Rank(group)
+        rank.go([FORTH] * 3)
+        for each in FORTH[:-1]:
+            rank.order.compare(each)
+        return rank.order.end_round(["f", group.rank])
+
+    assert run_ranks(3, work) == [[["f", 0], ["f", 1], ["f", 2]]] * 3
+
+
 def test_a_program_that_changes_its_way_all_the_time_is_compared():
     def work(group):
         rank, counts = Rank(group), []
