@@ -225,13 +225,22 @@ class Group:
             None: not differentiable.
 
         Collective:
-            Every rank, same order. Blocks. One reduce-scatter.
+            Every rank, same order. Blocks. One reduce-scatter; on CPUs one all-to-all.
 
         Raises:
             PeerLostError: another rank went away or the group is closed.
         """
         if self._is_local_only("reduce_scatter"):
             received.copy_(sent)
+            return
+        if sent.device.type == "cpu":
+            # gloo of torch 2.13 reduces all of `sent` to all ranks: twice the bytes.
+            parts = sent.new_empty(self.size, *received.shape)
+            counts = [len(received)] * self.size
+            options = dist.AllToAllOptions()
+            rows = parts.flatten(0, 1)
+            self._start("reduce_scatter", "alltoall_base", rows, sent, counts, counts, options).wait()
+            torch.sum(parts, 0, out=received)
             return
         options: Any = dist.ReduceScatterOptions()
         options.reduceOp = SUM
