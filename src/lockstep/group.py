@@ -237,9 +237,8 @@ class Group:
             # gloo of torch 2.13 reduces all of `sent` to all ranks: twice the bytes.
             parts = sent.new_empty(self.size, *received.shape)
             counts = [len(received)] * self.size
-            options = dist.AllToAllOptions()
-            rows = parts.flatten(0, 1)
-            self._start("reduce_scatter", "alltoall_base", rows, sent, counts, counts, options).wait()
+            moved = parts.flatten(0, 1), sent, counts, counts, dist.AllToAllOptions()
+            self._start("reduce_scatter", "alltoall_base", *moved).wait()
             torch.sum(parts, 0, out=received)
             return
         options: Any = dist.ReduceScatterOptions()

@@ -125,6 +125,23 @@ def test_collectives_of_rows(size):
         assert heard == [[other, -float("inf")] for other in range(size)]
 
 
+@pytest.mark.parametrize("shape", [(0,), (1,), (2, 0), (3, 2, 5)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
+def test_reduce_scatter_sums_what_all_ranks_have_sent(shape, dtype):
+    def body(group):
+        received = torch.full(shape, 7, dtype=dtype)
+        group.reduce_scatter(received, sent[group.rank])
+        return received
+
+    # Small integers: their sums have no rounding in any dtype.
+    random = torch.Generator().manual_seed(0)
+    sent = torch.randint(-9, 9, (3, 3 * shape[0], *shape[1:]), generator=random).to(dtype)
+    expected = sent.sum(0).to(dtype).chunk(3) if shape[0] else [sent[0]] * 3
+    for part, sum_of_rows in zip(run_ranks(3, body), expected, strict=True):
+        assert part.dtype == dtype
+        assert torch.equal(part, sum_of_rows)
+
+
 def test_a_roll_call_names_who_is_missing_and_lets_the_group_go():
     def body(group):
         if group.rank in (1, 3):
