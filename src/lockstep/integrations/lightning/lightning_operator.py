@@ -27,6 +27,10 @@ from lockstep.integrations.lightning.lr_schedulers import (
     SchedulerStepper,
     parse_configure_optimizers,
 )
+from lockstep.integrations.lightning.manual_optimization import (
+    ManualStrategyView,
+    refuse_automatic_options,
+)
 from lockstep.integrations.lightning.module_factory import (
     ModuleFactory,
     check_module_argument,
@@ -106,11 +110,14 @@ class LightningOperator(TrainingOperator):
     """The base of the classes that `from_lightning` returns; subclass those to set `joint_loss`."""
 
     _factory: ClassVar[ModuleFactory]
+    _is_manual: ClassVar[bool] = False  # known once the module is made
 
     @classmethod
     def _lockstep_overrides(cls, method: Callable[..., Any]) -> bool:
         # Methods of LightningOperator do not count as user overrides: like the default loop, they
-        # run shard by shard.
+        # run shard by shard. A training_step that steps optimizers itself is a user's own step.
+        if method is TrainingOperator.train_batch and cls._is_manual:
+            return True
         return getattr(cls, method.__name__) is not getattr(LightningOperator, method.__name__)
 
     def get_model(self) -> Any:
@@ -128,6 +135,12 @@ class LightningOperator(TrainingOperator):
         context, factory = self._lockstep.context, self._factory
         module, datamodule = factory.make(config, copied=context.is_trial)
         unsupported.check_module(module, context.options)
+        # Of the class, and so of every operator of this worker: `_lockstep_overrides` reads it.
+        type(self)._is_manual = is_manual = not module.automatic_optimization
+        if is_manual:
+            refuse_automatic_options(
+                context.options, factory.gradient_clip_val, type(module).__name__
+            )
         self.module, self.datamodule = module, datamodule
         self._view = TrainerView(self, factory, datamodule)
         update_view(self._view, lightning_module=module, model=module)
@@ -142,21 +155,26 @@ class LightningOperator(TrainingOperator):
         module.configure_model()
         module.to(context.device)
         self._open_loaders()
-        optimizer, configs = parse_configure_optimizers(
-            module.configure_optimizers(), type(module).__name__
+        optimizers, configs = parse_configure_optimizers(
+            module.configure_optimizers(), type(module).__name__, is_manual=is_manual
         )
         # `SchedulerStepper` steps the schedulers, so the default loop must not.
-        self._steps_schedulers = context.options.scheduler_step_freq is None
+        self._steps_schedulers = context.options.scheduler_step_freq is None and not is_manual
         manual = replace(context.options, scheduler_step_freq=SCHEDULER_STEP_MANUAL)
         self._lockstep.context = replace(context, options=manual)
         self._lockstep.step_actions = self._step_hooks = OptimizationHooks(module)
-        self.model, self.optimizer, *_ = self.register(
+        self.model, optimizers, *_ = self.register(
             models=module,
-            optimizers=optimizer,
+            optimizers=optimizers,
             schedulers=[each.scheduler for each in configs] or None,
         )
         self._scheduler_stepper = SchedulerStepper(configs, module.lr_scheduler_step)
-        update_view(self._view, optimizers=[self.optimizer], lr_scheduler_configs=configs)
+        self.optimizer = optimizers[0] if len(optimizers) == 1 else optimizers
+        update_view(self._view, optimizers=optimizers, lr_scheduler_configs=configs)
+        self._manual: ManualStrategyView | None = None
+        if is_manual:
+            self._manual = ManualStrategyView(self._view, optimizers)
+            update_view(self._view, strategy=self._manual, precision_plugin=self._manual)
         self._has_fit_begun = self._epoch_is_over = False
         self._started_epoch = -1
         self._steps_taken = 0
@@ -255,6 +273,20 @@ class LightningOperator(TrainingOperator):
         index = self._batch_index(batch_info)
         self._outputs = []
         self._logging.step = self.global_step
+        if self._manual is None:
+            metrics = self._train_automatically(batch, batch_info, index)
+        else:
+            metrics = self._train_manually(batch, index)
+            self._steps_taken = self._manual.num_steps
+        for output, moved, num_samples in self._outputs:
+            with self._logging.counting_for(num_samples, first_time=False):
+                self.module.on_train_batch_end(output, moved, index)
+        self._outputs = []
+        return metrics
+
+    def _train_automatically(
+        self, batch: Any, batch_info: dict[str, Any], index: int
+    ) -> dict[str, Any]:
         self._step_hooks.begin(
             index, has_batches=bool(self._lockstep.global_batch.shards_in(batch))
         )
@@ -264,26 +296,36 @@ class LightningOperator(TrainingOperator):
             update_view(self._view, global_step=self._steps_taken)
             if self._steps_schedulers:
                 self._scheduler_stepper.after_step(index)
-        for output, moved, num_samples in self._outputs:
-            with self._logging.counting_for(num_samples, first_time=False):
-                self.module.on_train_batch_end(output, moved, index)
-        self._outputs = []
         return metrics
 
-    def compute_loss(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
-        module, index = self.module, self._batch_index(batch_info)
-        num_samples = 0 if self._lockstep.counts_nothing else _current_num_samples()
-        with (
-            self._logging.discarding_outside_passes(),
-            self._logging.counting_for(num_samples, first_time=True),
-        ):
+    def _train_manually(self, batch: Any, index: int) -> dict[str, Any]:
+        """Give all samples of this worker to a training_step that steps its optimizers."""
+        state = self._lockstep
+        (joint_batch,) = state.global_batch.shards_in(batch)
+        num_samples = 0 if joint_batch.is_borrowed else joint_batch.num_samples
+        batch = self.to_device(batch)
+        with self.timers.record("fwd"), state.precision.autocast():
+            output = self._run_training_step(batch, index, num_samples)
+        loss, metrics = loss_and_metrics(self.module, "training_step", output)
+        self._outputs.append((detach(output), batch, num_samples))
+        return metrics if loss is None else {"train_loss": detach(loss), **metrics}
+
+    def _run_training_step(self, batch: Any, index: int, num_samples: float) -> Any:
+        module = self.module
+        with self._logging.counting_for(num_samples, first_time=True):
             if module.on_train_batch_start(batch, index) == -1:
                 raise NotAvailableError(
                     "on_train_batch_start returned -1: the rest of an epoch cannot be skipped",
                     where=type(module).__name__,
                     fix="trainer.train(num_steps=...) trains on a part of the data",
                 )
-            output = module.training_step(*_step_arguments(module.training_step, batch, index))
+            return module.training_step(*_step_arguments(module.training_step, batch, index))
+
+    def compute_loss(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
+        module, index = self.module, self._batch_index(batch_info)
+        num_samples = 0 if self._lockstep.counts_nothing else _current_num_samples()
+        with self._logging.discarding_outside_passes():
+            output = self._run_training_step(batch, index, num_samples)
         loss, metrics = loss_and_metrics(module, "training_step", output)
         if loss is None:
             raise NotAvailableError(
@@ -369,6 +411,8 @@ class LightningOperator(TrainingOperator):
 
     def load_state_dict(self, state: Any) -> None:
         self._steps_taken = state["steps"]
+        if self._manual is not None:
+            self._manual.num_steps = state["steps"]
         update_view(self._view, current_epoch=state["epoch"], global_step=state["steps"])
         self._scheduler_stepper.load_state_dict(state["plateaus"])
         self._started_epoch = -1

@@ -51,12 +51,17 @@ class SchedulerConfig:
 
 
 def parse_configure_optimizers(
-    result: Any, where: str
-) -> tuple[torch.optim.Optimizer, list[SchedulerConfig]]:
-    """Read the optimizer and the schedulers from the `result` of `configure_optimizers`.
+    result: Any, where: str, *, is_manual: bool
+) -> tuple[list[torch.optim.Optimizer], list[SchedulerConfig]]:
+    """Read the optimizers and the schedulers from the `result` of `configure_optimizers`.
+
+    Args:
+        result: what the hook returned.
+        where: the module's class.
+        is_manual: the module steps optimizers and schedulers itself.
 
     Raises:
-        NotAvailableError: `result` has several optimizers (they need manual optimisation) or LBFGS.
+        NotAvailableError: `result` has LBFGS, or several optimizers where Lightning steps them.
         ConfigurationError: `result` has no optimizer, or none of Lightning's forms.
     """
     if result is None:
@@ -64,20 +69,24 @@ def parse_configure_optimizers(
             "configure_optimizers returned no optimizer", where=where, expected=_FORMS
         )
     optimizers, schedulers, monitor = _split_result(result, where)
-    if len(optimizers) != 1:
+    if len(optimizers) != 1 and not is_manual:
         raise NotAvailableError(
-            f"{len(optimizers)} optimizers need manual optimisation, which is not supported",
+            f"{len(optimizers)} optimizers need manual optimisation",
             where=f"{where}.configure_optimizers",
-            fix="one optimizer with several parameter groups; or a TrainingOperator, whose"
-            " train_batch may step several",
+            fix="self.automatic_optimization = False in __init__, and self.manual_backward(loss)"
+            " and optimizer.step() in training_step; or one optimizer with several parameter"
+            " groups",
         )
-    if isinstance(optimizers[0], torch.optim.LBFGS):
+    if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
         raise NotAvailableError(
             "LBFGS is not supported: it computes the loss several times a step",
             where=f"{where}.configure_optimizers",
             fix="another optimizer, or a TrainingOperator with a train_batch of its own",
         )
-    return optimizers[0], [_parse_scheduler(each, monitor, where) for each in schedulers]
+    configs = [_parse_scheduler(each, monitor, where) for each in schedulers]
+    if not is_manual:
+        _require_monitors(configs, where)
+    return optimizers, configs
 
 
 def _split_result(result: Any, where: str) -> tuple[list[Any], list[Any], str | None]:
@@ -148,14 +157,18 @@ def _parse_scheduler(given: Any, monitor: str | None, where: str) -> SchedulerCo
             expected='"interval": "step" or "epoch", "frequency": 1 or more',
             got=f'"interval": {schedule.interval!r}, "frequency": {schedule.frequency!r}',
         )
-    if schedule.reduce_on_plateau and schedule.monitor is None:
-        raise ConfigurationError(
-            "a scheduler that waits for a plateau needs a metric to watch",
-            where=where,
-            got=type(scheduler).__name__,
-            fix='"monitor": "val_loss" in the dict that configure_optimizers returns',
-        )
     return schedule
+
+
+def _require_monitors(schedulers: Sequence[SchedulerConfig], where: str) -> None:
+    for each in schedulers:
+        if each.reduce_on_plateau and each.monitor is None:
+            raise ConfigurationError(
+                "a scheduler that waits for a plateau needs a metric to watch",
+                where=where,
+                got=type(each.scheduler).__name__,
+                fix='"monitor": "val_loss" in the dict that configure_optimizers returns',
+            )
 
 
 class SchedulerStepper:

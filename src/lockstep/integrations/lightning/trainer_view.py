@@ -55,7 +55,7 @@ class TrainerView:
 
     def __init__(self, operator: TrainingOperator, factory: ModuleFactory, datamodule: Any) -> None:
         options = operator._lockstep.context.options
-        clip_value, plugin = factory.gradient_clip_val, _StrategyView(self)
+        clip_value, plugin = factory.gradient_clip_val, StrategyView(self)
         vars(self).update(
             _CONSTANTS,
             _operator=operator,
@@ -148,7 +148,7 @@ def update_view(view: TrainerView, **values: Any) -> None:
     vars(view).update(values)
 
 
-class _StrategyView:
+class StrategyView:
     """The methods of Lightning's strategy and precision plugin that a LightningModule calls."""
 
     def __init__(self, trainer: TrainerView) -> None:

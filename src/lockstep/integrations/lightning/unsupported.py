@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _UNSUPPORTED_HOOKS: Final = {
     "backward": "the weight of a batch has to go to the root of backward: leave the method out,"
-    " or write a TrainingOperator with a train_batch of its own",
+    " or set self.automatic_optimization = False and call self.manual_backward(loss)",
     "configure_callbacks": "give the trainer callbacks of its own: TorchTrainer(callbacks=[...])",
     "configure_sharded_model": "build the layers in __init__ or in configure_model",
     "on_validation_model_eval": "choose the modules' modes in on_validation_start",
@@ -96,13 +96,6 @@ def check_settings(options: Options, has_clip_value: bool) -> None:
 def check_module(module: Any, options: Options) -> None:
     """Refuse a `module` that defines a method which the loop would ignore or call wrongly."""
     name = type(module).__name__
-    if not module.automatic_optimization:
-        raise NotAvailableError(
-            "manual optimisation is not supported: automatic_optimization = False",
-            where=name,
-            fix="leave it automatic, or write a TrainingOperator: its train_batch is your"
-            " training_step, its self.backward(loss) your self.manual_backward(loss)",
-        )
     if not overrides(module, "training_step"):
         raise ConfigurationError(
             "the LightningModule has no training_step", where=name, fix="define training_step"
@@ -115,7 +108,8 @@ def check_module(module: Any, options: Options) -> None:
                 fix=f"def {method}(self, batch, batch_idx): ...",
             )
     for hook, instead in _UNSUPPORTED_HOOKS.items():
-        if overrides(module, hook):
+        is_called = hook == "backward" and not module.automatic_optimization
+        if overrides(module, hook) and not is_called:
             raise NotAvailableError(
                 f"the hook {hook} is not supported", where=f"{name}.{hook}", fix=instead
             )

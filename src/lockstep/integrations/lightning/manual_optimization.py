@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Manual optimisation: a `training_step` that calls `manual_backward` and steps its optimizers.
+
+`LightningModule.optimizers()` and `LightningModule.manual_backward()` go through the trainer's
+strategy. `ManualStrategyView` stands there, and Lightning's own ``LightningOptimizer`` around each
+optimizer, so that modules find ``toggle_model`` and closures as they know them. The operator gives
+`training_step` all samples of its worker as one batch, as to any loop of a user's own: a step that
+updates weights between two backwards cannot be computed shard by shard.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import ConfigurationError
+from lockstep.integrations.lightning.trainer_view import StrategyView, update_view
+from lockstep.operator.custom_loop_refusals import requested_loop_options
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from lockstep.integrations.lightning.trainer_view import TrainerView
+    from lockstep.operator import Options
+
+
+def refuse_automatic_options(options: Options, gradient_clip_val: float | None, where: str) -> None:
+    """Refuse options that Lightning and lockstep apply to steps of their own.
+
+    Raises:
+        ConfigurationError: names the first one.
+    """
+    wanted = requested_loop_options(options)
+    wanted += ["reproducible"] if options.reproducible else []
+    wanted += ["gradient_clip_val"] if gradient_clip_val is not None else []
+    if wanted:
+        raise ConfigurationError(
+            f"{wanted[0]} does not go together with manual optimisation",
+            where=f"{where}.automatic_optimization = False",
+            cause="training_step steps the optimizers itself",
+            fix=_FIXES.get(wanted[0], f"leave {wanted[0]} out"),
+        )
+
+
+_FIXES = {
+    'precision="fp16"': 'precision="bf16"',
+    "accumulate": "leave accumulate out, and step every so many batches in training_step",
+    "clip_grad_norm": "leave clip_grad_norm out, and write self.clip_gradients(optimizer, ...)"
+    " before optimizer.step()",
+    "gradient_clip_val": "leave gradient_clip_val out, and write"
+    " self.clip_gradients(optimizer, gradient_clip_val=...) before optimizer.step()",
+}
+
+
+class ManualStrategyView(StrategyView):
+    """The strategy of a module that optimises manually.
+
+    Args:
+        trainer: the view whose strategy this is.
+        optimizers: what `configure_optimizers` returned, in its order.
+
+    Attributes:
+        num_steps: how often optimizers have stepped; Lightning counts each of them.
+    """
+
+    def __init__(self, trainer: TrainerView, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__(trainer)
+        self.num_steps = 0
+        wrapper = _lightning_optimizer_class(trainer.lightning_module)
+        self._wrapped = [wrapper._to_lightning_optimizer(each, self) for each in optimizers]
+
+    @property
+    def lightning_module(self) -> Any:
+        """The module, of which ``LightningOptimizer.toggle_model`` asks the strategy."""
+        return self._trainer.lightning_module
+
+    @property
+    def _lightning_optimizers(self) -> list[Any]:
+        return list(self._wrapped)
+
+    def backward(
+        self, loss: torch.Tensor, optimizer: object = None, *arguments: Any, **keywords: Any
+    ) -> None:
+        """Backpropagate, for ``LightningModule.manual_backward``.
+
+        Args:
+            loss: a mean over the samples of this worker's batch.
+            optimizer: Lightning passes None.
+            arguments, keywords: of ``Tensor.backward``.
+
+        Gradient:
+            That of the global batch, weighed by each worker's samples.
+
+        Collective:
+            Every rank.
+        """
+        module = self.lightning_module
+        module.on_before_backward(loss)
+        module.backward(loss, *arguments, **keywords)
+        module.on_after_backward()
+
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], **keywords: Any
+    ) -> Any:
+        """Step an optimizer after its closure, for ``LightningOptimizer.step``.
+
+        Returns:
+            What the closure has returned.
+        """
+        # Before the step, as torch's optimizers call it: gradients have to be those of the global
+        # batch before lockstep lets an optimizer see them.
+        result = closure()
+        self.lightning_module.on_before_optimizer_step(optimizer)
+        optimizer.step(**keywords)
+        self.num_steps += 1
+        update_view(self._trainer, global_step=self.num_steps)
+        return result
+
+
+def _lightning_optimizer_class(module: Any) -> Any:
+    """``LightningOptimizer`` of the one of Lightning's two packages that a module comes from."""
+    base = next(each for each in type(module).__mro__ if each.__name__ == "LightningModule")
+    package = base.__module__.removesuffix(".core.module")
+    return importlib.import_module(f"{package}.core.optimizer").LightningOptimizer
