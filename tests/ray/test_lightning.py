@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import TorchTrainer, TrainingOperator
+from lockstep.testing import Strike, struck
 
 pytestmark = pytest.mark.filterwarnings(
     # Lightning's advice on loader workers and logging intervals, and its use of older torch.
@@ -165,3 +166,36 @@ def test_metrics_are_gathered_from_all_workers(count, joint):
     assert result["mean"] == pytest.approx(whole.mean().item())
     assert result["rows"] == result["num_samples"] == count
     assert rates == [pytest.approx(0.1 * 0.1**2)] * 2
+
+
+class _CountsSamples(BoringModel):
+    def training_step(self, batch, batch_idx):
+        self.log("samples", float(len(batch)), on_step=False, on_epoch=True, reduce_fx="sum")
+        self.log("width", batch.abs().mean(), on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def _made_to_count(config):
+    torch.manual_seed(1)
+    return _CountsSamples().double()
+
+
+@pytest.mark.slow
+def test_after_a_death_logged_values_count_once():
+    """What rank 1 had logged is lost with it: 3 steps of 4 samples."""
+
+    def epochs(*strikes):
+        operator = TrainingOperator.from_lightning(_made_to_count, DataLoader(rows, batch_size=4))
+        operator = struck(operator, *strikes) if strikes else operator
+        with TorchTrainer(training_operator_cls=operator, num_workers=2) as trainer:
+            results = [trainer.train() for _ in range(2)]
+            return results, trainer.status()["recoveries"], trainer.get_model()
+
+    rows = _rows(61, 32)
+    (first, second), recoveries, model = epochs(Strike("kill", rank=1, step=3, phase="backward"))
+    (_, expected), _, undisturbed = epochs()
+    assert len(recoveries) == 1
+    assert first["samples"] == 61 - 3 * 4
+    assert second["samples"] == expected["samples"] == 61
+    assert second["width"] == pytest.approx(expected["width"], rel=1e-12)
+    assert _farthest(model, undisturbed) < 1e-12

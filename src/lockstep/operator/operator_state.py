@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.global_batch_context import GlobalBatchContext
@@ -25,6 +25,14 @@ if TYPE_CHECKING:
     from lockstep.operator.shard_buffers import BufferSnapshot
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.sync import Synchroniser
+
+
+class Counts(Protocol):
+    """What is counted in every step, and must not count a step twice."""
+
+    def mark(self) -> Any: ...
+
+    def restore(self, mark: Any) -> None: ...
 
 
 @dataclass
@@ -80,6 +88,8 @@ class OperatorState:
             a call; None: not yet.
         steps_taken_back: optimizers' steps of the open step that `check_finite` undid. Reset by
             `Rollback` where a step opens.
+        further_counts: what an integration counts itself. Set by its `setup`; marked by `Rollback`
+            where a step opens, and set back where it undoes the step.
         is_uncounted: what is computed was counted before, or is counted by another worker. Set by
             `without_counting`.
         put_buffers_back: gives buffers the values that they had before the open step. Set by
@@ -102,6 +112,7 @@ class OperatorState:
         self.ran_default_epoch = False
         self.step_log: StepLog | None = None
         self.steps_taken_back = 0
+        self.further_counts: list[Counts] = []
         self.is_uncounted = False
         self.put_buffers_back: Callable[[], None] = _no_copies
         self.begin_call("train")
@@ -116,6 +127,16 @@ class OperatorState:
         self.summary: dict[str, Any] | None = None
         self.latest: dict[str, Any] = {}
         self.sync_norms: list[str] | None = None
+
+    def mark_counts(self) -> list[Any]:
+        """What has been counted so far, beside the call's `meters`, for `restore_counts`."""
+        return [each.mark() for each in (self.registered_metrics, *self.further_counts)]
+
+    def restore_counts(self, marks: list[Any]) -> None:
+        """Set back what has been counted since `mark_counts`."""
+        counts = (self.registered_metrics, *self.further_counts)
+        for each, mark in zip(counts, marks, strict=True):
+            each.restore(mark)
 
     def forget_step(self) -> None:
         """Drop the context of a step that did not come to its end."""

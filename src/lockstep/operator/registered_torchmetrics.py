@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from typing import Any, Final
 
@@ -18,6 +18,22 @@ _PREFIXES: Final = {"train": "train_", "validation": "val_"}
 
 Mark = list[tuple[Any, int, dict[str, Any]]]
 """Metrics, each with the number of its updates and its states; for a list of rows, its length."""
+
+
+def mark_metrics(metrics: Iterable[Any]) -> Mark:
+    """The counts of torchmetrics objects so far; rows that a metric keeps are not copied."""
+    return [(each, each.update_count, _states_of(each)) for each in metrics]
+
+
+def restore_metrics(mark: Mark) -> None:
+    """Set torchmetrics objects back to their counts at `mark`."""
+    for metric, count, states in mark:
+        metric._update_count, metric._computed = count, None
+        for name, state in states.items():
+            if isinstance(state, int):
+                del getattr(metric, name)[state:]
+            else:
+                setattr(metric, name, state.clone())
 
 
 class RegisteredMetrics:
@@ -86,18 +102,11 @@ class RegisteredMetrics:
 
         Costs nothing without metrics; rows that a metric keeps are not copied.
         """
-        every = [each for metric in self._distinct() for each in metrics_in(metric)]
-        return [(each, each.update_count, _states_of(each)) for each in every]
+        return mark_metrics(each for metric in self._distinct() for each in metrics_in(metric))
 
     def restore(self, mark: Mark) -> None:
         """Set the metrics back to their counts at `mark`."""
-        for metric, count, states in mark:
-            metric._update_count, metric._computed = count, None
-            for name, state in states.items():
-                if isinstance(state, int):
-                    del getattr(metric, name)[state:]
-                else:
-                    setattr(metric, name, state.clone())
+        restore_metrics(mark)
 
     def _distinct(self) -> list[Any]:
         every = [each for named in self._by_purpose.values() for each in named.values()]

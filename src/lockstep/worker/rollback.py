@@ -44,7 +44,7 @@ from lockstep.operator.state_copy import StateCopy
 from lockstep.tensor_copies import TensorCopies
 from lockstep.worker.in_place_writes import InPlaceWriteTracker
 from lockstep.worker.saved_gradients import SavedGradients
-from lockstep.worker.schedule_copies import ScheduleCopies
+from lockstep.worker.settings_copy import SettingsCopy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,7 +71,7 @@ class StepStart:
     call_steps: int
     call_samples: int
     meters: Any
-    measures: Any
+    further_counts: list[Any]
 
 
 @dataclass
@@ -83,7 +83,7 @@ class OpenStep:
         buffers: the modules' buffers, in the order of `Rollback._buffer_places`; `Rollback` holds
             copies of their values.
         rounds: the number of reductions before the step.
-        schedules: copies of what schedulers change; None in the default loop, where only buffers
+        settings: what schedulers and freezing change; None in the default loop, where only buffers
             change before all communication is done.
         stepped_at: the number of reductions when the first optimizer of this step stepped; None: no
             optimizer has stepped.
@@ -95,7 +95,7 @@ class OpenStep:
     start: StepStart
     buffers: list[Any]
     rounds: int
-    schedules: ScheduleCopies | None
+    settings: SettingsCopy | None
     stepped_at: int | None = None
     num_stepped: int = 0
     copies: StateCopy | None = None
@@ -169,10 +169,15 @@ class Rollback:
         began = state.committed
         if self._open is not None and cursor.has_open_window:
             # The window's first batches belong to the call before, which has counted them.
-            start, fresh = self._open.start, AverageMeterCollection()
+            start = self._open.start
             began = start.committed
-            steps = began - state.committed
-            self._open.start = replace(start, call_steps=steps, call_samples=0, meters=fresh)
+            self._open.start = replace(
+                start,
+                call_steps=began - state.committed,
+                call_samples=0,
+                meters=AverageMeterCollection(),
+                further_counts=state.mark_counts(),
+            )
         # With a `train_epoch` of the user's own, an undo goes back to the beginning of the call.
         self._call_began = (
             began if self._operator._lockstep_overrides(TrainingOperator.train_epoch) else None
@@ -273,7 +278,7 @@ class Rollback:
             committed.steps,
             committed.samples,
             _counts_to_keep(state.meters, committed) if counts else None,
-            state.registered_metrics.mark(),
+            state.mark_counts(),
         )
         self._tell_server(state.committed)
         state.steps_taken_back = 0
@@ -282,7 +287,7 @@ class Rollback:
             buffers=[buffers_of(owner)[key] for owner, key in self._buffer_places],
             rounds=self._num_rounds,
             # A loop of the user's own may let schedulers step between the batches of a window.
-            schedules=ScheduleCopies(self._run) if has_own_loop else None,
+            settings=SettingsCopy(self._run) if has_own_loop else None,
             gradients=self._earlier_gradients(),
         )
         if self._sync is not None:
@@ -433,9 +438,9 @@ class Rollback:
             opened.copies.restore()
         # Later: a forward writes before the optimizer's step, for which everything was copied.
         self._in_place_writes.restore()
-        if opened.schedules is not None:
+        if opened.settings is not None:
             # Later: schedulers may have stepped between the batches of a window, before the copy.
-            opened.schedules.restore()
+            opened.settings.restore()
         if has_stepped and self._has_own_loop:
             self._communicates_after_optimizer = True
         return not is_lost
@@ -467,7 +472,7 @@ class Rollback:
         committed.steps, committed.samples = start.call_steps, start.call_samples
         if start.meters is not None:
             state.meters = start.meters
-        state.registered_metrics.restore(start.measures)
+        state.restore_counts(start.further_counts)
 
 
 def _counts_to_keep(
@@ -480,7 +485,7 @@ def _counts_to_keep(
 def _copy_weights_and_optimizers(
     run: TrainingParts, optimizers: list[torch.optim.Optimizer]
 ) -> StateCopy:
-    """Copy weights, their averages, and optimizer states; `ScheduleCopies` has schedulers."""
+    """Copy weights, their averages, and optimizer states; `SettingsCopy` has schedulers."""
     averages = [
         each for average in run.averages for each in (*average.parameters(), *average.buffers())
     ]

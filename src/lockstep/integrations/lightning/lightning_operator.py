@@ -147,7 +147,7 @@ class LightningOperator(TrainingOperator):
         module.trainer = self._view
         if datamodule is not None:
             datamodule.trainer = self._view
-        self._logging = LoggingCapture(module, context.group)
+        self._logging = LoggingCapture(module, lambda: self._lockstep.context.group)
         self._hook_targets = [datamodule, module] if datamodule is not None else [module]
         self._prepare_data()
         for target in self._hook_targets:
@@ -175,9 +175,10 @@ class LightningOperator(TrainingOperator):
         if is_manual:
             self._manual = ManualStrategyView(self._view, optimizers)
             update_view(self._view, strategy=self._manual, precision_plugin=self._manual)
+            self._lockstep.further_counts.append(self._manual)
+        self._lockstep.further_counts.append(self._logging)
         self._has_fit_begun = self._epoch_is_over = False
         self._started_epoch = -1
-        self._steps_taken = 0
         self._first_index = 0
         self._outputs: list[tuple[Any, Any, float]] = []
 
@@ -233,14 +234,16 @@ class LightningOperator(TrainingOperator):
         module, epoch = self.module, int(info["epoch_idx"])
         # The loop's `batch_idx` starts at the iterator's `first_index`; this offset makes it the
         # batch's number in the epoch.
-        self._first_index = 0
-        if isinstance(iterator, PassIterator):
-            self._first_index = iterator.step_in_epoch - iterator.first_index
+        first_index, step_in_epoch = _place_in_epoch(iterator)
+        self._first_index = step_in_epoch - first_index
         update_view(self._view, current_epoch=epoch, training=True, validating=False)
         self._step_hooks.set_training(registered_parts(self), True)
         with self._logging.capturing("train"):
             self._begin_fit()
+            if self._started_epoch == epoch and step_in_epoch and not first_index:
+                self._logging.begin_pass()
             if self._started_epoch != epoch:
+                self._logging.begin_epoch()
                 if self._steps_schedulers:
                     self._scheduler_stepper.check_monitored(epoch)
                 module.on_train_epoch_start()
@@ -250,7 +253,9 @@ class LightningOperator(TrainingOperator):
             if epoch_over:
                 if self._steps_schedulers:
                     self._scheduler_stepper.after_epoch(epoch)
-                module.on_train_epoch_end()
+                if unsupported.overrides(module, "on_train_epoch_end"):
+                    self._update_callback_metrics(self._logging.values_so_far(), epoch_over=False)
+                    module.on_train_epoch_end()
             logged, of_epoch = self._logging.end_pass(epoch_over=epoch_over)
         self._epoch_is_over = epoch_over
         self._update_callback_metrics(of_epoch, epoch_over=epoch_over)
@@ -277,7 +282,6 @@ class LightningOperator(TrainingOperator):
             metrics = self._train_automatically(batch, batch_info, index)
         else:
             metrics = self._train_manually(batch, index)
-            self._steps_taken = self._manual.num_steps
         for output, moved, num_samples in self._outputs:
             with self._logging.counting_for(num_samples, first_time=False):
                 self.module.on_train_batch_end(output, moved, index)
@@ -292,8 +296,7 @@ class LightningOperator(TrainingOperator):
         )
         metrics = super().train_batch(batch, batch_info)
         if self._lockstep.global_batch.closes_window:
-            self._steps_taken += 1
-            update_view(self._view, global_step=self._steps_taken)
+            update_view(self._view, global_step=self._view.global_step + 1)
             if self._steps_schedulers:
                 self._scheduler_stepper.after_step(index)
         return metrics
@@ -302,7 +305,7 @@ class LightningOperator(TrainingOperator):
         """Give all samples of this worker to a training_step that steps its optimizers."""
         state = self._lockstep
         (joint_batch,) = state.global_batch.shards_in(batch)
-        num_samples = 0 if joint_batch.is_borrowed else joint_batch.num_samples
+        num_samples = 0 if state.counts_nothing else joint_batch.num_samples
         batch = self.to_device(batch)
         with self.timers.record("fwd"), state.precision.autocast():
             output = self._run_training_step(batch, index, num_samples)
@@ -346,13 +349,14 @@ class LightningOperator(TrainingOperator):
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         module = self.module
-        self._first_index = 0
-        if isinstance(val_iterator, PassIterator):
-            self._first_index = val_iterator.step_in_epoch
+        first_index, self._first_index = _place_in_epoch(val_iterator)
         update_view(self._view, training=False, validating=True)
         self._step_hooks.set_training(registered_parts(self), False)
         with self._logging.capturing("validation"):
+            if not first_index:
+                self._logging.begin_pass()
             if self._first_index == 0:
+                self._logging.begin_epoch()
                 module.on_validation_start()
                 module.on_validation_epoch_start()
             metrics = super().validate(val_iterator, info)
@@ -402,7 +406,7 @@ class LightningOperator(TrainingOperator):
 
     def state_dict(self) -> Any:
         return {
-            "steps": self._steps_taken,
+            "steps": self._view.global_step,
             "epoch": self._view.current_epoch,
             "plateaus": self._scheduler_stepper.state_dict(),
             "checkpoint": run_on_save_hooks(self._view, self._hook_targets),
@@ -410,9 +414,6 @@ class LightningOperator(TrainingOperator):
         }
 
     def load_state_dict(self, state: Any) -> None:
-        self._steps_taken = state["steps"]
-        if self._manual is not None:
-            self._manual.num_steps = state["steps"]
         update_view(self._view, current_epoch=state["epoch"], global_step=state["steps"])
         self._scheduler_stepper.load_state_dict(state["plateaus"])
         self._started_epoch = -1
@@ -464,6 +465,13 @@ def _step_arguments(step: Any, batch: Any, index: int) -> tuple[Any, ...]:
     positional = [each for each in takes if each.kind is not inspect.Parameter.KEYWORD_ONLY]
     several = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in positional)
     return (batch, index) if several or len(positional) > 1 else (batch,)
+
+
+def _place_in_epoch(iterator: Iterable[Any]) -> tuple[int, int]:
+    """The number of a loop's first batch in its pass, and in its epoch."""
+    if isinstance(iterator, PassIterator):
+        return iterator.first_index, iterator.step_in_epoch
+    return 0, 0
 
 
 def _is_epoch_over(iterator: Iterable[Any]) -> bool:

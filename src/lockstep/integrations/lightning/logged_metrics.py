@@ -7,7 +7,7 @@ A mean counts every sample once: each value has its batch's number of samples as
 from __future__ import annotations
 
 import numbers
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -87,6 +87,15 @@ class LoggedMetrics:
                 got=f"reduce_fx={reduction!r}",
             )
         logged.add(value, weight, step, both_levels)
+
+    def copy(self) -> LoggedMetrics:
+        """The same values; what is logged later goes into one of the two."""
+        copied = LoggedMetrics()
+        copied.metrics = dict(self.metrics)
+        copied._logged = {
+            name: replace(each, mean=replace(each.mean)) for name, each in self._logged.items()
+        }
+        return copied
 
     def to_plain(self) -> dict[str, Any]:
         """The values as plain numbers, to be sent to the other ranks."""

@@ -25,6 +25,7 @@ from lockstep.integrations.lightning.logged_metrics import (
 )
 from lockstep.integrations.lightning.module_factory import is_lightning
 from lockstep.metrics.torchmetrics_merge import is_metric, metrics_in
+from lockstep.operator.registered_torchmetrics import mark_metrics, restore_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,13 +40,17 @@ _TINY_WEIGHT: Final = 1e-100
 class LoggingCapture:
     """Collects the values that one LightningModule logs.
 
+    Args:
+        module: the module.
+        group: returns the ranks that log; after a failure they form another group.
+
     Attributes:
         step: the number of global batches before the current one.
         batch: the number of samples of the batch that the module computes on, 0 if the batch is
             borrowed; None between batches.
     """
 
-    def __init__(self, module: nn.Module, group: Group) -> None:
+    def __init__(self, module: nn.Module, group: Callable[[], Group]) -> None:
         self._module = module
         self._group = group
         self._of_pass = LoggedMetrics()
@@ -75,23 +80,52 @@ class LoggingCapture:
     def capturing(self, purpose: str) -> Iterator[None]:
         """Collect during one pass over (part of) an epoch of `purpose`, "train" or "validation".
 
+        Without `begin_epoch` or `begin_pass` in it, a pass that was interrupted goes on.
+
         At the end the module is as it was before: between two calls it may be sent to the driver or
         copied, and must not refer to this worker then.
         """
-        self._purpose, self._of_pass = purpose, LoggedMetrics()
+        self._purpose = purpose
         self._of_epoch.setdefault(purpose, LoggedMetrics())
         metrics = list(metrics_in(self._module))
         before = [(one, one.distributed_available_fn, one.dist_sync_fn) for one in metrics]
-        gather = _make_gather(self._group)
+        gather = _make_gather(self._group())
         try:
             for one in metrics:
-                one.distributed_available_fn = lambda: self._group.size > 1
+                one.distributed_available_fn = lambda: self._group().size > 1
                 one.dist_sync_fn = gather
             with self._logging_to(self._log):
                 yield
         finally:
             for one, available, sync in before:
                 one.distributed_available_fn, one.dist_sync_fn = available, sync
+
+    def begin_pass(self) -> None:
+        """Drop what was logged in the pass before."""
+        self._of_pass = LoggedMetrics()
+
+    def begin_epoch(self) -> None:
+        """Drop what was logged in an epoch that did not come to its end."""
+        for place in set(self._of_epoch[self._purpose].metrics.values()):
+            metric: Any = self._module.get_submodule(place)
+            metric.reset()
+        self.begin_pass()
+        self._forget_epoch()
+
+    def _forget_epoch(self) -> None:
+        self._of_epoch[self._purpose] = LoggedMetrics()
+        self._seen[self._purpose] = 0.0
+
+    def mark(self) -> Any:
+        """What the module has logged so far, for `restore` should the step be undone."""
+        metrics = mark_metrics(metrics_in(self._module))
+        of_epoch = {purpose: logged.copy() for purpose, logged in self._of_epoch.items()}
+        return self._of_pass.copy(), of_epoch, dict(self._seen), metrics
+
+    def restore(self, mark: Any) -> None:
+        """Drop what the module has logged since `mark`."""
+        self._of_pass, self._of_epoch, self._seen, metrics = mark
+        restore_metrics(metrics)
 
     @contextmanager
     def discarding_outside_passes(self) -> Iterator[None]:
@@ -150,6 +184,14 @@ class LoggingCapture:
         for sums in (self._of_pass, self._of_epoch[self._purpose]):
             sums.add(name, number, how, weight, self.step, bool(on_step and on_epoch))
 
+    def values_so_far(self) -> dict[str, float]:
+        """The numbers logged in the epoch so far, equal on every rank; no metric objects.
+
+        Collective:
+            Every rank: one small exchange.
+        """
+        return merge_ranks(self._group().exchange(self._of_epoch[self._purpose].to_plain()))
+
     def end_pass(self, *, epoch_over: bool) -> tuple[dict[str, float], dict[str, float]]:
         """End the pass: its metrics, and those of the epoch so far, equal on every rank.
 
@@ -157,14 +199,13 @@ class LoggingCapture:
             Every rank: one small exchange, and the gathers of the metric objects.
         """
         epoch = self._of_epoch[self._purpose]
-        everyone = self._group.exchange([self._of_pass.to_plain(), epoch.to_plain()])
+        everyone = self._group().exchange([self._of_pass.to_plain(), epoch.to_plain()])
         of_pass, of_epoch = (merge_ranks([each[part] for each in everyone]) for part in (0, 1))
         # A rank without samples logged no metric objects, and still takes part in their gathers.
         names = dict(item for each in everyone for item in each[1]["metrics"].items())
         found = self._compute_metrics(names, reset=epoch_over)
         if epoch_over:
-            self._of_epoch[self._purpose] = LoggedMetrics()
-            self._seen[self._purpose] = 0.0
+            self._forget_epoch()
         return {**of_pass, **found}, {**of_epoch, **found}
 
     def _compute_metrics(self, names: dict[str, str], *, reset: bool) -> dict[str, float]:

@@ -61,13 +61,10 @@ class ManualStrategyView(StrategyView):
         trainer: the view whose strategy this is.
         optimizers: what `configure_optimizers` returned, in its order.
 
-    Attributes:
-        num_steps: how often optimizers have stepped; Lightning counts each of them.
     """
 
     def __init__(self, trainer: TrainerView, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__(trainer)
-        self.num_steps = 0
         wrapper = _lightning_optimizer_class(trainer.lightning_module)
         self._wrapped = [wrapper._to_lightning_optimizer(each, self) for each in optimizers]
 
@@ -79,6 +76,14 @@ class ManualStrategyView(StrategyView):
     @property
     def _lightning_optimizers(self) -> list[Any]:
         return list(self._wrapped)
+
+    def mark(self) -> int:
+        """How often optimizers have stepped, for `restore` should the step be undone."""
+        return self._trainer.global_step
+
+    def restore(self, mark: int) -> None:
+        """Forget the steps since `mark`."""
+        update_view(self._trainer, global_step=mark)
 
     def backward(
         self, loss: torch.Tensor, optimizer: object = None, *arguments: Any, **keywords: Any
@@ -114,8 +119,8 @@ class ManualStrategyView(StrategyView):
         result = closure()
         self.lightning_module.on_before_optimizer_step(optimizer)
         optimizer.step(**keywords)
-        self.num_steps += 1
-        update_view(self._trainer, global_step=self.num_steps)
+        # Lightning counts the steps of all optimizers.
+        update_view(self._trainer, global_step=self._trainer.global_step + 1)
         return result
 
 

@@ -47,6 +47,7 @@ class TrainerView:
     """Read-only attributes of Lightning's trainer; any other one raises an error with its name."""
 
     _operator: TrainingOperator
+    global_step: int
     callback_metrics: dict[str, Any]
     optimizers: list[torch.optim.Optimizer]
     num_training_batches: float

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+import torchmetrics
 from tests.unit.integrations.lightning.modules import (
     GLOBAL_BATCH,
     Classifier,
@@ -13,6 +14,7 @@ from tests.unit.integrations.lightning.modules import (
 
 import lockstep
 from lockstep import TorchTrainer, TrainingOperator
+from lockstep.testing import Strike, struck
 
 pytestmark = pytest.mark.filterwarnings(
     # Lightning's advice on loader workers and logging intervals, and its use of older torch.
@@ -233,3 +235,44 @@ def test_verify_finds_it_equal():
     with TorchTrainer(training_operator_cls=operator, num_shards=2) as trainer:
         trainer.train()
         assert trainer.verify(num_steps=2).ok
+
+
+class LogsAllKinds(Classifier):
+    """A sum, a mean and a metric object."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def on_train_epoch_start(self):
+        self.log("begins", 1.0, reduce_fx="sum")
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("batches", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+        self.mean.update(loss.detach())
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_step_that_failed_logs_once(step, phase):
+    def epochs(operator_cls, *, fails):
+        with TorchTrainer(training_operator_cls=operator_cls, num_shards=2) as trainer:
+            if fails:
+                with pytest.raises(RuntimeError, match="struck"):
+                    trainer.train()
+            trainer.train()
+            view = trainer.apply_all_operators(_logged)[0]
+            trainer.train()
+            return view, trainer.apply_all_operators(_logged)[0]
+
+    made = TrainingOperator.from_lightning(LogsAllKinds, loader(GLOBAL_BATCH // 2))
+    failing = struck(made, Strike("raise", rank=0, step=step, phase=phase))
+    assert epochs(failing, fails=True) == epochs(made, fails=False)
+
+
+def _logged(operator):
+    values = operator.module.trainer.callback_metrics
+    return {name: value.item() for name, value in values.items()}, operator.module.global_step

@@ -8,7 +8,7 @@ import lightning
 import pytest
 import pytorch_lightning
 import torch
-from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
+from lightning.pytorch.demos.boring_classes import BoringModel
 from tests.unit.integrations.lightning.modules import SAMPLES, Classifier, farthest, loader, problem
 from torch import nn
 from torch.utils.data import DataLoader
@@ -136,7 +136,6 @@ class LogsAVector(Classifier):
 @pytest.mark.parametrize(
     ("module_cls", "kind", "says"),
     [
-        (ManualOptimBoringModel, NotAvailableError, "automatic_optimization = False"),
         (Several, NotAvailableError, "2 optimizers"),
         (NoOptimizer, ConfigurationError, "no optimizer"),
         (PlateauWithoutMonitor, ConfigurationError, '"monitor"'),
