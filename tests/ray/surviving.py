@@ -72,6 +72,43 @@ class TwoPlayers(TrainingOperator):
         return {"train_loss": loss.item()}
 
 
+class FreezesInTurn(TwoPlayers):
+    """Each player trains while the other one is frozen, as Lightning's toggle_optimizer does it."""
+
+    def setup(self, config):
+        players = [
+            nn.Sequential(nn.Linear(width, 5), nn.BatchNorm1d(5), nn.Dropout(0.3))
+            for width in (10, 5)
+        ]
+        optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in players]
+        self.models, self.optimizers = self.register(models=players, optimizers=optimizers)
+        self.register_data(train_loader=DataLoader(_data(), config[BATCH_SIZE], shuffle=True))
+
+    def train_batch(self, batch, batch_info):
+        features, classes = batch
+        for player in (1, 0):
+            optimizer = self.optimizers[player]
+            other = self.models[1 - player]
+            others, mode = list(other.parameters()), other.training
+            flags = [each.requires_grad for each in others]
+            other.eval().requires_grad_(False)
+            output = self.models[1](self.models[0](features))
+            loss = nn.functional.cross_entropy(output, classes)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            other.train(mode)
+            for each, flag in zip(others, flags, strict=True):
+                each.requires_grad_(flag)
+        return {"train_loss": loss.item()}
+
+
+class FreezesInTurnInItsOwnEpoch(FreezesInTurn):
+    def train_epoch(self, iterator, info):
+        losses = [self.train_batch(batch, {})["train_loss"] for batch in iterator]
+        return {"train_loss": sum(losses) / len(losses)}
+
+
 class OwnEpoch(Classifier):
     """Only this loop knows what lies between two batches."""
 

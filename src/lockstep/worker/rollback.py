@@ -33,7 +33,7 @@ reasons: an undo through ``state_dict``, as for a checkpoint (see `state_dict`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep._torch_compat import buffers_of
@@ -43,6 +43,7 @@ from lockstep.operator import TrainingOperator
 from lockstep.operator.state_copy import StateCopy
 from lockstep.tensor_copies import TensorCopies
 from lockstep.worker.in_place_writes import InPlaceWriteTracker
+from lockstep.worker.open_step import OpenStep, StepStart
 from lockstep.worker.saved_gradients import SavedGradients
 from lockstep.worker.settings_copy import SettingsCopy
 
@@ -59,47 +60,6 @@ if TYPE_CHECKING:
 
 
 _STEPS_TO_LEARN: Final = 3
-
-
-@dataclass(frozen=True)
-class StepStart:
-    """The position in the data, steps of the run and counts of the call at a step's beginning."""
-
-    epoch: int
-    step: int
-    committed: int
-    call_steps: int
-    call_samples: int
-    meters: Any
-    further_counts: list[Any]
-
-
-@dataclass
-class OpenStep:
-    """A step from its first batch on, until it is committed.
-
-    Attributes:
-        start: the counts and positions at the beginning.
-        buffers: the modules' buffers, in the order of `Rollback._buffer_places`; `Rollback` holds
-            copies of their values.
-        rounds: the number of reductions before the step.
-        settings: what schedulers and freezing change; None in the default loop, where only buffers
-            change before all communication is done.
-        stepped_at: the number of reductions when the first optimizer of this step stepped; None: no
-            optimizer has stepped.
-        num_stepped: steps of optimizers that have begun in this step.
-        copies: copies from before the first optimizer's step; None where none were needed.
-        gradients: the gradients of earlier steps, where the loop adds to them.
-    """
-
-    start: StepStart
-    buffers: list[Any]
-    rounds: int
-    settings: SettingsCopy | None
-    stepped_at: int | None = None
-    num_stepped: int = 0
-    copies: StateCopy | None = None
-    gradients: SavedGradients | None = None
 
 
 class Rollback:
@@ -127,6 +87,8 @@ class Rollback:
         self._copies_weights = copies_weights
         self._open: OpenStep | None = None
         self._is_intact = True
+        self._layers: list[nn.Module] = []
+        self._shared: list[nn.Parameter] = []
         self._buffer_places: list[tuple[nn.Module, str]] = []
         self._buffers = TensorCopies()
         self._parameters: list[torch.Tensor] = []
@@ -139,6 +101,7 @@ class Rollback:
         # Gradients that an open window held when this pass over the data, or this call, began.
         self._window_gradients: SavedGradients | None = None
         self._at_call: SavedGradients | None = None
+        self._settings_at_call: SettingsCopy | None = None
         # Whether a loop of the user's own adds to gradients that an optimizer has used: learned in
         # its first steps, for which they are copied in any case.
         self._reuses_gradients = False
@@ -184,13 +147,15 @@ class Rollback:
         )
         self._at_call = None if cursor.has_open_window else self.window_gradients()
         self._parameters = self._tracked()
+        self._layers = [layer for module in self._run.modules() for layer in module.modules()]
+        self._shared = list(self._run.parameters())
         self._buffer_places = [
             (owner, key)
-            for module in self._run.modules()
-            for owner in module.modules()
+            for owner in self._layers
             for key, buffer in buffers_of(owner).items()
             if buffer is not None
         ]
+        self._settings_at_call = None if self._call_began is None else self._settings()
 
     def end_call(self) -> None:
         """Note that the call returns: no undo goes back to its beginning any more."""
@@ -225,7 +190,9 @@ class Rollback:
         return cursor.has_open_window or waits
 
     def restore_call_start(self) -> bool:
-        """Restore the gradients of the call's beginning; False if parts of them are lost."""
+        """Restore settings and gradients of the call's beginning; False if some are lost."""
+        if self._settings_at_call is not None:
+            self._settings_at_call.restore()
         return self.restore_window_gradients(self._at_call)
 
     def begin_pass(self, cursor: Cursor) -> None:
@@ -287,7 +254,7 @@ class Rollback:
             buffers=[buffers_of(owner)[key] for owner, key in self._buffer_places],
             rounds=self._num_rounds,
             # A loop of the user's own may let schedulers step between the batches of a window.
-            settings=SettingsCopy(self._run) if has_own_loop else None,
+            settings=self._settings() if has_own_loop else None,
             gradients=self._earlier_gradients(),
         )
         if self._sync is not None:
@@ -296,6 +263,9 @@ class Rollback:
         self._in_place_writes.take(self._parameters)
         # Last: Ctrl-C may come in between, and an open step must have all its copies.
         self._open = opened
+
+    def _settings(self) -> SettingsCopy:
+        return SettingsCopy(self._run, self._shared, self._layers)
 
     def settle(self, cursor: Cursor) -> None:
         """Close the step after a committed batch, unless gradients wait for further batches."""

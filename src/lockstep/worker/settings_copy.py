@@ -7,28 +7,47 @@ import copy
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
     from lockstep.operator.training_parts import TrainingParts
 
 
 class SettingsCopy:
-    """Schedulers' states, the optimizers' settings (learning rates), and which parameters train.
+    """Schedulers' states, the optimizers' settings, frozen parameters, and the modes of layers.
 
-    Two networks that take turns freeze each other: an interrupted step must not leave one frozen.
+    Two networks that take turns freeze each other, or evaluate each other in ``eval()``: a step
+    that is interrupted in between must not leave them so.
+
+    Args:
+        run: its schedulers and optimizers.
+        parameters: those that a loop may freeze.
+        layers: all modules in the models; to find these takes too long for every step.
     """
 
-    def __init__(self, run: TrainingParts) -> None:
+    def __init__(
+        self,
+        run: TrainingParts,
+        parameters: Sequence[nn.Parameter],
+        layers: Sequence[nn.Module],
+    ) -> None:
         self._run = run
+        self._parameters = parameters
+        self._layers = layers
         self._schedulers = [copy.deepcopy(each.state_dict()) for each in run.schedulers]
         self._groups = [
             [{key: value for key, value in group.items() if key != "params"} for group in groups]
             for groups in (optimizer.param_groups for optimizer in run.optimizers)
         ]
-        self._requires_grad = [parameter.requires_grad for parameter in run.parameters()]
+        self._requires_grad = [parameter.requires_grad for parameter in parameters]
+        self._modes = [layer.training for layer in layers]
 
     def restore(self) -> None:
-        pairs = zip(self._run.parameters(), self._requires_grad, strict=True)
-        for parameter, requires_grad in pairs:
+        for parameter, requires_grad in zip(self._parameters, self._requires_grad, strict=True):
             parameter.requires_grad_(requires_grad)
+        for layer, training in zip(self._layers, self._modes, strict=True):
+            layer.training = training
         for scheduler, state in zip(self._run.schedulers, self._schedulers, strict=True):
             scheduler.load_state_dict(state)
         for optimizer, groups in zip(self._run.optimizers, self._groups, strict=True):

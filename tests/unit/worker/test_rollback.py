@@ -5,7 +5,16 @@ import signal
 
 import pytest
 import torch
-from tests.ray.surviving import Classifier, OwnEpoch, TwoPlayers, Windows, digest, trainer_of
+from tests.ray.surviving import (
+    Classifier,
+    FreezesInTurn,
+    FreezesInTurnInItsOwnEpoch,
+    OwnEpoch,
+    TwoPlayers,
+    Windows,
+    digest,
+    trainer_of,
+)
 from torch import nn
 
 from lockstep.errors import NonFiniteError, TrainerClosedError
@@ -79,30 +88,11 @@ def test_a_ctrl_c_in_the_step_takes_effect_when_it_is_committed(operator_cls):
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-class FreezesInTurn(TwoPlayers):
-    """Each player trains while the other one is frozen, as Lightning's toggle_optimizer does it."""
-
-    def train_batch(self, batch, batch_info):
-        features, classes = batch
-        for player, optimizer in zip(range(2), self.optimizers, strict=True):
-            others = list(self.models[1 - player].parameters())
-            flags = [each.requires_grad for each in others]
-            for each in others:
-                each.requires_grad_(False)
-            output = self.models[1](self.models[0](features))
-            loss = nn.functional.cross_entropy(output, classes)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            for each, flag in zip(others, flags, strict=True):
-                each.requires_grad_(flag)
-        return {"train_loss": loss.item()}
-
-
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
-def test_a_step_that_fails_leaves_nothing_frozen(phase):
-    expected = undisturbed(FreezesInTurn)[1]
-    with one_worker(FreezesInTurn, Strike("raise", rank=0, step=2, phase=phase)) as run:
+@pytest.mark.parametrize("operator_cls", [FreezesInTurn, FreezesInTurnInItsOwnEpoch])
+def test_a_step_that_fails_leaves_nothing_frozen(operator_cls, phase):
+    expected = undisturbed(operator_cls)[1]
+    with one_worker(operator_cls, Strike("raise", rank=0, step=2, phase=phase)) as run:
         with pytest.raises(RuntimeError):
             run.train()
         assert finished(run)[1] == expected

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`OpenStep`: a step that is not committed, with the copies to undo it; see `rollback`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.operator.state_copy import StateCopy
+    from lockstep.worker.saved_gradients import SavedGradients
+    from lockstep.worker.settings_copy import SettingsCopy
+
+
+@dataclass(frozen=True)
+class StepStart:
+    """The position in the data, steps of the run and counts of the call at a step's beginning."""
+
+    epoch: int
+    step: int
+    committed: int
+    call_steps: int
+    call_samples: int
+    meters: Any
+    further_counts: list[Any]
+
+
+@dataclass
+class OpenStep:
+    """A step from its first batch on, until it is committed.
+
+    Attributes:
+        start: the counts and positions at the beginning.
+        buffers: the modules' buffers, in the order of `Rollback._buffer_places`; `Rollback` holds
+            copies of their values.
+        rounds: the number of reductions before the step.
+        settings: learning rates, modes of layers, and the like; None in the default loop, where
+            only buffers change before all communication is done.
+        stepped_at: the number of reductions when the first optimizer of this step stepped; None: no
+            optimizer has stepped.
+        num_stepped: steps of optimizers that have begun in this step.
+        copies: copies from before the first optimizer's step; None where none were needed.
+        gradients: the gradients of earlier steps, where the loop adds to them.
+    """
+
+    start: StepStart
+    buffers: list[Any]
+    rounds: int
+    settings: SettingsCopy | None
+    stepped_at: int | None = None
+    num_stepped: int = 0
+    copies: StateCopy | None = None
+    gradients: SavedGradients | None = None
