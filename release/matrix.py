@@ -49,6 +49,7 @@ TESTS: Final = (
     "tests/ranks/test_gather_exact.py",
     "tests/ranks/test_replicate_exact.py",
     "tests/ranks/test_sums_in_shard_order.py",
+    "tests/released",
     "tests/procs",
     "tests/audit/test_traces.py",
     "tests/audit/test_in_code.py",
