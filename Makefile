@@ -30,11 +30,12 @@ setup: $(VENV)/.installed ## make .venv with everything in it (done by the other
 demo: $(VENV)/.installed ## train a classifier of handwritten digits with two workers
 	$(BIN)/python examples/digits.py
 
-check: $(VENV)/.installed ## lint, format, types, import layers
+check: $(VENV)/.installed ## lint, format, types, import layers, workflows
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --cache-dir .import_linter_cache
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 fix: $(VENV)/.installed ## repair what lint and format can repair
 	$(BIN)/ruff check --fix .
@@ -62,7 +63,7 @@ release: $(VENV)/.releasing ## build sdist and wheel into dist/, check them, and
 	$(BIN)/check-wheel-contents dist/*.whl
 	$(BIN)/python -m release.try_distributions dist
 
-matrix: $(VENV)/.installed ## a part of the tests under other versions: CELL=torch2.10; without CELL the list of cells
+matrix: $(VENV)/bin/python ## a part of the tests under other versions: CELL=torch2.10; without CELL the list of cells
 	$(BIN)/python -m release.matrix $(if $(CELL),$(CELL),--list)
 
 docs: $(VENV)/.documented ## write the documentation as a site to build/docs

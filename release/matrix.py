@@ -3,7 +3,8 @@
 
 A cell has an environment of its own, which is deleted afterwards (a torch with its CUDA packages
 takes 6 GB). Its result goes into docs/versions-tried.json, and the table of docs/versions.md is
-made of that: a cell that nobody has run says so. ``--list`` prints the cells.
+made of that: a cell that nobody has run says so. ``--list`` prints the cells. The workflow
+`versions` runs all of them.
 """
 
 from __future__ import annotations
@@ -169,9 +170,13 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="make matrix", description=__doc__)
     parser.add_argument("cells", nargs="*", metavar="CELL", help=", ".join(CELLS))
     parser.add_argument("--list", action="store_true", help="print the cells")
+    parser.add_argument("--names", action="store_true", help="print their names, as JSON")
     options = parser.parse_args(arguments)
     if options.list:
         print("\n".join(f"{name}: {' '.join(cell.installed)}" for name, cell in CELLS.items()))
+        return 0
+    if options.names:
+        print(json.dumps(list(CELLS)))
         return 0
     if unknown := [name for name in options.cells if name not in CELLS]:
         parser.error(f"no such cell: {', '.join(unknown)}; there are {', '.join(CELLS)}")
