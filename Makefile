@@ -18,6 +18,8 @@ SERVES := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
 
 # The version that constraints.txt is made for; everything else there is the newest that fits.
 TORCH := 2.13.0
+# Python 3.11 brings an older one, which knows no dependency groups.
+PIP := pip>=25.1
 
 .PHONY: help setup demo check fix test test-all soak browser bench bench-full bench-gpu bench-growth \
   bench-page docs docs-refresh release matrix constraints clean
@@ -100,8 +102,10 @@ $(PEERS)/.tried: benchmarks/peers.txt constraints.txt pyproject.toml $(VENV)/bin
 constraints: $(VENV)/bin/python ## rewrite constraints.txt from a fresh installation of everything
 	rm -rf build/constraints
 	$(BIN)/python -m venv build/constraints
-	build/constraints/bin/pip install --quiet 'torch==$(TORCH)' -e '.[all,audited,docs,dev,release]'
-	{ echo "# Made by 'make constraints': .[all,audited,docs,dev,release] with torch $(TORCH), Python 3.11, Linux."; \
+	build/constraints/bin/pip install --quiet '$(PIP)'
+	build/constraints/bin/pip install --quiet 'torch==$(TORCH)' -e '.[all]' \
+	  --group audited --group docs --group dev --group release
+	{ echo "# Made by 'make constraints': .[all] and the groups, with torch $(TORCH), Python 3.11, Linux."; \
 	  build/constraints/bin/pip freeze --all --exclude pip --exclude-editable \
 	    | sed -E 's/^(torch==[^+]*)\+.*/\1/' | grep -vE '^(nvidia-|cuda-|triton==)'; } > build/constraints.txt
 	mv build/constraints.txt constraints.txt
@@ -114,19 +118,19 @@ clean: ## remove .venv, caches and results
 # Scripts of these libraries are audited by the long tests.
 $(VENV)/.audited: $(VENV)/.installed
 	@echo "installing the libraries whose scripts are audited"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[audited]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --group audited
 	@touch $@
 
 # The documentation's site is built with these.
 $(VENV)/.documented: $(VENV)/.installed
 	@echo "installing what builds the site"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --group docs
 	@touch $@
 
 # What builds and checks a release.
 $(VENV)/.releasing: $(VENV)/.installed
 	@echo "installing what builds a release"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --group release
 	@mkdir -p build
 	@touch $@
 
@@ -144,8 +148,9 @@ SHOW_LARGE := while read -r word file size unit rest; do case "$$word $$file $$s
 # The stamp is written last, so an interrupted installation is resumed by the next call.
 $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/bin/python
 	@echo "installing into $(VENV): 2.3 GB, some minutes the first time; the large ones:"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(PIP)'
 	@$(BIN)/python -m pip install --progress-bar off --disable-pip-version-check -c constraints.txt \
-	  -e '.[all,dev]' | $(SHOW_LARGE)
+	  -e '.[all]' --group dev | $(SHOW_LARGE)
 	@touch $@
 
 $(VENV)/bin/python:
