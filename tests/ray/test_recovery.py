@@ -11,6 +11,9 @@ import pytest
 from tests.ray.surviving import (
     ROWS,
     Classifier,
+    CountsItsLosses,
+    FreezesInTurn,
+    LearnsABaseline,
     OwnEpoch,
     TwoPlayers,
     Windows,
@@ -85,7 +88,7 @@ def test_five_workers_die_one_after_the_other_and_no_bit_changes():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "operator_cls",
-    [TwoPlayers, OwnEpoch, Windows],
+    [TwoPlayers, OwnEpoch, Windows, LearnsABaseline, CountsItsLosses, FreezesInTurn],
 )
 def test_loops_of_ones_own_are_computed_again(operator_cls):
     """A spare in the place of the dead: the same bits without any further promise."""

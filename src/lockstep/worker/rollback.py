@@ -22,7 +22,9 @@ What has to be copied depends on when a rank can still be interrupted:
    to which step it may have to go back (`_tell_server`). Their step communicates; therefore the
    worker copies the weights before each.
 5. A forward may write to weights in any loop; see `in_place_writes`.
-6. A loop of the user's own may leave gradients to the next step, or to the next pass over the data.
+6. The user's own `state_dict`, where there is one, is copied in every step, for any line of the
+   user's code may change what it holds (`UserStateCopy`).
+7. A loop of the user's own may leave gradients to the next step, or to the next pass over the data.
    They are copied where the loop adds to them (`_reuses_gradients`, learned like
    `_communicates_after_optimizer`); see `saved_gradients`.
 
@@ -46,6 +48,7 @@ from lockstep.worker.in_place_writes import InPlaceWriteTracker
 from lockstep.worker.open_step import OpenStep, StepStart
 from lockstep.worker.saved_gradients import SavedGradients
 from lockstep.worker.settings_copy import SettingsCopy
+from lockstep.worker.user_state_copy import UserStateCopy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,6 +94,9 @@ class Rollback:
         self._shared: list[nn.Parameter] = []
         self._buffer_places: list[tuple[nn.Module, str]] = []
         self._buffers = TensorCopies()
+        # A memory checkpoint holds the user's state, too.
+        copies_state = copies_weights and UserStateCopy.is_needed(operator)
+        self._user_state = UserStateCopy(operator) if copies_state else None
         self._parameters: list[torch.Tensor] = []
         # Whether ranks communicate after an optimizer of the same step has stepped; None: unknown.
         self._communicates_after_optimizer: bool | None = None
@@ -260,6 +266,8 @@ class Rollback:
         if self._sync is not None:
             self._sync.watch_gradients()
         self._buffers.take(opened.buffers)
+        if self._user_state is not None:
+            self._user_state.take()
         self._in_place_writes.take(self._parameters)
         # Last: Ctrl-C may come in between, and an open step must have all its copies.
         self._open = opened
@@ -408,6 +416,8 @@ class Rollback:
             opened.copies.restore()
         # Later: a forward writes before the optimizer's step, for which everything was copied.
         self._in_place_writes.restore()
+        if self._user_state is not None:
+            self._user_state.restore()
         if opened.settings is not None:
             # Later: schedulers may have stepped between the batches of a window, before the copy.
             opened.settings.restore()

@@ -7,8 +7,10 @@ import pytest
 import torch
 from tests.ray.surviving import (
     Classifier,
+    CountsItsLosses,
     FreezesInTurn,
     FreezesInTurnInItsOwnEpoch,
+    LearnsABaseline,
     OwnEpoch,
     TwoPlayers,
     Windows,
@@ -89,8 +91,12 @@ def test_a_ctrl_c_in_the_step_takes_effect_when_it_is_committed(operator_cls):
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
-@pytest.mark.parametrize("operator_cls", [FreezesInTurn, FreezesInTurnInItsOwnEpoch])
-def test_a_step_that_fails_leaves_nothing_frozen(operator_cls, phase):
+@pytest.mark.parametrize(
+    "operator_cls",
+    [FreezesInTurn, FreezesInTurnInItsOwnEpoch, LearnsABaseline, CountsItsLosses],
+)
+def test_a_step_that_fails_leaves_nothing_of_it(operator_cls, phase):
+    """Nothing stays frozen or in ``eval()``, and the user's own state is that of before."""
     expected = undisturbed(operator_cls)[1]
     with one_worker(operator_cls, Strike("raise", rank=0, step=2, phase=phase)) as run:
         with pytest.raises(RuntimeError):

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`UserStateCopy`: what the user's own `state_dict` holds, copied before a step that may be undone.
+
+A reward baseline, a queue of embeddings, a hand-written average: a step that is computed again must
+find them as it found them the first time, or its gradient is another one.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.operator import TrainingOperator
+from lockstep.tensor_copies import TensorCopies
+from lockstep.tensor_tree import tensors_in, tree_map
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class UserStateCopy:
+    """Copies of an operator's own state; the tensors' memory is used again by the next `take`."""
+
+    def __init__(self, operator: TrainingOperator) -> None:
+        self._operator = operator
+        self._tensors = TensorCopies()
+        self._rest: Any = None
+
+    @staticmethod
+    def is_needed(operator: TrainingOperator) -> bool:
+        """Whether the operator has a state of its own, and can take it back."""
+        methods = (TrainingOperator.state_dict, TrainingOperator.load_state_dict)
+        return all(map(operator._lockstep_overrides, methods))
+
+    def take(self) -> None:
+        """Copy what the operator's `state_dict` returns now."""
+        state = self._operator.state_dict()
+        self._tensors.take(list(tensors_in(state)))
+        self._rest = tree_map(_without_tensor, state)
+
+    def restore(self) -> None:
+        """Give the operator back what its `state_dict` returned at the last `take`."""
+        values = iter(self._tensors.values)
+        self._operator.load_state_dict(tree_map(lambda leaf: _filled(leaf, values), self._rest))
+
+
+class _Tensor:
+    """Stands for a tensor in a state whose tensors are copied apart."""
+
+
+_TENSOR = _Tensor()
+
+
+def _without_tensor(leaf: Any) -> Any:
+    return _TENSOR if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
+
+
+def _filled(leaf: Any, values: Iterator[torch.Tensor]) -> Any:
+    # The operator may keep what it is given, and the copies' memory is used again.
+    return next(values).clone() if leaf is _TENSOR else copy.deepcopy(leaf)
