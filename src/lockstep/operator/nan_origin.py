@@ -16,6 +16,7 @@ import torch
 from lockstep.errors import NonFiniteError
 from lockstep.operator.default_loops import recompute_loss
 from lockstep.operator.non_finite_check import FIX, SKIP_CHECK
+from lockstep.operator.preserved_state import preserve_state
 from lockstep.operator.registration import registered_parts
 
 if TYPE_CHECKING:
@@ -115,22 +116,19 @@ def _recompute_shard(operator: Operator, part: ShardBatch, info: Mapping[str, An
 def _recompute_loss_with_hooks(
     operator: Operator, part: ShardBatch, info: Mapping[str, Any], first: list[str]
 ) -> torch.Tensor:
-    """The loss of a shard, computed with hooks on all layers; restores the buffers afterwards."""
+    """The loss of a shard, computed with hooks on all layers; it leaves nothing else behind."""
     run = registered_parts(operator)
     handles = [
         layer.register_forward_hook(_non_finite_output_hook(name, first))
         for module in run.plain_modules()
         for name, layer in module.named_modules()
     ]
-    buffers = [(b, b.clone()) for module in run.modules() for b in module.buffers()]
     try:
-        with torch.no_grad():
+        with preserve_state(operator), torch.no_grad():
             return recompute_loss(operator, part, info)
     finally:
         for handle in handles:
             handle.remove()
-        for buffer, before in buffers:
-            buffer.copy_(before)
 
 
 def _non_finite_output_hook(name: str, first: list[str]) -> Callable[..., None]:
