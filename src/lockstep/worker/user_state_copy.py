@@ -31,8 +31,8 @@ class UserStateCopy:
     @staticmethod
     def is_needed(operator: TrainingOperator) -> bool:
         """Whether the operator has a state of its own, and can take it back."""
-        methods = (TrainingOperator.state_dict, TrainingOperator.load_state_dict)
-        return all(map(operator._lockstep_overrides, methods))
+        gives = operator._lockstep_overrides(TrainingOperator.state_dict)
+        return gives and operator._lockstep_overrides(TrainingOperator.load_state_dict)
 
     def take(self) -> None:
         """Copy what the operator's `state_dict` returns now."""
