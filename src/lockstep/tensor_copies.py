@@ -89,6 +89,14 @@ def is_block(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
+def fresh_strides(block: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a fresh tensor like `block`, which are those of its gradient."""
+    # Of a dimension of one element any stride is contiguous; to make a tensor takes longer.
+    if block.is_contiguous() and min(block.shape, default=2) > 1:
+        return block.stride()
+    return torch.empty_like(block, device="meta").stride()
+
+
 def is_shard(tensor: object) -> bool:
     """Whether a tensor is this rank's part of a whole one, and so another on each rank."""
     return type(tensor).__name__ == "DTensor"  # by name: its import takes long

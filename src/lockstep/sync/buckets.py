@@ -25,6 +25,7 @@ from lockstep.sync.tensor_reference_counts import (
     fresh_flags,
     python_references,
 )
+from lockstep.tensor_copies import fresh_strides
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -346,5 +347,4 @@ def _view_like(param: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
         piece = torch.view_as_complex(piece.view(-1, 2))
     # The strides that autograd gives to a fresh gradient: the parameter's, where it is dense
     # (channels_last); others would make the optimizer's kernels slow.
-    strides = torch.empty_like(param, device="meta").stride()
-    return piece.as_strided(param.shape, strides, piece.storage_offset())
+    return piece.as_strided(param.shape, fresh_strides(param), piece.storage_offset())

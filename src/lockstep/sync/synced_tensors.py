@@ -19,7 +19,7 @@ from lockstep._torch_compat import buffers_of, parameters_of
 from lockstep.errors import WrongTypeError
 from lockstep.sync.buffer_broadcast import BufferPlace
 from lockstep.sync.local_parameters import is_local, mark_copies
-from lockstep.tensor_copies import is_block
+from lockstep.tensor_copies import fresh_strides, is_block
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +41,7 @@ class SyncedTensors:
     parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, BufferPlace] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
+    _structure: list[Entry] | None = field(default=None, init=False)
 
     def structure(self) -> list[Entry]:
         """The entries that must be equal on all ranks; with the strides of views in a bucket."""
@@ -51,7 +52,7 @@ class SyncedTensors:
             for name, place in self.buffers.items()
             if (tensor := place.tensor()) is not None
         ]
-        return [
+        self._structure = [
             [
                 kind,
                 name,
@@ -62,16 +63,17 @@ class SyncedTensors:
             ]
             for kind, name, tensor in named
         ]
+        return self._structure
 
     def signature(self) -> int:
-        """A hash modulo 64, the same on all ranks; two models may collide."""
-        return zlib.crc32(repr(self.structure()).encode()) % 64
+        """A hash modulo 64 of the `structure`, as it was asked for last; two models may collide."""
+        return zlib.crc32(repr(self._structure or self.structure()).encode()) % 64
 
 
 def _strides(tensor: torch.Tensor) -> list[int] | str:
     """The strides of a fresh tensor like `tensor`; its layout in words, where it has no strides."""
     if is_block(tensor):
-        return list(torch.empty_like(tensor, device="meta").stride())
+        return list(fresh_strides(tensor))
     return "quantized" if tensor.is_quantized else str(tensor.layout)
 
 
