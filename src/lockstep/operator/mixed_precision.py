@@ -31,10 +31,17 @@ class Precision:
         self._device_type = device.type
         self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The context in which the loss is computed."""
+    def autocast(self, *, keeps_casts: bool = True) -> AbstractContextManager[Any]:
+        """The context in which the loss is computed.
+
+        Args:
+            keeps_casts: whether forwards in it share the casts of the weights. Where an optimizer
+                steps in between, the later ones would compute with the weights of before.
+        """
         dtype = _AUTOCAST_DTYPES.get(self.name)
-        return torch.autocast(self._device_type, dtype=dtype) if dtype else nullcontext()
+        if dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device_type, dtype=dtype, cache_enabled=keeps_casts)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss`, multiplied so that its backward does not underflow."""

@@ -155,11 +155,14 @@ class TrainingOperator:
         return default_forward.default_prediction(self, batch)
 
     def state_dict(self) -> Any:
-        """Further state to save: tensors and plain Python. Models are saved without it."""
+        """Further state to save: tensors and plain Python. Models are saved without it.
+
+        Where `load_state_dict` takes it back, it is copied before each step, to undo one.
+        """
         return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Take back what `state_dict` gave."""
+        """Take back what `state_dict` gave; on each worker by itself, without communicating."""
 
     # ------------------------------------------------------------------- what the user calls
 

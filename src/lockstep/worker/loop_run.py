@@ -212,7 +212,9 @@ class LoopRun:
         """Make one pass over (the rest of) an epoch; return whether it was the call's last pass."""
         operator, cursor, committed = self._operator, self.cursor, self.committed
         purpose, num_steps = self.request.purpose, self.limit
-        if not cursor.at_epoch_start and cursor.ends_before(cursor.step):
+        first_index = committed.steps - self._pass_began
+        # A pass that was interrupted behind its last step comes to its own end.
+        if not first_index and not cursor.at_epoch_start and cursor.ends_before(cursor.step):
             self._end_epoch()
         if cursor.at_epoch_start:
             cursor.source.agree(self._state.context.group, cursor.epoch)
@@ -228,7 +230,7 @@ class LoopRun:
             limit=left,
             purpose=purpose,
             rollback=self._rollback,
-            first_index=committed.steps - self._pass_began,
+            first_index=first_index,
         )
         self._batches = batches
         metrics = self._run_operators_loop(batches)
@@ -239,7 +241,8 @@ class LoopRun:
         if batches.is_epoch_over:
             self._end_epoch()
         finished = num_steps is None or committed.steps >= num_steps
-        return finished or not batches.is_epoch_over or batches.num_delivered == 0
+        is_empty = not first_index and batches.num_delivered == 0
+        return finished or not batches.is_epoch_over or is_empty
 
     def _run_operators_loop(self, batches: PassIterator) -> dict[str, Any]:
         operator = self._operator

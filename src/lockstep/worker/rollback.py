@@ -91,7 +91,7 @@ class Rollback:
         self._open: OpenStep | None = None
         self._is_intact = True
         self._layers: list[nn.Module] = []
-        self._shared: list[nn.Parameter] = []
+        self._all_parameters: list[nn.Parameter] = []
         self._buffer_places: list[tuple[nn.Module, str]] = []
         self._buffers = TensorCopies()
         # A memory checkpoint holds the user's state, too.
@@ -145,7 +145,6 @@ class Rollback:
                 call_steps=began - state.committed,
                 call_samples=0,
                 meters=AverageMeterCollection(),
-                further_counts=state.mark_counts(),
             )
         # With a `train_epoch` of the user's own, an undo goes back to the beginning of the call.
         self._call_began = (
@@ -154,7 +153,7 @@ class Rollback:
         self._at_call = None if cursor.has_open_window else self.window_gradients()
         self._parameters = self._tracked()
         self._layers = [layer for module in self._run.modules() for layer in module.modules()]
-        self._shared = list(self._run.parameters())
+        self._all_parameters = list(self._run.parameters())
         self._buffer_places = [
             (owner, key)
             for owner in self._layers
@@ -273,7 +272,12 @@ class Rollback:
         self._open = opened
 
     def _settings(self) -> SettingsCopy:
-        return SettingsCopy(self._run, self._shared, self._layers)
+        return SettingsCopy(self._run, self._all_parameters, self._layers)
+
+    def restore_layers(self) -> None:
+        """After a step that counts although its loop has failed: leave no layer frozen."""
+        if self._open is not None and self._open.settings is not None:
+            self._open.settings.restore_layers()
 
     def settle(self, cursor: Cursor) -> None:
         """Close the step after a committed batch, unless gradients wait for further batches."""

@@ -43,11 +43,15 @@ class SettingsCopy:
         self._requires_grad = [parameter.requires_grad for parameter in parameters]
         self._modes = [layer.training for layer in layers]
 
-    def restore(self) -> None:
+    def restore_layers(self) -> None:
+        """Restore which parameters train, and the modes of layers."""
         for parameter, requires_grad in zip(self._parameters, self._requires_grad, strict=True):
             parameter.requires_grad_(requires_grad)
         for layer, training in zip(self._layers, self._modes, strict=True):
             layer.training = training
+
+    def restore(self) -> None:
+        self.restore_layers()
         for scheduler, state in zip(self._run.schedulers, self._schedulers, strict=True):
             scheduler.load_state_dict(state)
         for optimizer, groups in zip(self._run.optimizers, self._groups, strict=True):

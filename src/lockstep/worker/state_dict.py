@@ -81,11 +81,16 @@ def _operators_own_state(operator: TrainingOperator, take: Callable[[Any], Any])
     try:
         return take(operator.state_dict())
     except TypeError as error:
-        raise ConfigurationError(
-            f"{type(operator).__name__}.state_dict returned something that cannot be copied",
-            cause=f"{type(error).__name__}: {error}",
-            fix="return what can be pickled: numbers, strings, tensors, and dicts or lists of them",
-        ) from error
+        raise uncopied_state_error(operator, error) from error
+
+
+def uncopied_state_error(operator: TrainingOperator, error: TypeError) -> ConfigurationError:
+    """The error for a result of the user's `state_dict` that `copy.deepcopy` refuses."""
+    return ConfigurationError(
+        f"{type(operator).__name__}.state_dict returned something that cannot be copied",
+        cause=f"{type(error).__name__}: {error}",
+        fix="return what can be pickled: numbers, strings, tensors, and dicts or lists of them",
+    )
 
 
 def gather_whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 from lockstep.operator import TrainingOperator
 from lockstep.tensor_copies import TensorCopies
 from lockstep.tensor_tree import tensors_in, tree_map
+from lockstep.worker.state_dict import uncopied_state_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,17 +32,24 @@ class UserStateCopy:
     @staticmethod
     def is_needed(operator: TrainingOperator) -> bool:
         """Whether the operator has a state of its own, and can take it back."""
-        gives = operator._lockstep_overrides(TrainingOperator.state_dict)
-        return gives and operator._lockstep_overrides(TrainingOperator.load_state_dict)
+        own = operator._lockstep_overrides
+        # A call of the user's own `train_epoch` is undone as a whole, with a state from before it.
+        is_copied = own(TrainingOperator.state_dict) and not own(TrainingOperator.train_epoch)
+        return is_copied and own(TrainingOperator.load_state_dict)
 
     def take(self) -> None:
         """Copy what the operator's `state_dict` returns now."""
         state = self._operator.state_dict()
         self._tensors.take(list(tensors_in(state)))
-        self._rest = tree_map(_without_tensor, state)
+        try:
+            self._rest = tree_map(_without_tensor, state)
+        except TypeError as error:
+            raise uncopied_state_error(self._operator, error) from error
 
     def restore(self) -> None:
         """Give the operator back what its `state_dict` returned at the last `take`."""
+        if self._rest is None:
+            return  # as where a checkpoint is loaded
         values = iter(self._tensors.values)
         self._operator.load_state_dict(tree_map(lambda leaf: _filled(leaf, values), self._rest))
 

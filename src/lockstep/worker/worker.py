@@ -324,6 +324,7 @@ class Worker(StateAccess):
             return Undone.CALL
         has_copies = self.memory is not None
         if not has_copies and self.before_call is None and self.rollback.is_complete:
+            self.rollback.restore_layers()
             call.finish_step()
             return Undone.NOTHING_AS_STEP_COUNTS
         self.operator._lockstep.forget_step()

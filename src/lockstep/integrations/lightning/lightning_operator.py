@@ -135,12 +135,6 @@ class LightningOperator(TrainingOperator):
         context, factory = self._lockstep.context, self._factory
         module, datamodule = factory.make(config, copied=context.is_trial)
         unsupported.check_module(module, context.options)
-        # Of the class, and so of every operator of this worker: `_lockstep_overrides` reads it.
-        type(self)._is_manual = is_manual = not module.automatic_optimization
-        if is_manual:
-            refuse_automatic_options(
-                context.options, factory.gradient_clip_val, type(module).__name__
-            )
         self.module, self.datamodule = module, datamodule
         self._view = TrainerView(self, factory, datamodule)
         update_view(self._view, lightning_module=module, model=module)
@@ -155,9 +149,12 @@ class LightningOperator(TrainingOperator):
         module.configure_model()
         module.to(context.device)
         self._open_loaders()
-        optimizers, configs = parse_configure_optimizers(
-            module.configure_optimizers(), type(module).__name__, is_manual=is_manual
-        )
+        returned, name = module.configure_optimizers(), type(module).__name__
+        # Of the class, and so of every operator of this worker: `_lockstep_overrides` reads it.
+        type(self)._is_manual = is_manual = not module.automatic_optimization
+        if is_manual:
+            refuse_automatic_options(context.options, factory.gradient_clip_val, name)
+        optimizers, configs = parse_configure_optimizers(returned, name, is_manual=is_manual)
         # `SchedulerStepper` steps the schedulers, so the default loop must not.
         self._steps_schedulers = context.options.scheduler_step_freq is None and not is_manual
         manual = replace(context.options, scheduler_step_freq=SCHEDULER_STEP_MANUAL)
@@ -240,7 +237,8 @@ class LightningOperator(TrainingOperator):
         self._step_hooks.set_training(registered_parts(self), True)
         with self._logging.capturing("train"):
             self._begin_fit()
-            if self._started_epoch == epoch and step_in_epoch and not first_index:
+            # Below zero: a window that an earlier call has opened is computed again.
+            if self._started_epoch == epoch and step_in_epoch and first_index <= 0:
                 self._logging.begin_pass()
             if self._started_epoch != epoch:
                 self._logging.begin_epoch()
@@ -307,7 +305,7 @@ class LightningOperator(TrainingOperator):
         (joint_batch,) = state.global_batch.shards_in(batch)
         num_samples = 0 if state.counts_nothing else joint_batch.num_samples
         batch = self.to_device(batch)
-        with self.timers.record("fwd"), state.precision.autocast():
+        with self.timers.record("fwd"), state.precision.autocast(keeps_casts=False):
             output = self._run_training_step(batch, index, num_samples)
         loss, metrics = loss_and_metrics(self.module, "training_step", output)
         self._outputs.append((detach(output), batch, num_samples))
@@ -325,6 +323,8 @@ class LightningOperator(TrainingOperator):
             return module.training_step(*_step_arguments(module.training_step, batch, index))
 
     def compute_loss(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
+        if self._manual is not None:  # asked to explain a NaN
+            raise NotAvailableError("a training_step that steps its optimizers has no loss alone")
         module, index = self.module, self._batch_index(batch_info)
         num_samples = 0 if self._lockstep.counts_nothing else _current_num_samples()
         with self._logging.discarding_outside_passes():
@@ -362,7 +362,9 @@ class LightningOperator(TrainingOperator):
             metrics = super().validate(val_iterator, info)
             epoch_over = _is_epoch_over(val_iterator)
             if epoch_over:
-                module.on_validation_epoch_end()
+                if unsupported.overrides(module, "on_validation_epoch_end"):
+                    self._update_callback_metrics(self._logging.values_so_far(), epoch_over=False)
+                    module.on_validation_epoch_end()
                 module.on_validation_end()
             logged, of_epoch = self._logging.end_pass(epoch_over=epoch_over)
         update_view(self._view, validating=False)
@@ -414,9 +416,11 @@ class LightningOperator(TrainingOperator):
         }
 
     def load_state_dict(self, state: Any) -> None:
+        goes_back = state["steps"] < self._view.global_step
         update_view(self._view, current_epoch=state["epoch"], global_step=state["steps"])
         self._scheduler_stepper.load_state_dict(state["plateaus"])
-        self._started_epoch = -1
+        if goes_back:  # a worker that is a step behind the others goes on with its epoch
+            self._started_epoch = -1
         if state.get("datamodule"):
             self.datamodule.load_state_dict(state["datamodule"])
         run_on_load_hooks(self._view, self._hook_targets, state["checkpoint"])
@@ -430,6 +434,7 @@ class LightningOperator(TrainingOperator):
         for target in self._hook_targets:
             target.teardown("fit")
         self.module.trainer = None
+        type(self)._is_manual = False  # in the driver's process the class is used again
 
 
 def _single_loader(loader: Any, purpose: str) -> Any:

@@ -55,6 +55,7 @@ class LoggingCapture:
         self._group = group
         self._of_pass = LoggedMetrics()
         self._of_epoch: dict[str, LoggedMetrics] = {}
+        self._metrics: list[Any] = []  # of the module; to find them takes too long for every step
         self._purpose = "train"
         self._seen = {"train": 0.0, "validation": 0.0}
         self._is_capturing = False
@@ -87,7 +88,7 @@ class LoggingCapture:
         """
         self._purpose = purpose
         self._of_epoch.setdefault(purpose, LoggedMetrics())
-        metrics = list(metrics_in(self._module))
+        metrics = self._metrics = list(metrics_in(self._module))
         before = [(one, one.distributed_available_fn, one.dist_sync_fn) for one in metrics]
         gather = _make_gather(self._group())
         try:
@@ -118,7 +119,7 @@ class LoggingCapture:
 
     def mark(self) -> Any:
         """What the module has logged so far, for `restore` should the step be undone."""
-        metrics = mark_metrics(metrics_in(self._module))
+        metrics = mark_metrics(self._metrics)
         of_epoch = {purpose: logged.copy() for purpose, logged in self._of_epoch.items()}
         return self._of_pass.copy(), of_epoch, dict(self._seen), metrics
 

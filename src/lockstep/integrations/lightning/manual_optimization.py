@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigurationError
+from lockstep.integrations.lightning.module_factory import PACKAGES
 from lockstep.integrations.lightning.trainer_view import StrategyView, update_view
 from lockstep.operator.custom_loop_refusals import requested_loop_options
 
@@ -126,6 +127,9 @@ class ManualStrategyView(StrategyView):
 
 def _lightning_optimizer_class(module: Any) -> Any:
     """``LightningOptimizer`` of the one of Lightning's two packages that a module comes from."""
-    base = next(each for each in type(module).__mro__ if each.__name__ == "LightningModule")
-    package = base.__module__.removesuffix(".core.module")
+    package = next(
+        each.__module__.removesuffix(".core.module")
+        for each in type(module).__mro__
+        if each.__name__ == "LightningModule" and each.__module__.startswith(PACKAGES)
+    )
     return importlib.import_module(f"{package}.core.optimizer").LightningOptimizer

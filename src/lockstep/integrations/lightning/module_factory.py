@@ -15,7 +15,7 @@ from lockstep.keys import BATCH_SIZE
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-_PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
+PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def check_module_argument(given: Any) -> None:
         callable(given) and not inspect.isclass(given) and not hasattr(given, "forward")
     ):
         return
-    if not any(_is_installed(package) for package in _PACKAGES):
+    if not any(_is_installed(package) for package in PACKAGES):
         raise NotAvailableError(
             "from_lightning needs Lightning, which is not installed",
             fix='pip install "lockstep-train[lightning]"',
@@ -95,7 +95,7 @@ def is_lightning(given: Any, name: str) -> bool:
     """
     kind = given if inspect.isclass(given) else type(given)
     return any(
-        base.__name__ == name and base.__module__.startswith(_PACKAGES) for base in kind.__mro__
+        base.__name__ == name and base.__module__.startswith(PACKAGES) for base in kind.__mro__
     )
 
 
