@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A LightningModule on two workers ends where Lightning's own trainer ends on one process."""
 
+import os
+import signal
+
 import lightning
 import pytest
 import torch
@@ -199,3 +202,35 @@ def test_after_a_death_logged_values_count_once():
     assert second["samples"] == expected["samples"] == 61
     assert second["width"] == pytest.approx(expected["width"], rel=1e-12)
     assert _farthest(model, undisturbed) < 1e-12
+
+
+class _DiesBehindAnEpoch(_CountsSamples):
+    """Its worker ends after the last step of the first epoch, once."""
+
+    def __init__(self, mark):
+        super().__init__()
+        self.mark, self.ended = mark, []
+
+    def on_train_epoch_end(self):
+        self.ended.append(self.current_epoch)
+        if self.trainer.global_rank == 1 and not os.path.exists(self.mark):
+            open(self.mark, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_death_behind_an_epoch_begins_no_other_epoch(tmp_path):
+    mark = str(tmp_path / "died")
+    operator = TrainingOperator.from_lightning(
+        lambda config: _DiesBehindAnEpoch(mark).double(), DataLoader(_rows(61, 32), batch_size=4)
+    )
+    with TorchTrainer(training_operator_cls=operator, num_workers=2) as trainer:
+        steps = []
+        for _ in range(2):
+            trainer.train()
+            steps.append(trainer.status()["step"])
+        assert len(trainer.status()["recoveries"]) == 1
+        ended = trainer.apply_all_operators(lambda operator: operator.module.ended)[0]
+    assert steps == [8, 16]
+    assert ended[-1] == 1
+    assert set(ended) == {0, 1}

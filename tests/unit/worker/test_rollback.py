@@ -2,6 +2,7 @@
 """After an exception or Ctrl-C in a step, one worker goes on from the last committed step."""
 
 import signal
+import threading
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tests.ray.surviving import (
 )
 from torch import nn
 
-from lockstep.errors import NonFiniteError, TrainerClosedError
+from lockstep.errors import ConfigurationError, NonFiniteError, TrainerClosedError
 from lockstep.tensor_tree import tensors_in
 from lockstep.testing import Strike
 from unit.trainer.programs import (
@@ -102,6 +103,55 @@ def test_a_step_that_fails_leaves_nothing_of_it(operator_cls, phase):
         with pytest.raises(RuntimeError):
             run.train()
         assert finished(run)[1] == expected
+
+
+def test_a_step_that_counts_although_its_loop_failed_leaves_nothing_frozen():
+    class Own(Classifier):
+        fails = False
+
+        def train_batch(self, batch, batch_info):
+            features, classes = batch
+            self.optimizer.zero_grad()
+            loss = self.criterion(self.model(features), classes)
+            loss.backward()
+            self.optimizer.step()
+            if self.fails and self.global_step == 4:
+                self.model.eval().requires_grad_(False)
+                raise RuntimeError("behind the optimizer")
+            return {"train_loss": loss.item()}
+
+    class Fails(Own):
+        fails = True
+
+    expected = undisturbed(Own)[1]
+    with one_worker(Fails) as run:
+        with pytest.raises(RuntimeError, match="behind"):
+            run.train()
+        assert finished(run)[1] == expected
+
+
+def test_a_state_of_ones_own_may_be_none_and_has_to_be_copied():
+    class Later(LearnsABaseline):
+        def state_dict(self):
+            return None if self.seen < 2 else super().state_dict()
+
+        def load_state_dict(self, state):
+            super().load_state_dict(state)
+
+    with one_worker(Later, Strike("raise", rank=0, step=1, phase="backward")) as run:
+        with pytest.raises(RuntimeError, match="struck"):
+            run.train()
+        assert run.train(num_steps=1)["num_samples"] == 16
+
+    class Unlike(LearnsABaseline):
+        def state_dict(self):
+            return {"lock": threading.Lock()}
+
+    with (
+        pytest.raises(ConfigurationError, match="cannot be copied"),
+        one_worker(Unlike) as run,
+    ):
+        run.train()
 
 
 def test_a_ctrl_c_in_a_step_that_fails_is_not_lost():

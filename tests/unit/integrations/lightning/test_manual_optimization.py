@@ -144,6 +144,31 @@ class Accumulates(Manual):
         return [optimizer], [often, plateau]
 
 
+class LightningModule(lightning.LightningModule):
+    """A project's own base class, of the same name."""
+
+
+class StepsTwice(LightningModule):
+    """The second forward of a batch sees the weights after the first step; chosen late."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(5, 2)
+
+    def training_step(self, batch, batch_idx):
+        features, target = batch
+        for _ in range(2):
+            loss = nn.functional.cross_entropy(self.layer(features.float()), target)
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+
+    def configure_optimizers(self):
+        self.automatic_optimization = False
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
 class BackpropagatesTwice(Manual):
     """Two losses of one graph, by a `backward` of its own; in small steps, or rounding grows."""
 
@@ -191,6 +216,19 @@ def test_other_ways_to_step(module_cls, num_workers):
     expected, _ = by_lightning(module_cls(), validates=False)
     model, _ = by_lockstep(module_cls, num_workers)
     assert farthest(model, expected) < 1e-12
+
+
+def test_a_forward_under_bf16_sees_the_step_before_it():
+    expected, _ = by_lightning(StepsTwice(), validates=False, precision="bf16-mixed")
+    made = TrainingOperator.from_lightning(StepsTwice, loader())
+    with TorchTrainer(training_operator_cls=made, use_local=True, precision="bf16") as trainer:
+        for _ in range(3):
+            trainer.train()
+        assert farthest(trainer.get_model(), expected) < 1e-6
+    # The class is that of any module again.
+    automatic = {"accumulate": 2, "use_local": True}
+    with pytest.raises(ConfigurationError, match="manual optimisation"):
+        TorchTrainer(training_operator_cls=made, **automatic)
 
 
 def test_hooks_come_in_lightnings_order():
