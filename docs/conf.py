@@ -46,7 +46,7 @@ nitpick_ignore_regex = [
     ("py:(class|exc|data)", r"(torch|nn|ray|collections|contextlib|os|pathlib|typing)\..*"),
     # Names of annotations that are no part of the reference.
     ("py:class", r"(.*\.)?(FailOn|Group|Owned|_Method|_Operator)|AbstractContextManager|Profile"),
-    ("py:class", r"RankContext|Reduction|Result|ShardGradient|Slot|Tile"),
+    ("py:class", r"Path|RankContext|Reduction|Result|ShardGradient|Slot|Tile"),
     ("py:(class|exc)", r"[A-Z]\w*(Error|Warning)|optional"),
 ]
 autodoc_member_order = "bysource"
