@@ -260,6 +260,7 @@ def test_a_run_that_did_not_come_about_leaves_no_older_files(tmp_path):
     assert ElementTree.parse(paths["junit"]).getroot().get("errors") == "1"
 
 
+@pytest.mark.slow
 def test_a_broken_script_in_a_checkout(tmp_path):
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     (tmp_path / "train.py").write_text(
@@ -291,6 +292,7 @@ def test_the_audit_tells_its_version(capsys):
     assert capsys.readouterr().out.startswith("lockstep-train ")
 
 
+@pytest.mark.slow
 def test_the_findings_of_every_recorded_program_are_in_the_format():
     count = 0
     for trace in sorted(TRACES.glob("*/*.json.xz")):

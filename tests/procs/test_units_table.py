@@ -15,6 +15,9 @@ from lockstep.errors import (
 from ranks.divergent import DIVERGENT
 from ranks.table import SPLITS, cells, check, one_process, pairwise, put_together
 from ranks.table_operators import OPERATORS
+from torch_versions import needs_unit_hooks
+
+pytestmark = needs_unit_hooks
 
 # By torch: gradients by hand of what is in shards, and SyncBatchNorm without a GPU.
 REFUSED = {

@@ -148,10 +148,8 @@ def test_a_spare_takes_the_place_and_no_step_is_computed_again(phase, step):
     assert recovery["replayed"] <= 1  # the open one
 
 
-@pytest.mark.parametrize(
-    ("phase", "rank"),
-    [("forward", 3), *(pytest.param(phase, 0, marks=pytest.mark.slow) for phase in PHASES)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("phase", "rank"), [("forward", 3), *((phase, 0) for phase in PHASES)])
 def test_fewer_go_on_with_one_copy(phase, rank):
     with in_copies([kill(rank, 9, phase)]) as trainer:
         results, model = run(trainer)
@@ -162,9 +160,8 @@ def test_fewer_go_on_with_one_copy(phase, rank):
     assert recovery["replayed"] <= 1  # the open one
 
 
-@pytest.mark.parametrize(
-    "step", [9, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 8))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 8, 9])
 def test_what_a_forward_has_written_to_weights_is_written_once(step):
     _, _, bits = undisturbed_copies(0.0, WritesToWeights)
     strikes, operator_cls = [kill(1, step, "data")], WritesToWeights

@@ -3,6 +3,7 @@
 
 import os
 import random
+import signal
 
 import pytest
 import torch
@@ -51,6 +52,21 @@ def test_workers_that_are_kept_serve_one_trainer_after_the_other():
             assert not any(trainer.apply_all_operators(_has_traces))
             trainer.apply_all_operators(_mark)
     assert processes[0] == processes[1]
+
+
+@pytest.mark.slow
+def test_a_worker_that_died_is_replaced_among_those_that_are_kept():
+    with start(num_workers=3) as trainer:
+        before = trainer.apply_all_workers(os.getpid)
+        os.kill(before[1], signal.SIGKILL)
+        trainer.train(num_steps=15)
+    with start(num_workers=3) as trainer:
+        after = trainer.apply_all_workers(os.getpid)
+        assert len(set(after) & set(before)) == 2
+        assert before[1] not in after
+        os.kill(after[0], signal.SIGKILL)
+        trainer.train(num_steps=15)
+        assert farthest(trainer.get_model(), one_process()) < 1e-12
 
 
 def _leave_traces():

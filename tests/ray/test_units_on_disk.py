@@ -11,7 +11,7 @@ from lockstep import checkpoint
 from lockstep.errors import WorkerDiedError
 
 # Each death starts a process that imports torch: seconds, and many where the processors are busy.
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 def _on_disk(folder):
@@ -23,13 +23,7 @@ def _on_disk(folder):
     }
 
 
-@pytest.mark.parametrize(
-    ("step", "spares"),
-    [
-        (13, 2),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in [(15, 2), (13, 0), (15, 0)]),
-    ],
-)
+@pytest.mark.parametrize(("step", "spares"), [(13, 2), (15, 2), (13, 0), (15, 0)])
 def test_neighbours_that_die_together_come_back_from_the_disk(step, spares, tmp_path):
     """In the call that the checkpoint was taken in, and in the one after it."""
     noise = 0.3 if spares else 0.0  # as many workers draw the same numbers
@@ -49,7 +43,6 @@ def test_neighbours_that_die_together_come_back_from_the_disk(step, spares, tmp_
     assert sum(len(each["lost"]) for each in recoveries) == 2
 
 
-@pytest.mark.slow
 def test_a_checkpoint_of_before_a_change_is_not_gone_back_to(tmp_path):
     with trainer_of(InShards, [kill(1, 8), kill(2, 8)], **_on_disk(tmp_path)) as trainer:
         trainer.train(num_steps=7)
@@ -58,7 +51,6 @@ def test_a_checkpoint_of_before_a_change_is_not_gone_back_to(tmp_path):
             trainer.train(num_steps=3)
 
 
-@pytest.mark.slow
 def test_a_host_that_does_not_see_the_directory_is_sent_its_rows(tmp_path):
     _, _, bits = undisturbed(InShards)
     arguments = {"spare_workers": 2, "scheduler_step_freq": "batch", **_on_disk(tmp_path)}
@@ -85,7 +77,6 @@ class OnAHostOfItsOwn(InShards):
         return False
 
 
-@pytest.mark.slow
 def test_what_is_each_ranks_own_is_on_no_disk(tmp_path):
     strikes = [kill(1, 8), kill(2, 8)]
     with trainer_of(InShards, strikes, {"own": True}, **_on_disk(tmp_path)) as trainer:

@@ -55,13 +55,8 @@ def test_a_spare_takes_the_place_and_no_bit_changes(phase, step):
     assert recovery["workers"] == 3
 
 
-@pytest.mark.parametrize(
-    ("phase", "rank"),
-    [
-        ("optimizer", 0),
-        *(pytest.param(phase, 2, marks=pytest.mark.slow) for phase in PHASES),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("phase", "rank"), [("optimizer", 0), *((phase, 2) for phase in PHASES)])
 def test_fewer_go_on_with_other_rows_to_the_same_weights(phase, rank):
     expected, whole, _ = undisturbed(InShards)
     with trainer_of(InShards, [kill(rank, 9, phase)]) as trainer:

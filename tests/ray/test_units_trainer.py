@@ -24,6 +24,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import TorchTrainer, checkpoint
 from lockstep.errors import CheckpointError, ConfigurationError, NotAvailableError
 from lockstep.keys import BATCH_SIZE
+from torch_versions import needs_unit_hooks
+
+pytestmark = needs_unit_hooks
 
 
 class InUnits(DefaultLoop):

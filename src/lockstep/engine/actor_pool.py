@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import secrets
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
 
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -25,12 +25,13 @@ from lockstep.errors import ConfigurationError
 from lockstep.import_without_gc import import_and_freeze
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ray.actor import ActorProxy
     from ray.util.placement_group import PlacementGroup
 
     from lockstep.engine.worker_actor import WorkerActor
+    from lockstep.engine.worker_handle import WorkerHandle
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ idle_pools: list[ActorPool] = []
 _sessions_that_keep: set[str | None] = set()
 """The sessions in which `prestart(keep=True)` was called last."""
 
+_KEPT: Final = "kept"
+
 
 def prestart(
     num_workers: int,
@@ -108,7 +111,8 @@ def prestart(
         keep: from now on workers wait, after the `shutdown` of their trainer, for the next one
             that asks for the same: for notebooks that make one trainer after the other. Until
             one that asks for others, ``ray.shutdown()``, or the end of the program. What the
-            operators left in the globals of modules is still there then.
+            operators left in the globals of modules is still there then. A worker that died is
+            replaced.
         num_cpus_per_worker: as the trainer's.
         num_gpus_per_worker: 1 where the trainer's workers use a GPU.
         resources_per_worker: as the trainer's; the others as well.
@@ -156,9 +160,8 @@ def _start(request: PoolRequest, own_cluster: bool, label: str) -> ActorPool:
     count = len(request.ranks)
     group = placement_group.reserve(request.bundle, count, own_cluster)
     if session() in _sessions_that_keep:
-        label = "kept"  # this pool serves one operator after the other
-    # Trainers of the same operator live side by side in a namespace of Ray, as trials of Tune do.
-    name = f"lockstep:{label}:{secrets.token_hex(3)}"
+        label = _KEPT  # this pool serves one operator after the other
+    name = _unique_name(label)
     actors: list[ActorProxy[WorkerActor]] = []
     try:
         places = placement_group.bundles_by_rank(group, count, request.num_spares)
@@ -172,6 +175,11 @@ def _start(request: PoolRequest, own_cluster: bool, label: str) -> ActorPool:
         raise
     bundles, nodes = [bundle for bundle, _ in places], [node for _, node in places]
     return ActorPool(group, nodes, bundles, actors, request, session(), name)
+
+
+def _unique_name(label: str) -> str:
+    # Trainers of the same operator live side by side in a namespace of Ray, as trials of Tune do.
+    return f"lockstep:{label}:{secrets.token_hex(3)}"
 
 
 def _start_actor(
@@ -201,10 +209,27 @@ def start_replacement(pool: ActorPool, bundle: int, number: int) -> ActorProxy[W
     return _start_actor(pool.placement_group, pool.request.bundle, bundle, number, pool.name)
 
 
-def keep_idle(pool: ActorPool) -> None:
-    """Keep a pool whose workers have stopped for the next trainer."""
+def keep_idle(pool: ActorPool, stopped: Sequence[WorkerHandle]) -> None:
+    """Keep a pool for the next trainer, with new actors in the place of those that have died.
+
+    Args:
+        stopped: those workers that wait for another trainer; no other bundle holds an actor.
+    """
     end_idle_pools()
-    idle_pools.append(pool)
+    waiting = {worker.bundle: worker.actor for worker in stopped if worker.actor is not None}
+    request, group = pool.request, pool.placement_group
+    if not placement_group.is_complete(group):  # a node has died
+        _end(group, list(waiting.values()))
+        return
+    places = placement_group.bundles_by_rank(group, len(request.ranks), request.num_spares)
+    bundles, nodes = [bundle for bundle, _ in places], [node for _, node in places]
+    # The next trainer counts its workers from 0 again, and each needs a name of its own.
+    pool = replace(pool, name=_unique_name(_KEPT), nodes=nodes, bundles=bundles)
+    actors = [
+        waiting.get(bundle) or start_replacement(pool, bundle, number)
+        for number, bundle in zip(request.ranks, bundles, strict=True)
+    ]
+    idle_pools.append(replace(pool, actors=actors))
 
 
 def end_pool(pool: ActorPool) -> None:

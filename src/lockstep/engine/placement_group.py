@@ -102,6 +102,11 @@ def _take_inherited_group(bundle: Mapping[str, float], count: int) -> PlacementG
     return group
 
 
+def is_complete(group: PlacementGroup) -> bool:
+    """Whether all bundles of `group` are reserved now: none has lost its node."""
+    return bool(placement_group_table(group)["state"] == "CREATED")
+
+
 def bundles_by_rank(group: PlacementGroup, count: int, num_spares: int) -> list[tuple[int, str]]:
     """A bundle and its node id for each of `count` workers, by rank; spares come last."""
     # In an inherited group the bundle of the program itself comes before.

@@ -220,30 +220,32 @@ class WorkerGroup:
         if not self.is_in_session:
             workers = []
             self.server = self._pool = None
-        actors = [worker.actor for worker in workers if worker.actor is not None]
-        pids = [each.pid for each in workers if each.actor and each.pid and each.is_here]
-        have_stopped = False
+        in_actors = [worker for worker in workers if worker.actor is not None]
+        stopped: list[WorkerHandle] = []
         try:
-            have_stopped = not force and _stop(actors)
+            if not force:
+                stopped = _stop(in_actors)
             for member in members:
                 if member.worker is not None:
                     member.worker.stop()
         finally:
             # Also after Ctrl-C in the wait for a worker: no later call releases the resources.
-            self._release(actors, pids, keep=have_stopped)
+            self._release(in_actors, stopped)
 
-    def _release(self, actors: list[Actor], pids: list[int], *, keep: bool) -> None:
+    def _release(self, workers: list[WorkerHandle], stopped: list[WorkerHandle]) -> None:
         pool, self._pool = self._pool, None
         server, self.server = self.server, None
         if server is not None:
             server.close()
-        if pool is not None and pool.is_kept and keep and pool.actors == actors:
-            keep_idle(pool)
-            pids = []
+        is_kept = pool is not None and pool.is_kept and bool(stopped)
+        ended = [worker for worker in workers if not is_kept or worker not in stopped]
+        for worker in ended:
+            end_actor(worker.actor)
+        if pool is not None and is_kept:
+            keep_idle(pool, stopped)
         elif pool is not None:
-            for actor in actors:
-                end_actor(actor)
             end_pool(pool)
+        pids = [worker.pid for worker in ended if worker.pid and worker.is_here]
         if server is not None and server.is_here:
             pids.append(server.pid)
         wait_until_gone(pids, _STOP_S)
@@ -268,10 +270,14 @@ def _is_starting(spare: Spare) -> bool:
 
 
 @reraise_keyboard_interrupt()
-def _stop(actors: Sequence[Actor]) -> bool:
-    """Let the actors close loaders and connections; return whether all of them did."""
-    asked = [_send(actor, Worker.stop.with_args()) for actor in actors]
+def _stop(workers: Sequence[WorkerHandle]) -> list[WorkerHandle]:
+    """Let workers close loaders and connections; return those that have done so in time."""
+    asked = {
+        _send(worker.actor, Worker.stop.with_args()): worker
+        for worker in workers
+        if worker.actor is not None
+    }
     if not asked:
-        return True
-    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_STOP_S)
-    return len(answered) == len(asked) and not any(map(has_failed, answered))
+        return []
+    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_STOP_S)
+    return [asked[ref] for ref in answered if not has_failed(ref)]

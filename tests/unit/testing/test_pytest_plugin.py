@@ -4,6 +4,8 @@
 import subprocess
 import sys
 
+import pytest
+
 HEALTHY = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -28,7 +30,9 @@ def test_broken(lockstep_audit):
 """
 
 
+@pytest.mark.slow
 def test_a_broken_script_fails_its_test_with_the_report(tmp_path):
+    """A pytest that launches two scripts on two ranks each."""
     (tmp_path / "healthy.py").write_text(HEALTHY)
     (tmp_path / "broken.py").write_text(HEALTHY.replace("dist.all_reduce(parameter.grad)", "pass"))
     (tmp_path / "test_scripts.py").write_text(TESTS)

@@ -248,6 +248,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_two_checkouts_of_one_program(tmp_path):
     """Their modules have one name, and one folder's name begins with the other's."""
     for folder, decay in (("line", "0.0"), ("line-new", "0.1")):

@@ -266,7 +266,9 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_from_the_command_line(tmp_path):
+    """Thirteen processes, each of which imports torch."""
     (tmp_path / "line.py").write_text(PROGRAM)
     in_folder = {"cwd": tmp_path, "text": True, "capture_output": True, "check": False}
     subprocess.run([sys.executable, "line.py"], **in_folder)

@@ -196,7 +196,7 @@ def by_lockstep(module_cls, num_workers):
         return trainer.get_model(), results
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_gan_of_the_tutorial(num_workers):
     expected, reference = by_lightning(Gan(), validates=False)
     model, results = by_lockstep(Gan, num_workers)
