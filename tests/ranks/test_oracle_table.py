@@ -18,6 +18,7 @@ from lockstep.operator.sync_setup import _BY_NAME
 from lockstep.sync import replicate
 from ranks.table import SPLITS, cells, check, on_threads, pairwise
 from ranks.table_operators import OPERATORS
+from torch_versions import needs_compiler_in_threads
 
 SYNCS = tuple(
     sync for sync in ("replicate", "ddp", "parameter_server", "data_parallel") if sync in _BY_NAME
@@ -44,15 +45,16 @@ def refusal(sync: str, name: str, num_workers: int) -> type[Exception] | None:
 QUICK = pairwise(*AXES)
 
 
+def marks(cell):
+    is_compiled = cell[1] == "Compiled"
+    return [pytest.mark.slow] * (cell not in QUICK) + [needs_compiler_in_threads] * is_compiled
+
+
 # A compiled model asks the parameters of replicas, which are no leaves, for their gradients.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
     ("sync", "name", "split", "num_workers"),
-    [
-        pytest.param(*cell, id="-".join(map(str, cell)), marks=[] if cell in QUICK else [slow])
-        for slow in (pytest.mark.slow,)
-        for cell in cells(*AXES)
-    ],
+    [pytest.param(*cell, id="-".join(map(str, cell)), marks=marks(cell)) for cell in cells(*AXES)],
 )
 def test_exact_or_refused(sync, name, split, num_workers):
     if name == "Compiled":

@@ -159,6 +159,8 @@ def test_a_scheduler_that_nothing_would_step_is_named(make, name, freq):
         trainer(keeps(make, name=name), scheduler_step_freq=freq)
 
 
+# By torch itself, before 2.9.
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
 def test_parts_of_a_registered_chain_are_not_schedulers_of_their_own():
     class Chained(TrainingOperator):
         def setup(self, config):
