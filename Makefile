@@ -22,7 +22,7 @@ TORCH := 2.13.0
 PIP := pip>=25.1
 
 .PHONY: help setup demo check fix test test-all soak browser bench bench-full bench-gpu bench-growth \
-  bench-page docs docs-refresh release matrix constraints clean
+  bench-page docs docs-refresh release matrix constraints lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -110,6 +110,12 @@ constraints: $(VENV)/bin/python ## rewrite constraints.txt from a fresh installa
 	    | sed -E 's/^(torch==[^+]*)\+.*/\1/' | grep -vE '^(nvidia-|cuda-|triton==)'; } > build/constraints.txt
 	mv build/constraints.txt constraints.txt
 	rm -rf build/constraints
+
+# `===`: the wheel of the index, and not one that was built here and bears a suffix.
+lock: $(VENV)/.releasing ## write examples/requirements.txt anew: the demo's packages, with the hashes of their files
+	printf '%s\n' 'torch===$(TORCH)' scikit-learn | $(BIN)/uv pip compile --quiet --universal \
+	  --python-version 3.11 --generate-hashes --no-annotate --custom-compile-command 'make lock' \
+	  -c constraints.txt -o examples/requirements.txt - pyproject.toml --extra ray > /dev/null
 
 clean: ## remove .venv, caches and results
 	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
