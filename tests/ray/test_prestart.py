@@ -69,6 +69,19 @@ def test_a_worker_that_died_is_replaced_among_those_that_are_kept():
         assert farthest(trainer.get_model(), one_process()) < 1e-12
 
 
+@pytest.mark.slow
+def test_a_worker_that_died_while_it_was_idle_is_replaced():
+    with start(num_workers=2) as trainer:
+        before = trainer.apply_all_workers(os.getpid)
+    os.kill(before[1], signal.SIGKILL)
+    with start(num_workers=2) as trainer:
+        after = trainer.apply_all_workers(os.getpid)
+        assert set(after) & set(before) == {before[0]}
+        trainer.train(num_steps=15)
+        assert farthest(trainer.get_model(), one_process()) < 1e-12
+        assert trainer.status()["recoveries"] == []
+
+
 def _leave_traces():
     torch.manual_seed(1)
     random.seed(1)

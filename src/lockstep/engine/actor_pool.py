@@ -14,8 +14,10 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+import ray
 from lockstep.engine import placement_group
 from lockstep.engine.actor_termination import end_actor
 from lockstep.engine.cluster import connect, session
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
     from lockstep.engine.worker_actor import WorkerActor
     from lockstep.engine.worker_handle import WorkerHandle
+    from lockstep.worker import ProgressReport
+    from ray import ObjectRef
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,8 @@ _sessions_that_keep: set[str | None] = set()
 """The sessions in which `prestart(keep=True)` was called last."""
 
 _KEPT: Final = "kept"
+
+_ANSWER_S: Final = 0.5
 
 
 def prestart(
@@ -148,7 +154,10 @@ def remote_ranks(num_workers: int, use_local: bool, num_spares: int) -> range:
 def take_or_start(request: PoolRequest, own_cluster: bool, label: str) -> ActorPool:
     """Take over the idle pool if it fits `request`; else start a new pool, named after `label`."""
     if idle_pools and idle_pools[0].request == request and idle_pools[0].session == session():
-        return idle_pools.pop()
+        pool = idle_pools.pop()
+        whole = _replace_dead(pool, _living(pool)) if pool.is_kept else pool
+        if whole is not None:
+            return whole
     end_idle_pools()
     if not placement_group.is_free(request.bundle, len(request.ranks)):
         evict_idle_workers()
@@ -216,20 +225,54 @@ def keep_idle(pool: ActorPool, stopped: Sequence[WorkerHandle]) -> None:
         stopped: those workers that wait for another trainer; no other bundle holds an actor.
     """
     end_idle_pools()
-    waiting = {worker.bundle: worker.actor for worker in stopped if worker.actor is not None}
+    whole = _replace_dead(pool, {worker.bundle: worker.actor for worker in stopped})
+    if whole is not None:
+        idle_pools.append(whole)
+
+
+def _living(pool: ActorPool) -> dict[int | None, ActorProxy[WorkerActor] | None]:
+    """The actors that have not died while they were idle, by bundle."""
+    answers = {actor.progress.remote(): place for place, actor in enumerate(pool.actors)}
+    # Who does not answer in time is still importing torch.
+    answered, _ = ray.wait(list(answers), num_returns=len(answers), timeout=_ANSWER_S)
+    dead = {answers[answer] for answer in answered if _is_from_dead_actor(answer)}
+    return {
+        bundle: actor
+        for place, (bundle, actor) in enumerate(zip(pool.bundles, pool.actors, strict=True))
+        if place not in dead
+    }
+
+
+def _is_from_dead_actor(answer: ObjectRef[ProgressReport]) -> bool:
+    try:
+        ray.get(answer)
+    except RayActorError:
+        return True
+    return False
+
+
+def _replace_dead(
+    pool: ActorPool, living: Mapping[int | None, ActorProxy[WorkerActor] | None]
+) -> ActorPool | None:
+    """The pool with a new actor in each bundle that none of `living` holds.
+
+    Returns:
+        None, and nothing is left of the pool, where a node has died.
+    """
     request, group = pool.request, pool.placement_group
-    if not placement_group.is_complete(group):  # a node has died
-        _end(group, list(waiting.values()))
-        return
+    actors = [living.get(bundle) for bundle in pool.bundles]
+    if not placement_group.is_complete(group):
+        _end(group, [actor for actor in actors if actor is not None])
+        return None
     places = placement_group.bundles_by_rank(group, len(request.ranks), request.num_spares)
     bundles, nodes = [bundle for bundle, _ in places], [node for _, node in places]
     # The next trainer counts its workers from 0 again, and each needs a name of its own.
     pool = replace(pool, name=_unique_name(_KEPT), nodes=nodes, bundles=bundles)
-    actors = [
-        waiting.get(bundle) or start_replacement(pool, bundle, number)
+    whole = [
+        living.get(bundle) or start_replacement(pool, bundle, number)
         for number, bundle in zip(request.ranks, bundles, strict=True)
     ]
-    idle_pools.append(replace(pool, actors=actors))
+    return replace(pool, actors=whole)
 
 
 def end_pool(pool: ActorPool) -> None:
