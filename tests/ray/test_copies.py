@@ -240,3 +240,18 @@ def test_windows_and_clips_of_copies_are_held_against_one_process():
 def test_a_number_that_does_not_divide_the_workers_is_refused():
     with pytest.raises(ConfigurationError, match="dp_shard_size=2, 3 workers"):
         trainer_of(InShards, config={"dp_shard_size": 2})
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_moved_among_as_many_workers_has_its_new_rows(tmp_path):
+    """Three workers twice in one run; who was the last of them is the middle one then."""
+    with in_copies([kill(3, 3), kill(0, 10)]) as trainer:
+        results = [trainer.train(num_steps=7)]
+        until_complete(trainer, 4)
+        results += [trainer.train(num_steps=7), trainer.validate()]
+        assert len(trainer.status()["recoveries"]) == 2
+        assert trainer.verify().ok
+        trainer.save(tmp_path / "run")
+        trainer.train(num_steps=4)
+        assert farthest(trainer.get_model(), one_process()) < 1e-12
+    goes_on(tmp_path / "run", num_workers=1)

@@ -16,12 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data import _utils as data_utils
 
 from lockstep import _torch_compat as compat
+from lockstep._torch_compat.device_mesh import forget_groups, make_mesh
 
 
 def leaf(*shape):
@@ -375,8 +377,20 @@ def test_a_mesh_without_groups_by_name():
             self._pg_registry = {"group": object()}
 
     mesh = Mesh()
-    compat.forget_groups(mesh)
+    forget_groups(mesh)
     assert mesh._pg_registry == {}
+
+
+def test_a_result_is_on_the_mesh_of_this_time():
+    """A process that was rank 2 of 3, and is rank 1 of 3 now."""
+    for rank in (2, 1):
+        dist.init_process_group("fake", rank=rank, world_size=3, store=dist.HashStore())
+        try:
+            mesh = make_mesh(dist.group.WORLD, "cpu")
+            rows = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+            assert torch.zeros_like(rows).device_mesh.get_coordinate() == (rank,)
+        finally:
+            dist.destroy_process_group()
 
 
 # ----------------------------------------------------------------------------- torch's own DDP

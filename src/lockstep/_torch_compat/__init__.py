@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from types import CodeType
 
     from torch.autograd.graph import Node
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader
 
@@ -379,14 +378,6 @@ def group_of_one(devices: Iterable[str]) -> dist.ProcessGroup:
         kind = dist.ProcessGroup.BackendType.CUSTOM
         alone._register_backend(torch.device(device), kind, make(0, 1))
     return alone
-
-
-def forget_groups(mesh: DeviceMesh) -> None:
-    """Let a mesh drop the process groups that it keeps by name.
-
-    Torch 2.13; the meshes of 2.6 keep none.
-    """
-    getattr(mesh, "_pg_registry", {}).clear()
 
 
 # ----------------------------------------------------------------------------- torch's own DDP

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
+from lockstep._torch_compat.device_mesh import make_mesh
 from lockstep.errors import (
     GradientNotReducedError,
     LockstepError,
@@ -37,6 +37,8 @@ from lockstep.sync.tensor_broadcast import broadcast_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
 
     from lockstep.group import Group
 
@@ -185,7 +187,7 @@ def mesh_of(group: Group, device: torch.device) -> DeviceMesh:
     require_default_group(group)
     world = dist.group.WORLD
     assert world is not None
-    return DeviceMesh.from_group(world, device.type)
+    return make_mesh(world, device.type)
 
 
 def require_default_group(group: Group) -> None:

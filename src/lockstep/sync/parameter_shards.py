@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from lockstep._torch_compat import forget_groups, storage_key, version_of
+from lockstep._torch_compat import storage_key, version_of
+from lockstep._torch_compat.device_mesh import forget_groups
 from lockstep.errors import CheckpointError, NotAvailableError
 from lockstep.local_rows import LocalRows, first_row, rows_of
 from lockstep.sync.local_parameters import is_local, local

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -20,6 +19,7 @@ from lockstep._torch_compat import (
     set_tensor_hooks,
     tensor_hooks,
 )
+from lockstep._torch_compat.device_mesh import make_mesh
 from lockstep._torch_compat.fully_shard import NEEDED_METHODS, begin_as_root, rows_of_shard
 from lockstep.data_parallel_mesh import DataParallelMesh
 from lockstep.errors import NotAvailableError
@@ -45,6 +45,7 @@ from lockstep.sync.unit_order import UnitOrder
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.hooks import RemovableHandle
 
     from lockstep.group import Group
@@ -154,7 +155,7 @@ class ShardedSync(GradientSync):
         self._collectives = self._collectives_of(group)
         self._ordered = make_ordered_group(self._order, self._collectives)
         group.watch(self._order.before_other_collective)
-        return DeviceMesh.from_group(self._ordered, self._device.type)
+        return make_mesh(self._ordered, self._device.type)
 
     def _collectives_of(self, group: Group) -> MeshCollectives:
         return MeshCollectives(group, DataParallelMesh(group.rank, group.size, self._dp_shard_size))
