@@ -13,6 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from ray_variables import without_ray_variables
+
 NEAR, FAR = "10.77.0.1", "10.77.0.2"
 PORT = 6399
 _RAY = Path(sys.executable).parent / "ray"
@@ -79,8 +81,7 @@ class TwoHosts:
         )  # fmt: skip
 
     def _environment(self):
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-        return environment | {
+        return without_ray_variables() | {
             "HOME": str(self.folder),
             "RAY_TMPDIR": str(self.folder),
             "PYTHONPATH": os.pathsep.join(sys.path),

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from ray_variables import without_ray_variables
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "how-to" / "cluster.md").read_text()
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -30,9 +32,8 @@ class LocalCluster:
         # Short: Ray puts sockets below it, whose paths may not exceed about 100 characters.
         self.ray_folder = Path(tempfile.mkdtemp(prefix="ls"))
         token = self.ray_folder / "token"
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
         self.stranger = {
-            **kept,
+            **without_ray_variables(),
             "RAY_TMPDIR": str(self.ray_folder),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),

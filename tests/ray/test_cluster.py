@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import ray
+from ray_variables import without_ray_variables
 
 CONNECTS = """
 import ray
@@ -57,9 +58,12 @@ print([str(path) for path in pathlib.Path.home().rglob("*")])
 def test_a_ray_of_its_own_leaves_no_token_in_the_home_directory(tmp_path):
     """Every other cluster of this user would ask for it from then on."""
     folder = tempfile.mkdtemp(prefix="ls")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     path = os.pathsep.join(sys.path)
-    environment = kept | {"RAY_TMPDIR": folder, "PYTHONPATH": path, "HOME": str(tmp_path)}
+    environment = without_ray_variables() | {
+        "RAY_TMPDIR": folder,
+        "PYTHONPATH": path,
+        "HOME": str(tmp_path),
+    }
     try:
         done = subprocess.run(
             [sys.executable, "-c", LEAVES_NOTHING], env=environment, capture_output=True, text=True
@@ -74,8 +78,7 @@ def test_a_ray_of_its_own_leaves_no_token_in_the_home_directory(tmp_path):
 def test_the_ray_of_the_tests_leaves_no_token_in_the_home_directory(tmp_path):
     """A plain `ray.init()`, as in tests/ray/conftest.py, would."""
     folder = tempfile.mkdtemp(prefix="ls")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment = kept | {"RAY_TMPDIR": folder, "HOME": str(tmp_path)}
+    environment = without_ray_variables() | {"RAY_TMPDIR": folder, "HOME": str(tmp_path)}
     one = f"{Path(__file__).with_name('test_tune.py')}::test_what_a_trial_asks_for"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", one]
     try:
@@ -140,9 +143,8 @@ def test_a_trainers_life_leaves_the_process_and_the_folders_as_they_were(tmp_pat
     folder = tempfile.mkdtemp(prefix="ls")
     home, temporary = tmp_path / "home", tmp_path / "temporary"
     home.mkdir(), temporary.mkdir()
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     path = os.pathsep.join([os.getcwd(), *sys.path])
-    environment = kept | {"RAY_TMPDIR": folder, "PYTHONPATH": path}
+    environment = without_ray_variables() | {"RAY_TMPDIR": folder, "PYTHONPATH": path}
     environment |= {"HOME": str(home), "TMPDIR": str(temporary)}
     try:
         done = subprocess.run(
@@ -165,8 +167,7 @@ JOINS = "import ray; ray.init('auto'); print(ray.get(ray.remote(lambda: 'a task 
 def test_other_peoples_ray_is_as_it_was_after_an_example(tmp_path):
     """Nothing that other programs read; `ray start --head`, and a plain program that joins."""
     folder = tempfile.mkdtemp(prefix="ls")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment = kept | {
+    environment = without_ray_variables() | {
         "RAY_TMPDIR": folder,
         "HOME": str(tmp_path),
         "PYTHONPATH": os.pathsep.join(sys.path),
