@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from tests.ray_variables import without_ray_variables
 
 import ray
-from ray_variables import without_ray_variables
 
 CONNECTS = """
 import ray

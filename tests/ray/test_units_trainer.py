@@ -18,13 +18,13 @@ from tests.ray.operators import (
     problem,
     sgd,
 )
+from tests.torch_versions import needs_unit_hooks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import TorchTrainer, checkpoint
 from lockstep.errors import CheckpointError, ConfigurationError, NotAvailableError
 from lockstep.keys import BATCH_SIZE
-from torch_versions import needs_unit_hooks
 
 pytestmark = needs_unit_hooks
 
