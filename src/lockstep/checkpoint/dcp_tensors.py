@@ -71,6 +71,7 @@ _ALLOWED_GLOBALS: Final = {
     "torch": {"Size", "device"},
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath", "PurePosixPath"},  # Python 3.13
 }
 
 
