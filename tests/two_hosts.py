@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ray_variables import without_ray_variables
+from tests.ray_variables import without_ray_variables
 
 NEAR, FAR = "10.77.0.1", "10.77.0.2"
 PORT = 6399

@@ -4,6 +4,7 @@
 import pytest
 import torch
 from tests.procs.pool import Pool
+from tests.torch_versions import needs_unit_hooks
 
 from lockstep.errors import (
     DataOrderError,
@@ -15,7 +16,6 @@ from lockstep.errors import (
 from ranks.divergent import DIVERGENT
 from ranks.table import SPLITS, cells, check, one_process, pairwise, put_together
 from ranks.table_operators import OPERATORS
-from torch_versions import needs_unit_hooks
 
 pytestmark = needs_unit_hooks
 

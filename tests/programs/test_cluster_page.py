@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-
-from ray_variables import without_ray_variables
+from tests.ray_variables import without_ray_variables
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "how-to" / "cluster.md").read_text()

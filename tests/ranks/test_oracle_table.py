@@ -11,6 +11,7 @@ from itertools import combinations
 import pytest
 import torch
 import torch.distributed as dist
+from tests.torch_versions import needs_compiler_in_threads
 from torch import nn
 
 from lockstep.errors import ConfigurationError, GradientNotReducedError, PerShardLossError
@@ -18,7 +19,6 @@ from lockstep.operator.sync_setup import _BY_NAME
 from lockstep.sync import replicate
 from ranks.table import SPLITS, cells, check, on_threads, pairwise
 from ranks.table_operators import OPERATORS
-from torch_versions import needs_compiler_in_threads
 
 SYNCS = tuple(
     sync for sync in ("replicate", "ddp", "parameter_server", "data_parallel") if sync in _BY_NAME

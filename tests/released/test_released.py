@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.released.program import STEPS_AFTER, STEPS_BEFORE, rank_loader, train_on, trainer
+from tests.torch_versions import needs_unit_hooks
 
 from lockstep import checkpoint
 from lockstep.trainer.logged_run import LoggedRun
@@ -47,6 +48,7 @@ def test_a_run_goes_on_from_a_file(folder):
     assert all(value.isfinite().all() for value in average.state_dict().values())
 
 
+@needs_unit_hooks
 @pytest.mark.parametrize("num_workers", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_goes_on_from_a_directory(folder, num_workers):
     with trainer(in_shards=True, sync="fsdp", num_workers=num_workers) as run:

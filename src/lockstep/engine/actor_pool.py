@@ -90,6 +90,7 @@ _sessions_that_keep: set[str | None] = set()
 _KEPT: Final = "kept"
 
 _ANSWER_S: Final = 0.5
+"""How long a kept actor may take to answer; a dead one's error comes in milliseconds."""
 
 
 def prestart(
@@ -233,7 +234,7 @@ def keep_idle(pool: ActorPool, stopped: Sequence[WorkerHandle]) -> None:
 def _living(pool: ActorPool) -> dict[int | None, ActorProxy[WorkerActor] | None]:
     """The actors that have not died while they were idle, by bundle."""
     answers = {actor.progress.remote(): place for place, actor in enumerate(pool.actors)}
-    # Who does not answer in time is still importing torch.
+    # An actor that does not answer in time is still importing torch.
     answered, _ = ray.wait(list(answers), num_returns=len(answers), timeout=_ANSWER_S)
     dead = {answers[answer] for answer in answered if _is_from_dead_actor(answer)}
     return {
