@@ -86,18 +86,13 @@ class Cell:
 
 
 CELLS: Final = {
-    "oldest": Cell("python3.11", "==2.7.*", "==2.60.*", ("numpy<2.3",)),
-    "torch2.8": Cell("python3.11", "==2.8.*", "==2.60.*"),
-    "torch2.9": Cell("python3.11", "==2.9.*", "==2.60.*"),
-    "torch2.10": Cell("python3.11", "==2.10.*", "==2.60.*"),
-    "torch2.11": Cell("python3.11", "==2.11.*", "==2.60.*"),
-    "torch2.12": Cell("python3.11", "==2.12.*", "==2.60.*"),
+    "oldest": Cell("python3.11", "==2.12.*", "==2.60.*", ("numpy<2.3",)),
     "torch2.13": Cell("python3.11", "==2.13.*", "==2.60.*"),
     "torch2.14": Cell("python3.11", "==2.14.*", "==2.60.*"),
     "newest": Cell("python3.11", ">=2.15", ">=2.60"),
-    "python3.12-oldest": Cell("python3.12", "==2.7.*", "==2.60.*"),
+    "python3.12-oldest": Cell("python3.12", "==2.12.*", "==2.60.*"),
     "python3.12": Cell("python3.12", ">=2.13", ">=2.60"),
-    "python3.13-oldest": Cell("python3.13", "==2.7.*", "==2.60.*"),
+    "python3.13-oldest": Cell("python3.13", "==2.12.*", "==2.60.*"),
     "python3.13": Cell("python3.13", ">=2.13", ">=2.60"),
 }
 

@@ -2,17 +2,10 @@
 """What tests need of torch; `make matrix` runs them under older versions, too."""
 
 import pytest
-import torch
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep._torch_compat.fully_shard import NEEDED_METHODS
 
-VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
-
-needs_compiler_in_threads = pytest.mark.skipif(
-    VERSION < (2, 11),
-    reason="torch before 2.11 compiles in one thread at a time (pytorch/pytorch#170605)",
-)
 needs_unit_hooks = pytest.mark.skipif(
     not all(hasattr(FSDPModule, name) for name in NEEDED_METHODS),
     reason="models in units need torch 2.13; `test_an_older_torch_is_named` sees the refusal",

@@ -129,8 +129,6 @@ class Group:
             parts = tensor.new_empty(self.size * tensor.numel())
             pending = self._start("all_reduce", ALL_GATHER_ONE, parts, tensor)
             return pending.then(partial(AllGatherSum, parts=parts, total=tensor))
-        if tensor.is_complex():
-            tensor = torch.view_as_real(tensor)  # older versions of gloo sum no complex numbers
         options = dist.AllreduceOptions()
         options.reduceOp = op
         return self._start("all_reduce", "allreduce", [tensor], options)

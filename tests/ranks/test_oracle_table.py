@@ -11,7 +11,6 @@ from itertools import combinations
 import pytest
 import torch
 import torch.distributed as dist
-from tests.torch_versions import needs_compiler_in_threads
 from torch import nn
 
 from lockstep.errors import ConfigurationError, GradientNotReducedError, PerShardLossError
@@ -45,16 +44,15 @@ def refusal(sync: str, name: str, num_workers: int) -> type[Exception] | None:
 QUICK = pairwise(*AXES)
 
 
-def marks(cell):
-    is_compiled = cell[1] == "Compiled"
-    return [pytest.mark.slow] * (cell not in QUICK) + [needs_compiler_in_threads] * is_compiled
-
-
 # A compiled model asks the parameters of replicas, which are no leaves, for their gradients.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
     ("sync", "name", "split", "num_workers"),
-    [pytest.param(*cell, id="-".join(map(str, cell)), marks=marks(cell)) for cell in cells(*AXES)],
+    [
+        pytest.param(*cell, id="-".join(map(str, cell)), marks=[] if cell in QUICK else [slow])
+        for slow in (pytest.mark.slow,)
+        for cell in cells(*AXES)
+    ],
 )
 def test_exact_or_refused(sync, name, split, num_workers):
     if name == "Compiled":

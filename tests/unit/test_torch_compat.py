@@ -388,7 +388,7 @@ def test_a_result_is_on_the_mesh_of_this_time():
         try:
             mesh = make_mesh(dist.group.WORLD, "cpu")
             rows = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
-            assert list(torch.zeros_like(rows).device_mesh.get_coordinate()) == [rank]
+            assert torch.zeros_like(rows).device_mesh.get_coordinate() == (rank,)
         finally:
             dist.destroy_process_group()
 

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, debug
+from torch.distributed.tensor import debug
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -15,22 +15,14 @@ if TYPE_CHECKING:
 def make_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
     """The mesh of `group`, for the tensors of this thread from now on.
 
-    Torch 2.7 to 2.13. For each operation on ``DTensor``s torch keeps what its result is, the mesh
+    Torch 2.12 to 2.14. For each operation on ``DTensor``s torch keeps what its result is, the mesh
     included, and finds it by meshes that are equal. Meshes of as many ranks are equal, whichever of
     them this process is and whether the group still lives. So a result would be on the mesh of an
     earlier group, with the rank that this process had there: its rows would be taken for another
     rank's.
     """
-    _forget_results()
+    debug._clear_sharding_prop_cache()
     return DeviceMesh.from_group(group, device_type)
-
-
-def _forget_results() -> None:
-    clear = getattr(debug, "_clear_sharding_prop_cache", None)
-    if clear is None:  # before 2.13: the one cache that there is has no method for it
-        dispatcher: Any = getattr(DTensor, "_op_dispatcher")  # noqa: B009
-        clear = dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
-    clear()
 
 
 def forget_groups(mesh: DeviceMesh) -> None:

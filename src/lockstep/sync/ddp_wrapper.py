@@ -233,7 +233,6 @@ class DDPWrapper(DistributedDataParallel):
 
 def views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The gradients in a bucket of DDP's, strided like `parameters`; complex ones as real pairs."""
-    flat = _as_real(flat).view(-1)  # torch 2.7 keeps complex gradients as such
     offset = 0
     for parameter in parameters:
         real = _as_real(parameter.detach())

@@ -159,8 +159,6 @@ def test_a_scheduler_that_nothing_would_step_is_named(make, name, freq):
         trainer(keeps(make, name=name), scheduler_step_freq=freq)
 
 
-# By a chain of torch's own, in 2.7.
-@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
 def test_parts_of_a_registered_chain_are_not_schedulers_of_their_own():
     class Chained(TrainingOperator):
         def setup(self, config):
