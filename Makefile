@@ -113,7 +113,7 @@ constraints: $(VENV)/bin/python ## rewrite constraints.txt from a fresh installa
 
 # `===`: the wheel of the index, and not one that was built here and bears a suffix.
 lock: $(VENV)/.releasing ## write examples/requirements.txt anew: the demo's packages, with the hashes of their files
-	printf '%s\n' 'torch===$(TORCH)' scikit-learn | $(BIN)/uv pip compile --quiet --universal \
+	printf '%s\n' 'torch===$(TORCH)' scikit-learn | $(BIN)/uv pip compile --quiet --universal --system-certs \
 	  --python-version 3.11 --generate-hashes --no-annotate --custom-compile-command 'make lock' \
 	  -c constraints.txt -o examples/requirements.txt - pyproject.toml --extra ray > /dev/null
 
