@@ -28,8 +28,9 @@ def test_workers_that_serve_one_trainer_after_the_other_are_named_so():
         first = names()
     with start():
         assert names() == first
-    (mark,) = {re.fullmatch(r"lockstep:kept:(\w{6}):worker\d", name)[1] for name in first}
-    assert first == {f"lockstep:kept:{mark}:worker{number}" for number in (0, 1)}
+    assert len(first) == 2
+    # A worker that replaces a dead one has a mark of its own: the number may be taken.
+    assert all(re.fullmatch(r"lockstep:kept:\w{6}:worker[01]", name) for name in first)
 
 
 @pytest.mark.slow

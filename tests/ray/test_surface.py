@@ -95,12 +95,25 @@ def check_results_by_rank(two):
     assert set(whole["profile"]) == {"mean_eval_fwd_s", "mean_validation_s"}
 
 
+def count_states_of_the_model(operator):
+    # The hook goes with the model to wherever the model is sent, and the operator cannot.
+    operator.states_of_the_model = states = []
+    operator.model.register_state_dict_pre_hook(lambda *_: states.append(1))
+
+
 def check_operator_state(two):
     """Each rank's own state is saved and comes back; no state is pulled for a step (C17)."""
+    two.apply_all_operators(count_states_of_the_model)
     before = two.apply_all_operators(lambda operator: operator.own["asked"])
     two.train(num_steps=1)
-    assert two.apply_all_operators(lambda operator: operator.own["asked"]) == before
+    pulled = two.apply_all_operators(lambda operator: len(operator.states_of_the_model))
+    asked = two.apply_all_operators(lambda operator: operator.own["asked"])
+    assert pulled == [0, 0]
+    # A worker copies what only the operator knows, because the step may have to be undone.
+    assert asked == [count + 1 for count in before]
     state = two.state_dict()
+    pulled = two.apply_all_operators(lambda operator: len(operator.states_of_the_model))
+    assert sum(pulled) > 0
     two.apply_all_operators(lambda operator: operator.own.update(rank=None))
     two.load_state_dict(state)
     assert two.apply_all_operators(lambda operator: operator.own["rank"]) == [0, 1]
