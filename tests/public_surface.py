@@ -48,6 +48,9 @@ DIRECTIVE = re.compile(
 ATTRIBUTES = re.compile(r"^Attributes:\n(?P<body>(?:(?: {4}.*)?\n?)*)", re.MULTILINE)
 ATTRIBUTE = re.compile(r"^ {4}(?P<names>\w+(?:, \w+)*): ", re.MULTILINE)
 
+DEPRECATED = "deprecated: "
+REMOVAL = re.compile(r"lockstep (?P<version>\d+\.\d+) removes it; use .+")
+
 PROTOCOLS = {"__enter__": "with", "__iter__": "for", "__len__": "len", "__call__": "call"}
 
 
@@ -121,15 +124,16 @@ def _kind(value: Any) -> str:
 
 def _described(name: str, value: Any, how: Shown) -> dict[str, Entry]:
     if not inspect.isclass(value):
-        return {name: ["function", *parameters(value)]}
+        return {name: ["function", *parameters(value), *deprecation(value)]}
     own = _attributes(value)
     protocols = [word for dunder, word in PROTOCOLS.items() if dunder in own]
     arguments = parameters(value) if how.has_constructor else ["..."]
-    found: dict[str, Entry] = {name: [" ".join(["class", *protocols]), *arguments]}
+    kind = " ".join(["class", *protocols])
+    found: dict[str, Entry] = {name: [kind, *arguments, *deprecation(value)]}
     listed = how.members
     public = {member for member in own if not member.startswith("_")}
     for member in sorted(public if listed is None else listed):
-        found[f"{name}.{member}"] = _member(own[member])
+        found[f"{name}.{member}"] = [*_member(own[member]), *deprecation(own[member])]
     given = set(inspect.signature(value).parameters) if is_dataclass(value) else set()
     for attribute in documented_attributes(value):
         if attribute not in given:
@@ -190,6 +194,33 @@ def parameters(function: Any) -> list[str]:
         found.append(f"{stars}{each.name}{default}")
         before = each.kind
     return [*found, "/"] if before is kinds.POSITIONAL_ONLY else found
+
+
+def deprecation(value: Any) -> list[str]:
+    """What ``@deprecated`` (PEP 702) says of a function, a class or a member."""
+    function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    message = getattr(function, "__dict__", {}).get("__deprecated__")
+    return [] if message is None else [f"{DEPRECATED}{message}"]
+
+
+def wrong_deprecations(found: Surface, version: str, changelog: str) -> list[str]:
+    """What deprecated names do not say, and those that `version` should be without."""
+    now = tuple(map(int, version.split(".")[:2]))
+    listed = "".join(re.findall(r"^### Deprecated\n(.*?)(?=^##|\Z)", changelog, re.M | re.S))
+    wrong = []
+    for section in found.values():
+        for name, entry in section.items():
+            message = str(entry[-1]) if entry else ""
+            if not message.startswith(DEPRECATED):
+                continue
+            says = REMOVAL.fullmatch(message.removeprefix(DEPRECATED))
+            if says is None:
+                wrong.append(f"{name} has to say `lockstep X.Y removes it; use ...`")
+            elif tuple(map(int, says["version"].split("."))) <= now:
+                wrong.append(f"{name} is still in {version}")
+            if f"`{name}`" not in listed:
+                wrong.append(f"{name} is not under Deprecated in CHANGELOG.md")
+    return wrong
 
 
 def text_of(value: Any) -> str:

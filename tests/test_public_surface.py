@@ -11,16 +11,22 @@ import json
 from pathlib import Path
 
 import pytest
+import typing_extensions
 from tests.public_surface import (
     FILE,
+    ROOT,
+    Shown,
     Surface,
+    _described,
     as_json,
+    deprecation,
     differences,
     parameters,
     read,
     reference,
     surface,
     text_of,
+    wrong_deprecations,
 )
 
 import lockstep
@@ -144,3 +150,67 @@ def test_a_default_has_the_same_text_in_every_process() -> None:
     assert text_of(object()) == "<object>"
     assert text_of(frozenset({"b", "a", "c"})) == "{'a', 'b', 'c'}"
     assert text_of({"a": [1, Path]}) == "{'a': [1, Path]}"
+
+
+SINCE = "lockstep 0.3 removes it; use `gather`"
+
+
+class Old:
+    @typing_extensions.deprecated(SINCE)
+    def method(self, x=1): ...
+
+    @property
+    @typing_extensions.deprecated(SINCE)
+    def size(self): ...
+
+    @classmethod
+    @typing_extensions.deprecated(SINCE)
+    def made(cls): ...
+
+    def kept(self): ...
+
+
+def test_what_is_deprecated_says_so_in_the_surface() -> None:
+    @typing_extensions.deprecated(SINCE)
+    def function(x, *, dim=0): ...
+
+    told = f"deprecated: {SINCE}"
+    assert _described("a", function, Shown(True, None)) == {
+        "a": ["function", "x", "*", "dim=0", told]
+    }
+
+    @typing_extensions.deprecated(SINCE)
+    class Whole:
+        def __init__(self, x): ...
+
+    assert _described("A", Whole, Shown(False, frozenset())) == {"A": ["class", "...", told]}
+    assert deprecation(Old) == deprecation(Old.kept) == []
+    members = vars(Old)
+    assert [deprecation(members[name]) for name in ("method", "size", "made")] == [[told]] * 3
+
+
+def test_whoever_deprecates_says_when_and_what_instead(now: Surface) -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert wrong_deprecations(now, lockstep.__version__, changelog) == []
+
+
+LISTED = "## [0.2]\n\n### Deprecated\n\n- `a`: use `b`.\n\n### Fixed\n\n- `c`\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "version", "wrong"),
+    [
+        ("a", SINCE, "0.2.0.dev0", []),
+        ("a", SINCE, "0.3.0.dev0", ["a is still in 0.3.0.dev0"]),
+        ("a", SINCE, "1.0.0", ["a is still in 1.0.0"]),
+        ("a", "use b", "0.2.0", ["a has to say `lockstep X.Y removes it; use ...`"]),
+        ("c", SINCE, "0.2.0", ["c is not under Deprecated in CHANGELOG.md"]),
+    ],
+)
+def test_a_deprecation_that_says_too_little(
+    name: str, message: str, version: str, wrong: list[str]
+) -> None:
+    surface: Surface = {
+        "names": {"kept": ["function"], name: ["function", f"deprecated: {message}"]}
+    }
+    assert wrong_deprecations(surface, version, LISTED) == wrong
