@@ -9,7 +9,7 @@ def run(*arguments, **options):
     """Python with those arguments, to its end."""
     command = [sys.executable, *map(str, arguments)]
     settings = {"capture_output": True, "text": True, "timeout": 55, "check": False}
-    return subprocess.run(command, **settings, **options)
+    return subprocess.run(command, **settings | options)
 
 
 def audit(*arguments, **options):

@@ -287,9 +287,10 @@ def test_a_hang_ends_though_one_rank_has_its_steps_and_is_not_watched_any_more(t
 
 
 @pytest.mark.slow
-def test_ranks_that_wait_for_one_that_computes_do_not_hang():
+@pytest.mark.parametrize("script", ["one_computes_alone.py", "one_keeps_the_interpreter.py"])
+def test_ranks_that_wait_for_one_that_computes_do_not_hang(script):
     environment = {**os.environ, "LOCKSTEP_AUDIT_STALL_S": "1"}
-    done = audit("--hang-timeout", "1", SCRIPTS / "one_computes_alone.py", env=environment)
+    done = audit("--hang-timeout", "1", SCRIPTS / script, env=environment, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "nothing has moved" not in done.stderr
 

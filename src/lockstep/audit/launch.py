@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.05
 _DUMP_S = 2.0
+_LATE_S = 30.0
+"""A thread of the rank answers. It gets its turn late where the main thread computes and keeps the
+interpreter, or where the machine is overloaded: who has not answered yet is not said to hang."""
 _TERMINATE_S = 30.0
 _STALL_S = "LOCKSTEP_AUDIT_STALL_S"
 _IDLE = 0.02
@@ -64,6 +67,15 @@ class _Process:
     def send(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.popen.pid, number)
+
+
+@dataclass(frozen=True)
+class _Question:
+    """Ranks, and the files of processes they started, that were asked where they stand."""
+
+    asked_at: float  # seconds since 1970, as the times of files
+    ranks: list[_Process]
+    spawned: list[Path]
 
 
 def launch(options: Options) -> int:
@@ -129,6 +141,7 @@ class _Run:
         self._stands_since: float | None = None
         self._hangs = False
         self._asked_at = time.monotonic()
+        self._question: _Question | None = None  # while not all have answered
 
     def run(self) -> int:
         """Start, wait, judge."""
@@ -202,17 +215,23 @@ class _Run:
 
     def _ask_all(self) -> None:
         """Everybody's ledger, within a short time; who cannot answer has none."""
+        question = self._ask()
+        deadline = time.monotonic() + _DUMP_S
+        while time.monotonic() < deadline and not self._is_answered(question):
+            time.sleep(_POLL_S)
+
+    def _ask(self) -> _Question:
         living = [p for p in self.processes if p.popen.poll() is None]
-        asked = time.time()
+        now = time.time()
         for process in living:
             process.ask()
         spawned = [p.with_suffix(".json") for p in self.folder.glob(f"spawned*{ASK}") if _asked(p)]
-        deadline = time.monotonic() + _DUMP_S
-        while time.monotonic() < deadline:
-            left = [self.folder / f"rank{p.rank}.json" for p in living if p.popen.poll() is None]
-            if all(_is_newer(path, asked) for path in (*left, *spawned)):
-                return
-            time.sleep(_POLL_S)
+        return _Question(now, living, spawned)
+
+    def _is_answered(self, question: _Question) -> bool:
+        left = [p for p in question.ranks if p.popen.poll() is None]
+        ledgers = [self.folder / f"rank{process.rank}.json" for process in left]
+        return all(_is_newer(path, question.asked_at) for path in (*ledgers, *question.spawned))
 
     def _wait(self) -> None:
         while True:
@@ -238,10 +257,14 @@ class _Run:
     def _look_for_a_stall(self) -> None:
         """Say, once, where the ranks stand when none of them moves; then give them up."""
         every_s = float(os.environ.get(_STALL_S, "60"))
-        if time.monotonic() - self._asked_at < every_s:
+        since_s = time.monotonic() - self._asked_at
+        if self._question is None:
+            if since_s >= every_s:
+                self._asked_at, self._question = time.monotonic(), self._ask()
             return
-        self._asked_at = time.monotonic()
-        self._ask_all()
+        if since_s < _LATE_S and not self._is_answered(self._question):
+            return
+        self._question = None
         ledgers = [ledger for ledger in self._ledgers() if ledger is not None]
         standing = [
             (led.calls_made, [t.count for t in led.tracks], led.stack[:1]) for led in ledgers
