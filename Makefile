@@ -47,7 +47,7 @@ test: $(VENV)/.installed ## the tests, without the slow ones
 	$(BIN)/python -m pytest -q -n 2 -m "not slow"
 
 test-all: $(VENV)/.installed $(VENV)/.audited $(VENV)/.documented browser ## all tests, with the libraries and the browser they need; times: out/test-all.xml
-	$(BIN)/python -m pytest -q -n 3 --durations=30 --junitxml=out/test-all.xml
+	$(BIN)/python -m pytest -q -n 2 --durations=30 --junitxml=out/test-all.xml
 
 soak: $(VENV)/.installed ## random training programs beside one process: SECONDS=600 COUNT= SEED= SYNC= WORKERS=
 	PYTHONPATH=tests $(BIN)/python -m soak $(if $(SECONDS)$(COUNT),,--seconds 600) \

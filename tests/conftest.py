@@ -47,19 +47,22 @@ if not any(name.startswith("RAY_AUTH") for name in os.environ):
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-_TOGETHER = {"tests/procs": "processes", "tests/faults": "processes", "tests/audit": "audit"}
-"""Folders whose tests share what is dear to start, so that one process runs them all."""
+_TOGETHER = {
+    "tests/ray": "ray",
+    "tests/procs": "processes",
+    "tests/faults": "processes",
+    "tests/audit": "audit",
+}
+"""Folders whose tests share what is dear to start, so that one process runs them all. (Three
+processes with a Ray each were slower on two cores, and starved tests that wait for processes.)"""
 
 
 class _FoldersTogether(LoadScopeScheduling):
-    """Tests go to whoever is free, but for those folders, and for each file of tests/ray, whose
-    fixtures keep a trainer. (Of xdist's own ways, "loadgroup" does not see its marks under pytest
-    9.2, and "loadfile" would let one process run a file of thousands of quick tests.)
+    """Tests go to whoever is free, but for those folders. (Of xdist's own ways, "loadgroup"
+    does not see its marks under pytest 9.2, and "loadfile" would start Ray in every process.)
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        if nodeid.startswith("tests/ray/"):
-            return nodeid.partition("::")[0]
         return _TOGETHER.get("/".join(nodeid.split("/")[:2]), nodeid)
 
 
