@@ -68,9 +68,9 @@ PACKAGES: Final = {
         ("checkpoint",),
         (
             "tests/unit/checkpoint",
-            "tests/released",
             "tests/ray/test_durable.py",
             "tests/ray/test_units_trainer.py",
+            "tests/released",
         ),
     ),
     "recovery": Package(
@@ -346,7 +346,8 @@ def judged(
         copies = Copies(Path(folder), package, jobs)
         unchanged = copies.judge(None, limit_s=1800.0)
         if unchanged.outcome != "survived":
-            raise SystemExit(f"the tests of {package} fail before anything is changed")
+            said = next(Path(folder).glob("*/output.txt")).read_text(errors="replace")
+            raise SystemExit(f"{said}\nthe tests of {package} fail before anything is changed")
         limit_s = 60.0 + 2 * unchanged.seconds
         print(f"{package}: its tests take {unchanged.seconds:.0f} s", flush=True)
 
