@@ -167,6 +167,28 @@ def test_a_disk_that_fails_while_more_is_written(
     assert_untouched(old)
 
 
+@pytest.mark.parametrize(("number", "is_fault"), [(errno.EIO, True), (errno.EINVAL, False)])
+def test_a_folder_that_cannot_be_flushed(
+    old: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_fault: bool
+) -> None:
+    """Some network file systems have no such call; whatever else fails may lose the name."""
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if is_fault:
+        with pytest.raises(CheckpointWriteError) as caught:
+            checkpoint.write(old, {"step": 2})
+        assert caught.value.errno == number
+    else:
+        checkpoint.write(old, {"step": 2})
+        assert checkpoint.read(old) == {"step": 2}
+
+
 def test_folders_that_cannot_be_written_to(old: Path) -> None:
     cases = {
         old / "below a file" / "c.pt": "a file, not a folder",

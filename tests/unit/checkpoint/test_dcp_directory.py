@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint directory exists whole or not at all, is verified, and is read without code."""
 
+import errno
 import hashlib
 import os
 import pickle
@@ -163,6 +164,22 @@ def test_an_entry_that_is_no_tensor_is_not_read(tmp_path):
     altered(path, change)
     with pytest.raises(CheckpointError, match="only code could rebuild"):
         checkpoint.read(path)
+
+
+def test_a_new_directory_that_cannot_take_its_name_leaves_the_old_one(tmp_path, monkeypatch):
+    path = checkpoint.write_directory(tmp_path / "state", {"epoch": 1})
+    real = os.rename
+
+    def rename(source, target):
+        if str(source).endswith(".tmp"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(CheckpointWriteError):
+        checkpoint.write_directory(path, {"epoch": 2})
+    assert checkpoint.read(path) == {"epoch": 1}
+    assert os.listdir(tmp_path) == ["state"]
 
 
 def test_what_is_in_the_way_stays(tmp_path):

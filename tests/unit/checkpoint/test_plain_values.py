@@ -256,8 +256,12 @@ def test_what_needs_code_to_rebuild_is_refused_by_name(
 def test_odd_keys_and_cycles_are_refused_by_name(tmp_path: Path) -> None:
     cycle: list[object] = []
     cycle.append(cycle)
-    keyed = {torch.ones(1): 1}
-    for value, name in ((cycle, 'state["x"][0]: list'), (keyed, 'state["x"], key tensor')):
+    keyed, items = {torch.ones(1): 1}, {torch.ones(1)}
+    for value, name in (
+        (cycle, 'state["x"][0]: list'),
+        (keyed, 'state["x"], key tensor'),
+        (items, 'state["x"], key tensor'),
+    ):
         with pytest.raises(CheckpointError) as caught:
             checkpoint.write(tmp_path / "c.pt", {"x": value})
         assert name in str(caught.value)

@@ -113,6 +113,15 @@ def test_going_back_leaves_no_newer_state_to_go_on_from(tmp_path: Path) -> None:
     assert found(kept) == 15
 
 
+@pytest.mark.parametrize("write", [FILE, DIRECTORY])
+def test_going_back_twice_sets_the_newer_one_aside(tmp_path: Path, write: Any) -> None:
+    kept = rotation(tmp_path)
+    for _ in range(2):
+        fill(kept, 10, 20, write=write)
+        fill(kept, 10, write=write)
+        assert kept.steps() == [10]
+
+
 def test_if_none_can_be_read_nobody_starts_afresh_without_knowing(tmp_path: Path) -> None:
     kept = rotation(tmp_path)
     fill(kept, 1, 2)
