@@ -51,7 +51,8 @@ def publish(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], None]) -> 
         fill: writes the content to the open temporary file that it is given, in the same folder.
 
     Raises:
-        CheckpointWriteError: the file system refused a write.
+        CheckpointWriteError: the file system refused a write. If it refused only to flush the
+            folder, the new content is there, and the error says so.
     """
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
@@ -68,7 +69,12 @@ def publish(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], None]) -> 
             with suppress(FileNotFoundError):
                 os.unlink(temporary)
             raise
-        _sync_folder(folder)
+        try:
+            _sync_folder(folder)
+        except OSError as error:
+            raise write_error(
+                path, error, "the new one is there, and a power cut may undo it"
+            ) from error
     except CheckpointWriteError:
         raise
     except OSError as error:
@@ -144,13 +150,18 @@ def _sync_folder(folder: str) -> None:
             raise
 
 
-def write_error(path: str | os.PathLike[str], error: OSError) -> CheckpointWriteError:
+def write_error(
+    path: str | os.PathLike[str],
+    error: OSError,
+    left: str = "what the file held before is untouched",
+) -> CheckpointWriteError:
+    """The error of a checkpoint that could not be written; `left` says what is there now."""
     cause, fix = _CAUSES.get(error.errno or 0, ("the file system refused", "save elsewhere"))
     failure = CheckpointWriteError(
         f"the checkpoint {os.fspath(path)} could not be written",
         where=os.path.abspath(path),
         got=str(error),
-        cause=f"{cause}; what the file held before is untouched",
+        cause=f"{cause}; {left}",
         fix=fix,
     )
     failure.errno = error.errno

@@ -184,6 +184,8 @@ def test_a_folder_that_cannot_be_flushed(
         with pytest.raises(CheckpointWriteError) as caught:
             checkpoint.write(old, {"step": 2})
         assert caught.value.errno == number
+        assert "the new one is there" in str(caught.value)
+        assert "untouched" not in str(caught.value)
     else:
         checkpoint.write(old, {"step": 2})
         assert checkpoint.read(old) == {"step": 2}
