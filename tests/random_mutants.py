@@ -340,8 +340,9 @@ def judged(
     package: str, mutants: list[Mutant], kept: Path, jobs: int, until: float
 ) -> list[Verdict]:
     """The verdicts on as many of `mutants` as there is time for, read from `kept` where known."""
-    known = json.loads(kept.read_text()) if kept.exists() else []
-    verdicts = {item["mutant"]: Verdict(**item) for item in known}
+    lines = kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []
+    verdicts = {known.mutant: known for known in (Verdict(**json.loads(line)) for line in lines)}
+    kept.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="lockstep-mutants-") as folder:
         copies = Copies(Path(folder), package, jobs)
         unchanged = copies.judge(None, limit_s=1800.0)
@@ -357,10 +358,8 @@ def judged(
             verdict = copies.judge(mutant, limit_s)
             verdicts[str(mutant)] = verdict
             print(f"{verdict.outcome:9}{verdict.seconds:6.0f} s  {mutant}", flush=True)
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_text(
-                json.dumps([asdict(each) for each in list(verdicts.values())], indent=1)
-            )
+            with kept.open("a", encoding="utf-8") as file:  # a line each: jobs end at any moment
+                file.write(json.dumps(asdict(verdict)) + "\n")
 
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(judge, mutants))
@@ -378,7 +377,7 @@ def main() -> None:
     print(f"{asked.package}: {asked.count} mutants of seed {asked.seed}", flush=True)
     until = time.monotonic() + asked.seconds
     mutants = drawn(asked.package, asked.count, asked.seed)
-    kept = KEPT / f"{asked.package}-{asked.seed}-{source_digest(asked.package)}.json"
+    kept = KEPT / f"{asked.package}-{asked.seed}-{source_digest(asked.package)}.jsonl"
     verdicts = judged(asked.package, mutants, kept, asked.jobs, until)
     survivors = [verdict for verdict in verdicts if verdict.outcome == "survived"]
     noticed = len(verdicts) - len(survivors)
