@@ -29,8 +29,8 @@ def test_workers_that_serve_one_trainer_after_the_other_are_named_so():
     with start():
         assert names() == first
     assert len(first) == 2
-    # A worker that replaces a dead one has a mark of its own: the number may be taken.
-    assert all(re.fullmatch(r"lockstep:kept:\w{6}:worker[01]", name) for name in first)
+    # An earlier trainer may have lost some: what replaces them has a mark or a number of its own.
+    assert all(re.fullmatch(r"lockstep:kept:\w{6}:worker\d+", name) for name in first)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,3 +149,13 @@ def test_where_nothing_can_be_written_is_said_before_training(tmp_path: Path) ->
         with pytest.raises(CheckpointWriteError) as caught:
             rotation(folder)
         assert str(folder) in str(caught.value)
+
+
+def test_a_full_disk_is_noticed_before_training(tmp_path: Path) -> None:
+    limit, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # as on a full disk, files open empty
+    try:
+        with pytest.raises(CheckpointWriteError):
+            rotation(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
