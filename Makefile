@@ -69,7 +69,7 @@ release: $(VENV)/.releasing ## build sdist and wheel into dist/, check them, and
 	$(BIN)/check-wheel-contents dist/*.whl
 	$(BIN)/python -m release.try_distributions dist
 
-matrix: $(VENV)/bin/python ## a part of the tests under other versions: CELL=torch2.10; without CELL the list of cells
+matrix: $(VENV)/bin/python ## a part of the tests under other versions: CELL=torch2.14; without CELL the list of cells
 	$(BIN)/python -m release.matrix $(if $(CELL),$(CELL),--list)
 
 docs: $(VENV)/.documented ## write the documentation as a site to build/docs

@@ -214,7 +214,8 @@ class ParityError(LockstepError, AssertionError):
 class NonFiniteError(LockstepError, FloatingPointError):
     """A step would put the first NaN or infinity into the weights; they stay as they were.
 
-    Running statistics keep the changes that the forwards of this step made.
+    Buffers do as well, where the default step raised it; in a loop of one's own they keep what the
+    forwards of this step changed.
 
     Attributes:
         found_on_all_ranks: every rank raises this error, because its reduced gradient is the same.

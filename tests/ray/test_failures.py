@@ -297,6 +297,6 @@ def test_a_loss_that_is_not_finite_is_named_with_its_rank_under_every_sync(sync)
         pytest.raises(NonFiniteError) as caught,
     ):
         trainer.train(num_steps=4)
-    assert "step 2" in str(caught.value)
+    assert "step 3" in str(caught.value)  # that of `lockstep replay --step 3`
     assert "samples on rank 1 (dataset[" in str(caught.value)
     assert "the loss is nan" in str(caught.value)

@@ -85,5 +85,5 @@ class PassIterator(Protocol):
 
 
 def rank_and_step(operator: Operator) -> str:
-    """``rank R, step S``, for the `where` of an error."""
-    return f"rank {operator.world_rank}, step {operator.global_step}"
+    """``rank R, step S``, for the `where` of an error; the first step is 1, as for a replay."""
+    return f"rank {operator.world_rank}, step {operator.global_step + 1}"

@@ -122,7 +122,7 @@ class _StepCheck:
         found_on_all_ranks = any(not is_local(p) for p in found)
         # Reduced gradients are equal on all ranks: the error names a rank only for local ones.
         rank = "" if found_on_all_ranks else f"rank {operator.world_rank}, "
-        where = f"{rank}step {operator.global_step}"
+        where = f"{rank}step {operator.global_step + 1}"
         error = NonFiniteError(what, where=where, got=got, cause=cause, fix=FIX)
         error.found_on_all_ranks = found_on_all_ranks
         return error

@@ -54,7 +54,8 @@ class TrainingOperator:
             the objective is the sum over the global batch: gradients are added, not averaged.
             The default loops then report the sum divided by the samples, which does not
             depend on how a batch was cut.
-        global_step: optimizer steps (global batches) committed since the run began.
+        global_step: global batches committed since the run began; with `accumulate` an optimizer
+            step uses several.
         timers: a `TimerCollection`, recording while `profile=True`.
     """
 

@@ -411,7 +411,7 @@ class RecoveringEngine:
         items = self._engine.call_rank(0, items_ahead.with_args(purpose, shards))
         return PoisonedStepError(
             "the same samples have ended the worker that computed them, and two in its place",
-            where=f"step {new_generation.position.steps}, shard {', '.join(map(str, shards))}",
+            where=f"step {new_generation.position.steps + 1}, shard {', '.join(map(str, shards))}",
             got=f"samples {items}" if items else None,
             cause=self._loss_reason(lost),
             fix="look at these samples (too large for the memory? a crash in native code?), leave"

@@ -76,7 +76,7 @@ class AutogradGradWatch:
         if last is not None and last[:2] == now[:2] and last.versions != now.versions:
             raise GradientNotReducedError(
                 "weights were changed after torch.autograd.grad, and no gradient was reduced",
-                where=f"{place}, step {steps}",
+                where=f"{place}, step {steps + 1}",
                 cause="an update by hand from gradients of this rank alone: the ranks' weights"
                 " are no longer the same",
                 fix="loss.backward() and an optimizer; an inner loop whose weights are restored"

@@ -299,7 +299,7 @@ def _not_reduced(
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return GradientNotReducedError(
         "the optimizer is about to use gradients of this rank alone",
-        where=f"{owner.place}, step {watch.steps}",
+        where=f"{owner.place}, step {watch.steps + 1}",
         got=shown + more,
         cause=cause,
         fix=fix,

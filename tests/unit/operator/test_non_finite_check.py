@@ -73,7 +73,7 @@ def test_a_step_that_is_not_finite_is_not_taken_and_says_why(bad):
     batch = "in shard 2, 2 samples on rank 0 (dataset[12, 13], global batch 1 of epoch 0)"
     assert f"{batch}, the loss is" in said
     # The gradient is all ranks': the samples tell whose they are.
-    assert caught.value.details["where"] == "step 1"
+    assert caught.value.details["where"] == "step 2"
     assert ("first in the output of `0` (Linear)" in said) == (bad != 1e308)
     assert "check_finite=False" in said
 
