@@ -22,11 +22,12 @@ import argparse
 import ast
 import hashlib
 import json
+import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +35,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Final, NamedTuple
@@ -41,6 +43,11 @@ from typing import Final, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "lockstep"
 KEPT = ROOT / "out" / "mutants"
+
+# Each run of the tests is forked from a process that has torch already, and never lockstep, which
+# is another one each time.
+_FORKSERVER: Final = multiprocessing.get_context("forkserver")
+_FORKSERVER.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "pytest"])
 
 
 class Package(NamedTuple):
@@ -260,11 +267,12 @@ def source_digest(package: str) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the tests said of a mutant. `seconds`: how long until then."""
+    """What the tests said of a mutant, after how long, and by which test that failed."""
 
     mutant: str
     outcome: str
     seconds: float
+    by: str | None = None
 
 
 class Copies:
@@ -273,6 +281,7 @@ class Copies:
     def __init__(self, folder: Path, package: str, jobs: int) -> None:
         self.package = package
         self._free: SimpleQueue[Path] = SimpleQueue()
+        self._noticed: dict[str, list[str]] = {}
         for job in range(jobs):
             place = folder / str(job)
             ignored = shutil.ignore_patterns("__pycache__")
@@ -288,10 +297,14 @@ class Copies:
             file = place / "src" / "lockstep" / mutant.file
             text = file.read_text(encoding="utf-8")
             file.write_text(mutant.text(text), encoding="utf-8")
+            known = self._noticed.setdefault(mutant.file, [])
             try:
-                return self._run(place, str(mutant), _tests_of(mutant.file), limit_s)
+                verdict = self._run(place, str(mutant), [*known, *_tests_of(mutant.file)], limit_s)
             finally:
                 file.write_text(text, encoding="utf-8")
+            if verdict.by is not None and verdict.by not in known:
+                known.insert(0, verdict.by)
+            return verdict
         finally:
             self._free.put(place)
 
@@ -299,34 +312,48 @@ class Copies:
         started = time.monotonic()
         options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not alone"]
         options += ["--basetemp", str(place / "tests")]
-        path = os.pathsep.join([str(place / "src"), str(ROOT)])
         output = place / "output.txt"  # a pipe would stay open as long as a process of the tests
-        with output.open("w") as file:
-            running = subprocess.Popen(
-                [sys.executable, "-m", "pytest", *options, *first, *PACKAGES[self.package].tests],
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                code = running.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                _end(running)
+        tests = _FORKSERVER.Process(
+            target=_run_pytest,
+            args=(place / "src", output, [*options, *first, *PACKAGES[self.package].tests]),
+        )
+        tests.start()
+        try:
+            tests.join(limit_s)
+            code = tests.exitcode
+        finally:
+            _end(tests)
+        said = output.read_text(encoding="utf-8", errors="replace")
         if code in (4, 5):  # pytest: wrong arguments; no tests
-            raise RuntimeError(output.read_text(encoding="utf-8", errors="replace"))
+            raise RuntimeError(said)
         outcome = {0: "survived", None: "hung"}.get(code, "noticed")
-        return Verdict(name, outcome, round(time.monotonic() - started, 1))
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+::\S+)(?: - |$)", said, re.MULTILINE)
+        by = failed.group(1) if failed else None
+        return Verdict(name, outcome, round(time.monotonic() - started, 1), by)
 
 
-def _end(running: subprocess.Popen[bytes]) -> None:
+def _run_pytest(source: Path, output: Path, arguments: list[str]) -> None:
+    """Run tests on the copy `source`, in a session of their own, with their output in a file."""
+    os.setsid()
+    with output.open("w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.chdir(ROOT)
+    path = [str(source), str(ROOT)]
+    os.environ |= {"PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.path[:0] = path
+    sys.dont_write_bytecode = True
+    import pytest
+
+    raise SystemExit(int(pytest.main(arguments)))
+
+
+def _end(tests: BaseProcess) -> None:
     """End the tests and whatever they have started; what is over stays over."""
+    assert tests.pid is not None
     with suppress(ProcessLookupError):
-        os.killpg(running.pid, signal.SIGKILL)
-    running.wait()
+        os.killpg(tests.pid, signal.SIGKILL)
+    tests.join()
 
 
 def _tests_of(file: str) -> list[str]:
