@@ -117,7 +117,8 @@ class AverageMeterCollection:
             n: the number of samples, which is also the weight where `metrics` has no ``WEIGHT``. A
                 weight of 0 (a borrowed batch, or one without tokens) leaves every metric, its
                 latest value included, as it was; the step itself still counts.
-            partial: the weight of each metric that only a part of the batch reported.
+            partial: the weight of each metric that has one of its own: only a part of the batch
+                reported it, or it is a mean over something else than samples.
 
         Raises:
             WeightError: `n` or the weight is negative, NaN or infinite.
@@ -133,8 +134,10 @@ class AverageMeterCollection:
             if key in _COUNTERS:
                 continue
             number = as_number(value)
+            counts = partial.get(key, weight) if partial else weight
+            if counts == 0:
+                continue  # a mean over nothing, which may be NaN
             if number is not None:
-                counts = partial.get(key, weight) if partial else weight
                 self._means[str(key)].add(number, counts, self._step)
             else:
                 self._others[str(key)] = value.detach() if isinstance(value, Tensor) else value

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.errors import ConfigurationError
+from lockstep.operator.criterion_targets import CriterionCall, refuse_other_reduction
 from lockstep.operator.registration import registered_parts
 
 if TYPE_CHECKING:
@@ -47,10 +48,12 @@ def default_loss(operator: Operator, batch: Any) -> tuple[torch.Tensor, Any, Any
             + (f" with keys {sorted(map(str, batch))}" if isinstance(batch, dict) else ""),
             fix="override compute_loss(self, batch, batch_info)",
         )
+    refuse_other_reduction(operator, criterion)
     *features, target = batch
     output = model(*features)
     loss = criterion(output, target)
     state = operator._lockstep
+    state.global_batch.criterion_call = CriterionCall(criterion, target)
     state.registered_metrics.observe(state.global_batch.purpose, output, target)
     return loss, output, target
 

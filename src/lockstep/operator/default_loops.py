@@ -185,9 +185,9 @@ def train_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> d
     if global_batch.opens_window:
         _open_window(state, run, optimizer)
     in_order = state.context.options.reproducible
-    own_weights = state.weighed_by.get("train") != BY_SAMPLES
+    may_weigh_nothing = state.weighed_by.get("train") != BY_SAMPLES
     shadowed = state.begin_shadow(shards)
-    keeps_committed = own_weights or shadowed is not None
+    keeps_committed = may_weigh_nothing or shadowed is not None
     buffers = ShardBuffers(run.modules(), len(shards), sync, keeps_committed=keeps_committed)
     results = ShardResults(operator, "train")
     for position, shard in enumerate(shards):
@@ -307,8 +307,9 @@ def _train_shard(
 ) -> tuple[dict[str, Any], float]:
     """Forward and backward of one shard; returns its metrics and the weight of its loss."""
     with operator.timers.record("fwd"), state.precision.autocast():
-        loss, metrics = loss_and_metrics(operator, operator.to_device(shard.batch), batch_info)
-    weight = results.weight_of(shard, metrics)
+        moved = operator.to_device(shard.batch)
+        loss, metrics = loss_and_metrics(operator, moved, batch_info)
+    weight = results.weight_of(shard, metrics, moved)
     with operator.timers.record("grad"):
         scaled = state.precision.scale(loss)
         with state.step_actions.around_backward(scaled), _sync_context(state, shard, reduces):
@@ -424,6 +425,6 @@ def validate_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -
             else:
                 loss, output, target = default_loss(operator, moved)
                 metrics = class_accuracy(output, target)
-        weight = results.weight_of(shard, metrics)
+        weight = results.weight_of(shard, metrics, moved)
         results.add(shard, {"val_loss": _loss_per_sample(operator, loss, shard), **metrics}, weight)
     return results.metrics()

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from lockstep.operator.criterion_targets import CriterionCall
     from lockstep.operator.read_ahead_batches import ReadAheadBatches
 
 
@@ -53,8 +54,10 @@ class GlobalBatchContext:
         is_stepping: an optimizer's step of the default loop is running.
         has_scheduled: the schedulers have stepped after this batch, if they step by batch.
         stepped_optimizers: one entry for each step taken since the batch before was over.
-        partial_weights: weights of metrics that only some of `shards` reported; see
-            `AverageMeterCollection.update`.
+        partial_weights: weights of metrics that only some of `shards` reported, and of a loss that
+            is a mean over targets; see `AverageMeterCollection.update`.
+        criterion_call: what the default loss of the shard in hand has called last; None if it has
+            not run.
     """
 
     reduction: ReductionContext
@@ -70,6 +73,7 @@ class GlobalBatchContext:
     has_scheduled: bool = False
     stepped_optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     partial_weights: dict[str, float] = field(default_factory=dict)
+    criterion_call: CriterionCall | None = None
 
     def between_batches(self) -> GlobalBatchContext:
         """The context that stands after this batch until the next one is delivered."""
@@ -119,6 +123,7 @@ class GlobalBatchContext:
             per_shard: whether the loss is computed shard by shard; functions that need the whole
                 batch of this worker (a gather, a contrastive loss) then raise.
         """
+        self.criterion_call = None
         shard.seed_randomness()
         whole = self.reduction
         return activate(

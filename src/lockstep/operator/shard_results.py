@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ShardResults`: the metrics and weights of a batch's shards, and the batch's metrics from them.
 
-The weight of a shard's loss is its number of samples, or the number that `compute_loss` returns
-(tokens). A mean over tokens has to be weighed by tokens: the root of backward carries that number
-instead of the samples, and the shard's metrics have the same weight. One objective has one kind of
-weight, so an operator returns it for all of its shards or for none.
+The weight of a shard's loss is its number of samples (of targets, where the criterion of the
+default loss is a mean over targets), or the number that `compute_loss` returns (tokens). A mean
+over tokens has to be weighed by tokens: the root of backward carries that number instead of the
+samples. The shard's metrics have the weight that `compute_loss` returned; without one they are
+means over samples, but for the loss. One objective has one kind of weight, so an operator returns
+it for all of its shards or for none.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from lockstep.errors import (
     WeightError,
 )
 from lockstep.keys import NUM_SAMPLES, WEIGHT
+from lockstep.operator.criterion_targets import count_targets
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from lockstep.operator.shard_batch import ShardBatch
 
 BY_SAMPLES: Final = "samples"
+BY_TARGETS: Final = "targets"
+"""As samples, once a target was seen that the criterion ignores, or counts by its class."""
 BY_OWN: Final = f"metrics[{WEIGHT!r}]"
 
 
@@ -46,10 +51,14 @@ class ShardResults:
         self._purpose = purpose
         self._shards: list[int] = []
         self._results: list[tuple[dict[str, Any], float]] = []
+        self._loss_weights: list[float] = []
         self._num_samples = 0
 
-    def weight_of(self, shard: ShardBatch, metrics: dict[str, Any]) -> float:
+    def weight_of(self, shard: ShardBatch, metrics: dict[str, Any], moved: Any = None) -> float:
         """The weight of the loss of `shard`, which is taken out of its metrics.
+
+        Args:
+            moved: the shard's batch on the device, from which the loss was computed.
 
         Raises:
             WeightError: it is not a number, negative, NaN or infinite.
@@ -69,15 +78,33 @@ class ShardResults:
             )
         is_own = WEIGHT in metrics
         given = metrics.pop(WEIGHT, None)
-        weight = _parse_weight(operator, given) if is_own else shard.num_samples
-        _refuse_mixing(operator, self._purpose, BY_OWN if is_own else BY_SAMPLES)
+        weight, kind = (
+            (_parse_weight(operator, given), BY_OWN) if is_own else self._count(shard, moved)
+        )
+        _note_kind(operator, self._purpose, kind)
         # The worker that owns the samples of a borrowed batch counts them.
         return 0 if shard.is_borrowed else weight
+
+    def _count(self, shard: ShardBatch, moved: Any) -> tuple[float, str]:
+        """The targets that the mean of the default loss is over; for another loss, the samples."""
+        state = self._operator._lockstep
+        call = state.global_batch.criterion_call
+        has_own_wrapper = state.sync is None and state.context.world_size > 1
+        if call is None or has_own_wrapper:
+            return shard.num_samples, BY_SAMPLES
+        if isinstance(moved, tuple | list) and moved[-1] is call.target:
+            # The host's copy: counting on the device would wait for it.
+            call = call._replace(target=shard.batch[-1])
+        count = count_targets(call)
+        if count is None:
+            return shard.num_samples, BY_SAMPLES
+        return count, BY_SAMPLES if count == call.target.numel() else BY_TARGETS
 
     def add(self, shard: ShardBatch, metrics: dict[str, Any], weight: float) -> None:
         """Note the metrics of `shard`, and the weight of its loss."""
         self._shards.append(shard.shard)
-        self._results.append((metrics, weight))
+        self._results.append((metrics, weight if self._has_own_weights else shard.num_samples))
+        self._loss_weights.append(weight)
         self._num_samples += shard.num_samples
         is_one_shard = not (self._operator._lockstep.global_batch.is_joint or shard.is_borrowed)
         if self._purpose == "train" and is_one_shard:
@@ -85,8 +112,15 @@ class ShardResults:
 
     def replace(self, shard: int, metrics: Mapping[str, Any], weight: float) -> None:
         """Let the results of a shard be those of another worker, which has computed it as well."""
-        self._results[self._shards.index(shard)] = (dict(metrics), weight)
+        position = self._shards.index(shard)
+        samples = self._results[position][1]
+        self._results[position] = (dict(metrics), weight if self._has_own_weights else samples)
+        self._loss_weights[position] = weight
         self._log_loss(shard, metrics)
+
+    @property
+    def _has_own_weights(self) -> bool:
+        return self._operator._lockstep.weighed_by.get(self._purpose) == BY_OWN
 
     def _log_loss(self, shard: int, metrics: Mapping[str, Any]) -> None:
         log = self._operator._lockstep.step_log
@@ -95,11 +129,21 @@ class ShardResults:
 
     def metrics(self) -> dict[str, Any]:
         """The batch's metrics, its samples, and its weight if that is the operator's own."""
-        state = self._operator._lockstep
-        state.global_batch.partial_weights = partial_weights(self._results)
+        partial = partial_weights(self._results)
         merged = {**mean_over_shards(self._results), NUM_SAMPLES: self._num_samples}
-        if self._results and state.weighed_by[self._purpose] == BY_OWN:
-            merged[WEIGHT] = sum(weight for _, weight in self._results)
+        total = sum(self._loss_weights)
+        if self._results and self._has_own_weights:
+            merged[WEIGHT] = total
+        elif total != self._num_samples:
+            loss = "train_loss" if self._purpose == "train" else "val_loss"
+            weighed = [
+                ({loss: metrics[loss]}, weight)
+                for (metrics, _), weight in zip(self._results, self._loss_weights, strict=True)
+                if loss in metrics
+            ]
+            merged |= mean_over_shards(weighed)
+            partial[loss] = total
+        self._operator._lockstep.global_batch.partial_weights = partial
         return merged
 
 
@@ -178,9 +222,13 @@ def _parse_weight(operator: Operator, given: Any) -> float:
     return weight
 
 
-def _refuse_mixing(operator: Operator, purpose: str, kind: str) -> None:
-    before = operator._lockstep.weighed_by.setdefault(purpose, kind)
-    if before != kind:
+def _note_kind(operator: Operator, purpose: str, kind: str) -> None:
+    """Note by what the losses of `purpose` are weighed; refuse weights of another kind."""
+    noted = operator._lockstep.weighed_by
+    before = noted.setdefault(purpose, kind)
+    if kind == BY_TARGETS and before == BY_SAMPLES:
+        noted[purpose] = BY_TARGETS
+    elif (before == BY_OWN) != (kind == BY_OWN):
         raise MixedWeightsError(
             f"some losses are weighed by {BY_SAMPLES} and some by {BY_OWN}",
             where=f"{type(operator).__name__}.compute_loss, rank {operator.world_rank}",

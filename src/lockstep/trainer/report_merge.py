@@ -9,6 +9,7 @@ from lockstep.errors import ConfigurationError, MixedWeightsError
 from lockstep.keys import BATCH_COUNT, NUM_SAMPLES, WEIGHT
 from lockstep.metrics import merge, merge_user_results
 from lockstep.metrics.torchmetrics_merge import compute_merged, has_updates
+from lockstep.operator.shard_results import BY_OWN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,7 +64,7 @@ def _refuse_mixed_weights(reports: Sequence[Report]) -> None:
     A worker checks its own losses before the step; differences between workers show only here.
     """
     kinds = [report.weighed_by for report in reports]
-    if len({kind for kind in kinds if kind is not None}) > 1:
+    if len({kind == BY_OWN for kind in kinds if kind is not None}) > 1:
         raise MixedWeightsError(
             "the workers' losses were weighed by different things, so their mean was wrong",
             got=", ".join(f"{kind} on rank {rank}" for rank, kind in enumerate(kinds)),

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the mean of torch's criterions for classes is over: targets, and not samples.
+
+``CrossEntropyLoss`` and ``NLLLoss`` divide by the number of targets that are not `ignore_index`,
+each counted by the `weight` of its class (torch's documentation of both). The default loop weighs
+the losses of its shards by the same number; weighed by samples they would be another objective.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lockstep.errors import ConfigurationError
+from lockstep.operator.loop_protocols import Operator
+
+_FUNCTIONS: Final = (functional.cross_entropy, functional.nll_loss)
+_IGNORED: Final = -100
+"""The default `ignore_index` of both."""
+
+
+class CriterionCall(NamedTuple):
+    """A call of the registered criterion by the default loss: which one, and with which target."""
+
+    criterion: Any
+    target: Any
+
+
+def count_targets(call: CriterionCall) -> float | None:
+    """The number of targets that a criterion's mean is over; None: the mean is over samples.
+
+    A target of class probabilities counts as a sample, whatever the `weight` of its classes.
+    """
+    settings = _settings(call.criterion)
+    target = call.target
+    if settings is None or not isinstance(target, torch.Tensor) or target.is_floating_point():
+        return None
+    weight, ignored = settings
+    is_counted = target != ignored
+    if weight is None:
+        return float(is_counted.sum())
+    return float(weight.to(target.device, torch.float64)[target[is_counted]].sum())
+
+
+def _settings(criterion: Any) -> tuple[torch.Tensor | None, int] | None:
+    """`weight` and `ignore_index`, of a criterion that is a mean over targets."""
+    if isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss):
+        is_mean = criterion.reduction == "mean"
+        return (criterion.weight, criterion.ignore_index) if is_mean else None
+    given = criterion.keywords if isinstance(criterion, partial) else {}
+    function = criterion.func if isinstance(criterion, partial) else criterion
+    if function not in _FUNCTIONS or given.get("reduction", "mean") != "mean":
+        return None
+    return given.get("weight"), given.get("ignore_index", _IGNORED)
+
+
+def refuse_other_reduction(operator: Operator, criterion: Any) -> None:
+    """Refuse a criterion that is a sum where the operator's loss is a mean, or the reverse.
+
+    Raises:
+        ConfigurationError: as said, and the loss is the criterion's result as it is.
+    """
+    given = criterion.keywords.get("reduction") if isinstance(criterion, partial) else None
+    reduction = given or getattr(criterion, "reduction", None)
+    stated = operator.loss_reduction
+    if reduction not in ("mean", "sum") or reduction == stated:
+        return
+    if operator._lockstep_overrides(Operator.compute_loss):
+        return  # it may divide the sum, or multiply the mean
+    raise ConfigurationError(
+        f"the criterion is a {reduction}, and the operator's loss is to be a {stated}",
+        where=type(operator).__name__,
+        got=f"{criterion!r:.80}",
+        cause="what each worker computes would be added up as something else than it is",
+        fix=f'loss_reduction = "{reduction}" in the operator, or a criterion with'
+        f' reduction="{stated}"',
+    )

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The default loss is that of one process where the criterion's mean is over targets."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import TorchTrainer, TrainingOperator
+from lockstep.errors import ConfigurationError
+from lockstep.keys import BATCH_SIZE
+
+X = torch.randn(24, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+DENSE = torch.randn(24, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+CLASSES = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1] * 3)
+SOME = torch.tensor([0, 1, 0, 1, 0, -100, -100, -100, *[-100] * 4, 1, 1, 0, 0, *[0, -100] * 4])
+TOKENS = torch.where(torch.arange(5) < (torch.arange(24) % 5 + 1)[:, None], CLASSES[:, None], 0)
+WEIGHT = torch.tensor([1.0, 9.0], dtype=torch.float64)
+OF_CLASSES = torch.stack([1 - CLASSES * 0.9, CLASSES * 0.9], dim=1).double()
+
+
+class Transposed(nn.Module):
+    """Scores (N, C, T) of tokens, as the criterion wants them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x):
+        scores = self.linear(x)
+        return scores.transpose(1, 2) if scores.dim() == 3 else scores
+
+
+class LogScores(Transposed):
+    def forward(self, x):
+        return super().forward(x).log_softmax(dim=1)
+
+
+CASES = {
+    "class weights": (Transposed, nn.CrossEntropyLoss(weight=WEIGHT), X, CLASSES),
+    "ignored": (Transposed, nn.CrossEntropyLoss(), X, SOME),
+    "both, smoothed": (
+        Transposed,
+        nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1),
+        X,
+        SOME,
+    ),
+    "ignored tokens": (Transposed, nn.CrossEntropyLoss(ignore_index=0), DENSE, TOKENS),
+    "all tokens": (Transposed, nn.CrossEntropyLoss(), DENSE, CLASSES[:, None].expand(24, 5)),
+    "log scores": (LogScores, nn.NLLLoss(weight=WEIGHT), X, CLASSES),
+    "a function": (Transposed, functional.cross_entropy, X, SOME),
+    "a partial function": (
+        Transposed,
+        partial(functional.cross_entropy, weight=WEIGHT),
+        X,
+        CLASSES,
+    ),
+    "probabilities": (Transposed, nn.CrossEntropyLoss(weight=WEIGHT), X, OF_CLASSES),
+}
+
+
+class Classes(TrainingOperator):
+    def setup(self, config):
+        model, criterion, x, y = CASES[config["case"]]
+        torch.manual_seed(0)
+        made = model().double()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=made, optimizers=torch.optim.SGD(made.parameters(), lr=0.5), criterion=criterion
+        )
+        loader = DataLoader(TensorDataset(x, y), config[BATCH_SIZE])
+        self.register_data(train_loader=loader, validation_loader=loader)
+
+
+class OwnLoss(Classes):
+    def compute_loss(self, batch, batch_info):
+        return super().compute_loss(batch, batch_info), {"first": batch[0].flatten()[0]}
+
+
+def one_process(case):
+    """The weights after an epoch of batches of 8, and then the loss of all samples."""
+    model, criterion, x, y = CASES[case]
+    torch.manual_seed(0)
+    made = model().double()
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.5)
+    for rows in torch.arange(24).split(8):
+        if (y[rows] == -100).all():
+            continue
+        optimizer.zero_grad()
+        criterion(made(x[rows]), y[rows]).backward()
+        optimizer.step()
+    return made.linear.weight.detach(), criterion(made(x), y).detach()
+
+
+@pytest.mark.parametrize("operator", [Classes, OwnLoss])
+@pytest.mark.parametrize("case", list(CASES))
+def test_shards_weigh_as_their_targets(case, operator):
+    expected, loss = one_process(case)
+    with TorchTrainer(
+        training_operator_cls=operator, num_shards=4, config={BATCH_SIZE: 8, "case": case}
+    ) as trainer:
+        trained = trainer.train()
+        torch.testing.assert_close(
+            trainer.get_model().linear.weight.detach(), expected, rtol=1e-12, atol=1e-12
+        )
+        validated = trainer.validate()
+    assert trained["num_samples"] == validated["num_samples"] == 24
+    assert validated["val_loss"] == pytest.approx(float(loss), rel=1e-12)
+
+
+def test_an_accuracy_stays_a_mean_over_samples():
+    with TorchTrainer(
+        training_operator_cls=Classes, num_shards=2, config={BATCH_SIZE: 8, "case": "class weights"}
+    ) as trainer:
+        found = trainer.validate()["val_accuracy"]
+        model = trainer.get_model()
+        expected = (model(X).argmax(dim=1) == CLASSES).double().mean()
+    assert found == pytest.approx(float(expected))
+
+
+def test_the_windows_of_accumulation_weigh_targets():
+    with TorchTrainer(
+        training_operator_cls=Classes, accumulate=3, config={BATCH_SIZE: 8, "case": "ignored"}
+    ) as trainer:
+        trainer.train()
+        found = trainer.get_model().linear.weight.detach()
+    torch.manual_seed(0)
+    model = Transposed().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    nn.CrossEntropyLoss()(model(X), SOME).backward()
+    optimizer.step()
+    torch.testing.assert_close(found, model.linear.weight.detach(), rtol=1e-12, atol=1e-12)
+
+
+class Summed(Classes):
+    loss_reduction = "sum"
+
+
+CASES["a sum"] = (Transposed, nn.CrossEntropyLoss(reduction="sum"), X, CLASSES)
+
+
+@pytest.mark.parametrize(("operator", "case"), [(Classes, "a sum"), (Summed, "class weights")])
+def test_a_criterion_and_an_operator_that_contradict_each_other(operator, case):
+    with (
+        TorchTrainer(
+            training_operator_cls=operator, config={BATCH_SIZE: 8, "case": case}
+        ) as trainer,
+        pytest.raises(ConfigurationError, match=r"the criterion is a (sum|mean)"),
+    ):
+        trainer.train()
+
+
+def test_a_sum_that_both_say():
+    with TorchTrainer(
+        training_operator_cls=Summed, num_shards=2, config={BATCH_SIZE: 24, "case": "a sum"}
+    ) as trainer:
+        trainer.train()
+        found = trainer.get_model().linear.weight.detach()
+    torch.manual_seed(0)
+    model = Transposed().double()
+    nn.CrossEntropyLoss(reduction="sum")(model(X), CLASSES).backward()
+    expected = model.linear.weight.detach() - 0.5 * model.linear.weight.grad
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
