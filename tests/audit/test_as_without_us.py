@@ -74,6 +74,17 @@ def test_a_package_is_preferred_to_a_file_beside_it_as_python_does(package):
     assert audit("--nproc-per-node", "1", "-m", "their.inner", cwd=package).returncode == 3
 
 
+def test_a_command_that_can_be_read_once_is_run(tmp_path):
+    program = tmp_path / "starts.py"
+    program.write_text(
+        "import subprocess\nsubprocess.run(map(str, ['echo', 1]), check=True)\n"
+        "subprocess.run(args=iter(['echo', '2']), check=True)\n"
+    )
+    done = audit("--nproc-per-node", "1", program)
+    assert done.stdout.split() == ["1", "2"], done.stderr
+    assert done.returncode == run(program).returncode == 0
+
+
 def test_an_interrupt_is_reported_when_nobody_reads_what_is_printed(tmp_path):
     report = tmp_path / "report.json"
     (tmp_path / "waits.py").write_text("print('here', flush=True)\ninput()")

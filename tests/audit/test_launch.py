@@ -287,7 +287,10 @@ def test_a_hang_ends_though_one_rank_has_its_steps_and_is_not_watched_any_more(t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["one_computes_alone.py", "one_keeps_the_interpreter.py"])
+@pytest.mark.parametrize(
+    "script",
+    ["one_computes_alone.py", "one_keeps_the_interpreter.py", "one_waits_for_a_child.py"],
+)
 def test_ranks_that_wait_for_one_that_computes_do_not_hang(script):
     environment = {**os.environ, "LOCKSTEP_AUDIT_STALL_S": "1"}
     done = audit("--hang-timeout", "1", SCRIPTS / script, env=environment, timeout=200)
@@ -331,6 +334,18 @@ def test_under_torchrun_rank_0_reports(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("[LS101]") == 1
     assert codes(report) == {"LS101"}
+
+
+@pytest.mark.slow
+def test_under_torchrun_a_signal_to_a_child_is_the_childs(tmp_path):
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    command += ["-m", "lockstep.audit", "--json", report, SCRIPTS / "ends_its_children.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done") == 2
+    assert codes(report) == set()
 
 
 @pytest.mark.slow

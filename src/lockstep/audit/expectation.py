@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from lockstep.audit.facts import Backward, Step
+    from lockstep.audit.facts import Backward, Step, Term
 
 _CLOSE: Final = 1e-4
 _ONE_LOSS: Final = 1e-6
@@ -29,10 +29,25 @@ def total_weight(backward: Backward) -> float | None:
 
     Of a loss of several terms nobody knows whether they are about the same samples.
     """
-    if len(backward.terms) != 1:
+    return main_weight(backward) if len(backward.terms) == 1 else None
+
+
+def main_weight(backward: Backward) -> float | None:
+    """As `total_weight`, of the term that counts most beside penalties, if all are means.
+
+    What a program adds to its loss, and by which factor, is its own choice.
+    """
+    term = main_term(backward)
+    return None if term is None else abs(term.weight) * term.count
+
+
+def main_term(backward: Backward) -> Term | None:
+    """The term of a loss that counts most; None if its graph does not tell."""
+    terms = [term for term in backward.terms if term.count > 0]
+    are_means = all(term.kind == "mean" for term in terms)
+    if not terms or len(terms) < len(backward.terms) or not (are_means or len(terms) == 1):
         return None
-    term = backward.terms[0]
-    return abs(term.weight) * term.count if term.count > 0 else None
+    return max(terms, key=lambda term: abs(term.weight) * term.count)
 
 
 def counts_are_known(backwards: Sequence[Backward]) -> bool:
@@ -61,8 +76,12 @@ def share_one_loss(steps: Iterable[Step]) -> bool:
 
 
 def are_of_one_kind(backwards: Sequence[Backward]) -> bool:
-    """Are these losses, of one term each, of the same kind and by the same head of the model?"""
+    """Are these losses, of one term each, of the same kind and by the same head of the model?
+
+    Backwards of other lines are of other losses, each a mean of its own: of new samples and of
+    those that are rehearsed, say.
+    """
     if any(len(b.terms) != 1 for b in backwards):
         return False
-    kinds = {b.terms[0].op for b in backwards}
-    return len(kinds) == 1 and all(b.heads == backwards[0].heads for b in backwards)
+    kinds = [(b.terms[0].op, b.heads, b.where) for b in backwards]
+    return all(kind == kinds[0] for kind in kinds)

@@ -25,11 +25,14 @@ from lockstep.audit.exit_codes import BLIND
 from lockstep.audit.importing import when_imported
 from lockstep.audit.ledger import Ledger, LedgerFile, read_ledger
 from lockstep.audit.probe.frames import stack_of_main_thread
+from lockstep.audit.processor_time import computed_in_session_s
 from lockstep.audit.script import describe_failure, run_module, run_script
 from lockstep.audit.spawned import Children
 from lockstep.audit.together import with_spawned
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lockstep.audit.finding import Place
     from lockstep.audit.options import Options
     from lockstep.audit.probe.probe import Probe
@@ -177,7 +180,7 @@ class Rank:
         if self.probe is None:
             return
         ledger = self.probe.ledger
-        ledger.facts.cpu_s = time.process_time()
+        ledger.facts.cpu_s = computed_in_session_s()
         if ledger.failure is None:
             ledger.stack = stack_of_main_thread()
         self._file.write(ledger)
@@ -245,6 +248,8 @@ class Rank:
             """The thread below does the work."""
 
         signal.signal(signal.SIGTERM, wake)
+        # A child would ignore the signal, and its byte would tell this rank of one of its own.
+        os.register_at_fork(after_in_child=lambda: _forget(writing, wake))
 
         def wait() -> None:
             while os.read(reading, 1) != bytes([signal.SIGTERM]):
@@ -263,6 +268,15 @@ class Rank:
             os._exit(128 + signal.SIGTERM)
 
         threading.Thread(target=wait, name="lockstep.audit", daemon=True).start()
+
+
+def _forget(written: int, handler: Callable[[int, object], None]) -> None:
+    """In a child: signals wake nobody, and SIGTERM ends it, unless the program says otherwise."""
+    before = signal.set_wakeup_fd(-1)
+    if before not in (-1, written):
+        signal.set_wakeup_fd(before)
+    if signal.getsignal(signal.SIGTERM) is handler:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _read(everyone: list[bytes | None]) -> list[Ledger | None]:

@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.audit.facts import ProcessFacts, Unwatched
@@ -106,8 +107,13 @@ class Children:
 
         @functools.wraps(start)
         def noted(*args: Any, **kwargs: Any) -> Any:
+            if len(args) > place:
+                command = _listed(args[place])
+                args = (*args[:place], command, *args[place + 1 :])
+            else:
+                command = _listed(kwargs.get("args"))
+                kwargs |= {"args": command} if "args" in kwargs else {}
             with contextlib.suppress(Exception):
-                command = args[place] if len(args) > place else kwargs.get("args")
                 if starts_python(command):
                     self._note(how)
             return start(*args, **kwargs)
@@ -135,6 +141,11 @@ class Children:
     def file(self) -> Path:
         """The ledger of this process, as one that was started."""
         return self.folder / f"spawned{self.rank:06}-{os.getpid()}.json"
+
+
+def _listed(command: Any) -> Any:
+    """An iterator as a list: it can be read once, and whom it is given reads it, too."""
+    return list(command) if isinstance(command, Iterator) else command
 
 
 class Watched:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from lockstep.audit.diagnoses import clipping, ranks, scale, weights
+from lockstep.audit.diagnoses import clipping, micro_batches, ranks, scale, weights
 from lockstep.audit.diagnoses.seen import Seen, seen_in
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ Diagnosis = Callable[[Seen], "Finding | None"]
 
 DIAGNOSES: Final[tuple[Diagnosis, ...]] = (
     ranks.of_one_rank,
+    micro_batches.of_the_last_alone,
     ranks.scaled_apart,
     weights.uneven,
     scale.summed_each_time,
@@ -34,6 +35,7 @@ DIAGNOSES: Final[tuple[Diagnosis, ...]] = (
 CODES: Final[tuple[Code, ...]] = (
     ranks.DIFFER,
     ranks.ONE_RANK,
+    micro_batches.CLEARED,
     weights.UNEVEN,
     scale.TWICE,
     scale.UNDIVIDED,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from lockstep.audit.diagnoses.seen import are_equal
+from lockstep.audit.expectation import main_term
 from lockstep.audit.mixing import limit_of
 from lockstep.audit.rules.base import Code, named, numbers
 
@@ -30,7 +31,7 @@ def scaled_before(seen: Seen) -> Finding | None:
     Or one counts in full, and the others less. Weights that are meant, as by counts, make some
     larger and others smaller.
     """
-    if not seen.is_common or seen.totals is None or not _weigh_the_same(seen):
+    if not seen.is_common or seen.main_totals is None or not _weigh_the_same(seen):
         return None
     factors = seen.coefficients * seen.size
     if factors.min() <= 0.0:
@@ -60,9 +61,10 @@ def scaled_before(seen: Seen) -> Finding | None:
 
 def _weigh_the_same(seen: Seen) -> bool:
     """Do all losses weigh the same, or all their elements?"""
-    assert seen.totals is not None
-    counts = np.array([backward.terms[0].count for backward in seen.backwards])
-    return are_equal(seen.totals) or are_equal(seen.totals / counts)
+    assert seen.main_totals is not None
+    terms = [main_term(backward) for backward in seen.backwards]
+    counts = np.array([1.0 if term is None else term.count for term in terms])
+    return are_equal(seen.main_totals) or are_equal(seen.main_totals / counts)
 
 
 def _clipped_by_own_norms(seen: Seen) -> bool:

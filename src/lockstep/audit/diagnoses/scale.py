@@ -34,7 +34,7 @@ _TELLING: Final = {("all_reduce", "SUM"), ("all_gather", None), ("all_gather_int
 
 def summed_each_time(seen: Seen) -> Finding | None:
     """Of equal losses an earlier one counts N times as much as the next: it was summed again."""
-    if not seen.is_common or seen.totals is None or not are_equal(seen.totals):
+    if not seen.is_common or seen.main_totals is None or not are_equal(seen.main_totals):
         return None
     for rank in seen.ranks:
         own = [c for c, x in zip(seen.coefficients, seen.columns, strict=True) if x.rank == rank]
@@ -148,7 +148,7 @@ def _is_factor(seen: Seen, step: Step, total: float) -> bool:
 
 
 def _weighs_all_the_same(seen: Seen) -> bool:
-    known = seen.is_common and seen.totals is not None and not seen.communicates
+    known = seen.is_common and seen.main_totals is not None and not seen.communicates
     return known and are_equal(seen.coefficients, seen.close)
 
 
@@ -158,9 +158,9 @@ def _weight_of_all(seen: Seen) -> float | None:
     Times the number of micro-batches, where their means are added up. None where nobody knows of
     how many elements a loss is.
     """
-    if seen.totals is None or not counts_are_known(seen.backwards):
+    if seen.main_totals is None or not counts_are_known(seen.backwards):
         return None
-    return float(seen.coefficients @ seen.totals)
+    return float(seen.coefficients @ seen.main_totals)
 
 
 def _is_wrong(seen: Seen, ratio: float) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from lockstep.audit.equations import LEFT, Column, bringing, of_gradients
-from lockstep.audit.expectation import total_weight
+from lockstep.audit.expectation import main_weight, total_weight
 from lockstep.audit.mixing import Mixing, solve, unexplained
 from lockstep.audit.rules.base import named
 
@@ -123,9 +123,12 @@ class Seen:
     @cached_property
     def totals(self) -> Numbers | None:
         """(K,), what all samples of each loss count in it; None where a graph does not tell."""
-        found = [total_weight(backward) for backward in self.backwards]
-        known = [total for total in found if total is not None]
-        return np.array(known) if len(known) == len(found) else None
+        return _if_all_known(total_weight(backward) for backward in self.backwards)
+
+    @cached_property
+    def main_totals(self) -> Numbers | None:
+        """(K,), the same of the term of each loss that counts most, beside its penalties."""
+        return _if_all_known(main_weight(backward) for backward in self.backwards)
 
     @cached_property
     def close(self) -> float:
@@ -208,6 +211,11 @@ class Seen:
             },
             "error": float(f"{self.mixing.errors.max():.1g}"),
         }
+
+
+def _if_all_known(values: Iterable[float | None]) -> Numbers | None:
+    found = list(values)
+    return None if None in found else np.array(found, dtype=float)
 
 
 _REDUCING: Final = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "broadcast")

@@ -17,6 +17,7 @@ from lockstep.audit.facts import FrozenModule, Mode
 from lockstep.audit.fingerprint import take
 from lockstep.audit.prints import samples_per_tensor
 from lockstep.audit.probe.frames import users_lines
+from lockstep.audit.probe.names import held_by
 from lockstep.audit.probe.records import Known
 from lockstep.audit.probe.shards import is_fully_sharded, is_piece
 from lockstep.sync.local_parameters import is_local
@@ -74,7 +75,7 @@ def prints_of(
             continue
         kept = {
             name: p
-            for name, p in module.named_parameters()
+            for name, p in held_by(module)
             if not (p.requires_grad or is_piece(p) or is_local(p))
         }
         if not kept:

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import zlib
 from collections import deque
+from collections.abc import Mapping
 from multiprocessing.sharedctypes import RawArray
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,7 +23,7 @@ from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.worker_draws import SeenInit, drawn_by_workers, places_of, room_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from lockstep.audit.probe.probe import Probe
 
@@ -308,10 +310,16 @@ def tensors_in(batch: Any, most: int) -> list[torch.Tensor]:
     """The first tensors of a batch, however it is nested."""
     if isinstance(batch, torch.Tensor):
         return [batch] if batch.numel() else []
-    parts = batch.values() if isinstance(batch, dict) else batch
     found: list[torch.Tensor] = []
-    if isinstance(batch, dict | list | tuple):
-        for part in parts:
-            if len(found) < most:
-                found.extend(tensors_in(part, most - len(found)))
+    for part in _parts(batch):
+        if len(found) < most:
+            found.extend(tensors_in(part, most - len(found)))
     return found
+
+
+def _parts(batch: Any) -> Iterable[Any]:
+    if isinstance(batch, Mapping):
+        return batch.values()
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return vars(batch).values()
+    return batch if isinstance(batch, list | tuple) else ()

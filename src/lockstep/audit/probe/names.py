@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 _WRAPPED = ("module", "_orig_mod", "_forward_module", "_original_module", "_fsdp_wrapped_module")
 
@@ -24,6 +24,26 @@ def living_modules() -> list[torch.nn.Module]:
     return found
 
 
+def parts_of(root: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+    """A module and all below it with their names; one that has two names comes twice.
+
+    Neither this nor `held_by` asks the module, whose class may override ``named_modules`` and
+    ``named_parameters``.
+    """
+    yield name, root
+    for own, child in root._modules.items():
+        if child is not None:
+            yield from parts_of(child, f"{name}.{own}" if name else own)
+
+
+def held_by(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """All parameters of a module with their names; one that has two names comes twice."""
+    for prefix, part in parts_of(root):
+        for name, param in part._parameters.items():
+            if param is not None:
+                yield f"{prefix}.{name}" if prefix else name, param
+
+
 def outermost(modules: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """Those of them that are no other's child."""
     inside = {id(child) for module in modules for child in module._modules.values() if child}
@@ -34,9 +54,9 @@ def parameter_names(modules: Iterable[torch.nn.Module]) -> dict[int, str]:
     """By ``id(parameter)``: its name in the outermost module, wrappers left out."""
     roots = outermost(list(modules))
     names: dict[int, str] = {}
-    roots.sort(key=lambda root: -sum(1 for _ in root.modules()))
+    roots.sort(key=lambda root: -sum(1 for _ in parts_of(root)))
     for root in roots:
-        for name, param in root.named_parameters(remove_duplicate=False):
+        for name, param in held_by(root):
             names.setdefault(id(param), _without_wrappers(root, name))
     return names
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from lockstep.audit.facts import ReducerUse
 from lockstep.audit.ledger import FIRST_STEPS, FIRST_STEPS_WATCH, Ledger
+from lockstep.audit.probe.names import held_by
 from lockstep.audit.probe.patches import Patches
 from lockstep.audit.probe.records import Evaluated
 
@@ -80,13 +81,7 @@ class Wrapper:
         self.ref = weakref.ref(module)
         self.key = key
         self.ranks = dist.get_process_group_ranks(module.process_group)
-        # Not by `named_parameters`, which modules override.
-        held = {
-            f"{prefix}.{name}" if prefix else name: p
-            for prefix, part in module.module.named_modules(remove_duplicate=False)
-            for name, p in part._parameters.items()
-            if p is not None
-        }
+        held = dict(held_by(module.module))
         left_out = getattr(module, "parameters_to_ignore", ())
         self.known = {id(p) for name, p in held.items() if p.requires_grad and name not in left_out}
         self.ignored = {id(p) for name, p in held.items() if name in left_out}

@@ -42,6 +42,7 @@ _PARTS = 4
 def install(probe: Probe) -> None:
     """Watch the construction of wrappers, and module calls."""
     probe.patches.wrap(DDP, "__init__", probe.afterwards(_note_wrapper))
+    probe.patches.wrap(DDP, "_pre_forward", functools.partial(_before_ddp, probe))
     hook = probe.forward_hook = _ForwardHook(probe)
     if probe.mode != "watch":
         probe.patches.wrap(torch.nn.Module, "train", probe.afterwards(hook.note_mode))
@@ -122,6 +123,17 @@ def _note_wrapper(probe: Probe, _: Any, args: Any, __: Any) -> None:
         probe.owned[id(module)] = weakref.ref(module)
 
 
+def _before_ddp(probe: Probe, begin: Callable[..., Any]) -> Callable[..., Any]:
+    """The begin of DDP's forward: the hook on calls is not told what is given by name."""
+
+    def watched(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if probe.is_on and probe.detailed and torch.is_grad_enabled():
+            probe.harmlessly(_note_inputs, probe, (args, kwargs))
+        return begin(module, *args, **kwargs)
+
+    return watched
+
+
 def _module_hook(probe: Probe) -> Callable[..., None]:
     def before_forward(module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or not probe.is_on:
@@ -154,8 +166,6 @@ def _look_at(probe: Probe, module: torch.nn.Module, args: Any) -> None:
 def _note_forward(probe: Probe, module: torch.nn.Module, args: Any) -> None:
     if isinstance(module, DDP):
         _arm(probe, module)
-        if probe.detailed:
-            probe.harmlessly(_note_inputs, probe, args)
     elif probe.detailed and is_root(module):
         probe.harmlessly(_note_inputs, probe, args)
     elif DDP._active_ddp_module is None and probe.detailed:

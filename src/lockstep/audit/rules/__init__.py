@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.rules.called_modules import Buffers, Frozen, Modes
+from lockstep.audit.rules.cleared_early import ClearedEarly
 from lockstep.audit.rules.data import Data
 from lockstep.audit.rules.gathers import Gathers
 from lockstep.audit.rules.gradients import Gradients, LeftOut
@@ -27,6 +28,7 @@ RULES: Final[tuple[Rule, ...]] = (
     OwnScales(),
     Gradients(),
     NeverCleared(),
+    ClearedEarly(),
     NotFinite(),
     LeftOut(),
     Mixed(),

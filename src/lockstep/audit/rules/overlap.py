@@ -92,27 +92,30 @@ def _of_accelerate(world: World, found: Finding) -> Finding:
 def _is_cut(world: World, loadings: dict[int, Loading]) -> bool:
     """Does each rank take its own slice of what all of them read?
 
-    What the first module of a step was given then differs, and is smaller by the number of ranks.
+    What the first module of a step was given then differs, and is at most a rank's share.
     """
-    size = len(world.ledgers)
     for track in world.tracks:
         # Later batches may be cut, or padded, to other lengths than the first.
-        steps = list(track.steps(track.numbers[0]).values()) if track.numbers else []
-        parts = [part for step in steps for part in step.fed_shapes]
-        if len({step.fed for step in steps}) == len(steps) and any(
-            _is_slice(whole, part, size)
-            for whole in loadings[min(loadings)].shapes
-            for part in parts
+        steps = track.steps(track.numbers[0]) if track.numbers else {}
+        given = {rank: step.fed_shapes for rank, step in steps.items() if rank in loadings}
+        differ = len({step.fed for step in steps.values()}) == len(steps)
+        if (
+            given
+            and differ
+            and all(
+                _is_share(loadings[rank].shapes, parts, len(world.ledgers))
+                for rank, parts in given.items()
+            )
         ):
             return True
     return False
 
 
-def _is_slice(whole: list[int], part: list[int], size: int) -> bool:
-    if len(whole) != len(part):
-        return False
-    smaller = [(w, p) for w, p in zip(whole, part, strict=True) if w != p]
-    return len(smaller) == 1 and abs(smaller[0][0] / size - smaller[0][1]) < 1.0
+def _is_share(wholes: list[list[int]], parts: list[list[int]], size: int) -> bool:
+    """Is the largest tensor at most a rank's share, whatever its shape? Shares differ by a row."""
+    part = max(parts, key=math.prod, default=[])
+    row = math.prod(part) / max(part, default=1)
+    return bool(part) and math.prod(part) < max(map(math.prod, wholes), default=0) / size + row
 
 
 def _same_batches(loadings: dict[int, Loading]) -> Finding | None:
