@@ -20,8 +20,10 @@ steps since then again, up to where the furthest survivor had come. If of each m
 part is lost, the members first read the newest checkpoint on the disk (`_read_from_disk`).
 
 A member that dies in the third round is lost like any other, and another attempt begins with the
-first round; after `_ATTEMPTS` of them the run ends. Invariants: an attempt changes no committed
-state, so that it can be repeated; and a worker has a rank in `RankTable` or is one of its
+first round; after `_ATTEMPTS` of them the run ends. A member that received the state in the attempt
+before has come as far as its source, but its own count of the call did not follow: the driver knows
+the count of the source, and completes it (`_complete_progress`). Invariants: an attempt changes no
+committed state, so that it can be repeated; and a worker has a rank in `RankTable` or is one of its
 `lost_workers`, never both.
 
 Rejected: votes of the ranks on what to do next. They would need a group that works, and the
@@ -32,7 +34,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from lockstep.checkpoint import open_checkpoint, read_own_tensors
@@ -148,8 +150,10 @@ class Regrouping:
         for each in lost_workers:
             table.mark_lost(each)
             self._workers.forget(each.worker)
+        furthest: SurvivorState | None = None
         for _ in range(_ATTEMPTS):
-            survivors = self._leave_broken_group(purpose, abandoned_because is not None, table)
+            left = self._leave_broken_group(purpose, abandoned_because is not None, table)
+            survivors = _complete_progress(left, furthest)
             furthest = _find_furthest(survivors)
             if furthest is None and not table.lost_workers and abandoned_because is not None:
                 raise rollback_impossible_error(abandoned_because)
@@ -326,6 +330,24 @@ class Regrouping:
 
 def _ignore_interrupt(_: BaseException) -> None:
     """Do nothing on Ctrl-C while the group forms: no member is in a step, and it can form later."""
+
+
+def _complete_progress(
+    survivors: dict[WorkerHandle, SurvivorState], sent: SurvivorState | None
+) -> dict[WorkerHandle, SurvivorState]:
+    """Give survivors that have come to the state `sent` the progress of the call in that state.
+
+    Args:
+        sent: the state that the attempt before has sent, or would have sent; None without one.
+    """
+    if sent is None:
+        return survivors
+    return {
+        worker: replace(state, progress=sent.progress, is_cut_short=sent.is_cut_short)
+        if state.position == sent.position
+        else state
+        for worker, state in survivors.items()
+    }
 
 
 def _find_furthest(survivors: dict[WorkerHandle, SurvivorState]) -> SurvivorState | None:

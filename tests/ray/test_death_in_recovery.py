@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker dies while the run recovers from the death of another one."""
+
+import os
+import signal
+import threading
+from functools import cache
+
+import pytest
+from tests.ray.surviving import GLOBAL_BATCH, Classifier, digest, trainer_of
+
+from lockstep.keys import BATCH_SIZE
+from lockstep.testing import Strike
+from lockstep.worker import state_broadcast
+
+# Setups here replace functions of lockstep's in their processes. Each death starts a process that
+# imports torch: seconds, and many where the processors are busy.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("workers_end_with_their_trainer"),
+]
+
+STEPS = 8
+
+
+def is_first(mark):
+    """Whether no process has asked before for the file `mark`."""
+    try:
+        os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def recovering(operator_cls, folder, strikes=(), num_workers=3, config=(), **arguments):
+    config = {BATCH_SIZE: GLOBAL_BATCH, "mark": str(folder / "mark"), **dict(config)}
+    arguments = {"num_workers": num_workers, "reproducible": True, **arguments}
+    return trainer_of(operator_cls, strikes, config=config, **arguments)
+
+
+@cache
+def undisturbed_steps(num_workers):
+    """The samples and the weights after `STEPS` steps."""
+    with trainer_of(Classifier, num_workers=num_workers, reproducible=True) as trainer:
+        return trainer.train(num_steps=STEPS)["num_samples"], digest(trainer)
+
+
+class DiesInJoin(Classifier):
+    """One rank of the next group dies when the others have received its state."""
+
+    def setup(self, config):
+        super().setup(config)
+        compare = state_broadcast.agree_on_bits
+
+        def compare_and_die(group, *arguments, **options):
+            compare(group, *arguments, **options)
+            # To this comparison each rank came with the state.
+            if group.rank == config["dies"] and is_first(config["mark"]):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        state_broadcast.agree_on_bits = compare_and_die
+
+
+def test_a_spare_that_received_the_state_goes_on_alone(tmp_path):
+    """It has trained no step of the call, and knows from the driver how many there were."""
+    expected = undisturbed_steps(2)
+    strikes = [Strike("kill", rank=0, step=5, phase="forward")]
+    arguments = {"num_workers": 2, "spare_workers": 1, "config": {"dies": 1}}
+    with recovering(DiesInJoin, tmp_path, strikes, **arguments) as trainer:
+        samples = trainer.train(num_steps=STEPS)["num_samples"]
+        status = trainer.status()
+        assert status["step"] == STEPS
+        assert (samples, digest(trainer)) == expected
+    assert [len(each["lost"]) for each in status["recoveries"]] == [2]
+
+
+class OneFallsBehind(DiesInJoin):
+    """Rank 2 dies after a step that rank 0 has committed, and that rank 1 has not."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.optimizer.register_step_pre_hook(self.fall_behind)
+
+    def fall_behind(self, *_):
+        group = self._lockstep.context.group
+        while self.world_rank == 1 and self.global_step == 5 and group.size == 3:
+            group._refuse_given_up("a step")  # raises when the driver has given the group up
+            threading.Event().wait(0.01)
+
+    def compute_loss(self, batch, batch_info):
+        ahead = self.config["mark"] + ".ahead"
+        if self.global_step == 6 and self.world_rank == 0:
+            open(ahead, "a").close()
+        if self.global_step == 6 and self.world_rank == 2 and is_first(ahead + ".dead"):
+            while not os.path.exists(ahead):
+                threading.Event().wait(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().compute_loss(batch, batch_info)
+
+
+def test_a_survivor_that_was_a_step_behind_goes_on_alone(tmp_path):
+    """It received the state of a step that it has not counted itself."""
+    expected = undisturbed_steps(3)
+    with recovering(OneFallsBehind, tmp_path, config={"dies": 0}) as trainer:
+        samples = trainer.train(num_steps=STEPS)["num_samples"]
+        status = trainer.status()
+        assert status["step"] == STEPS
+        assert (samples, digest(trainer)) == expected
+    assert [len(each["lost"]) for each in status["recoveries"]] == [2]
