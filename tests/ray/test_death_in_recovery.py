@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker dies while the run recovers from the death of another one."""
+"""A worker dies, or Ctrl-C comes, while the run recovers from the death of a worker."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import threading
 from functools import cache
 
 import pytest
-from tests.ray.surviving import GLOBAL_BATCH, Classifier, digest, trainer_of
+from tests.ray.surviving import GLOBAL_BATCH, Classifier, digest, trainer_of, until_complete
 
 from lockstep.keys import BATCH_SIZE
 from lockstep.testing import Strike
@@ -108,3 +108,36 @@ def test_a_survivor_that_was_a_step_behind_goes_on_alone(tmp_path):
         assert status["step"] == STEPS
         assert (samples, digest(trainer)) == expected
     assert [len(each["lost"]) for each in status["recoveries"]] == [2]
+
+
+class InterruptsRecovery(Classifier):
+    """Ctrl-C comes in the driver while a worker takes a step back."""
+
+    def setup(self, config):
+        super().setup(config)
+        forget_step = self._lockstep.forget_step
+
+        def interrupt_and_forget():
+            if is_first(config["mark"]):
+                os.kill(config["driver"], signal.SIGINT)
+            forget_step()
+
+        self._lockstep.forget_step = interrupt_and_forget
+
+
+@pytest.mark.parametrize("min_workers", [1, 2])
+def test_after_ctrl_c_in_a_recovery_the_lost_worker_is_reported_and_replaced(min_workers, tmp_path):
+    _, bits = undisturbed_steps(2)
+    strikes = [Strike("kill", rank=1, step=3, phase="forward")]
+    arguments = {"num_workers": 2, "min_workers": min_workers, "config": {"driver": os.getpid()}}
+    with recovering(InterruptsRecovery, tmp_path, strikes, **arguments) as trainer:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train(num_steps=STEPS)
+        status = trainer.status()
+        assert status["step"] == 3
+        assert status["workers"] == min_workers
+        (recovery,) = status["recoveries"]
+        assert "rank 1" in recovery["lost"][0]
+        until_complete(trainer, 2)
+        trainer.train(num_steps=STEPS - 3)
+        assert digest(trainer) == bits

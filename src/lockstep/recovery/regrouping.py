@@ -116,6 +116,8 @@ class Regrouping:
         self._watchdog = watchdog
         self.spares = SpareWorkers(engine.workers, watchdog)
         self.checkpoints: SnapshotKeeper | None = None
+        # Of a regrouping that Ctrl-C has interrupted: no `NewGeneration` has reported them yet.
+        self._unreported_losses: Sequence[LostWorker] = ()
 
     @property
     def can_grow(self) -> bool:
@@ -138,7 +140,8 @@ class Regrouping:
 
         Args:
             purpose: of the loop that was interrupted; None if it was another call.
-            lost_workers: the workers that are known to be lost.
+            lost_workers: the workers that are known to be lost, but for those that a regrouping had
+                lost when Ctrl-C interrupted it.
             abandoned_because: the error for which the call ends; None if the call goes on.
 
         Raises:
@@ -147,9 +150,10 @@ class Regrouping:
             NotEnoughResourcesError: fewer than `min_workers` are left, and no replacement started.
         """
         table = RankTable(self._workers.members)
-        for each in lost_workers:
+        for each in (*self._unreported_losses, *lost_workers):
             table.mark_lost(each)
             self._workers.forget(each.worker)
+        self._unreported_losses = table.lost_workers
         furthest: SurvivorState | None = None
         for _ in range(_ATTEMPTS):
             left = self._leave_broken_group(purpose, abandoned_because is not None, table)
@@ -164,6 +168,7 @@ class Regrouping:
             if formation is None or not self._join(formation, table):
                 continue
             if formation.restore is None or self._replay(formation.restore, table):
+                self._unreported_losses = ()
                 return NewGeneration(furthest, table.lost_workers, formation.restore)
         raise WorkerDiedError(
             f"the group could not be formed in {_ATTEMPTS} attempts",
