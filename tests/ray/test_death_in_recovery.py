@@ -11,7 +11,7 @@ from tests.ray.surviving import GLOBAL_BATCH, Classifier, digest, trainer_of, un
 
 from lockstep.keys import BATCH_SIZE
 from lockstep.testing import Strike
-from lockstep.worker import state_broadcast
+from lockstep.worker import position_queries, state_broadcast
 
 # Setups here replace functions of lockstep's in their processes. Each death starts a process that
 # imports torch: seconds, and many where the processors are busy.
@@ -140,4 +140,47 @@ def test_after_ctrl_c_in_a_recovery_the_lost_worker_is_reported_and_replaced(min
         assert "rank 1" in recovery["lost"][0]
         until_complete(trainer, 2)
         trainer.train(num_steps=STEPS - 3)
+        assert digest(trainer) == bits
+
+
+class ActsWhenAsked(Classifier):
+    """Rank 0 sends a signal once, when it is asked how many samples a lost worker had."""
+
+    def setup(self, config):
+        super().setup(config)
+        answer = position_queries.samples_of._function
+
+        def act_and_answer(worker, *arguments):
+            if worker.rank == 0 and is_first(config["mark"]):
+                os.kill(config.get("driver", os.getpid()), config["signal"])
+            return answer(worker, *arguments)
+
+        position_queries.samples_of._function = act_and_answer
+
+
+RANK_1_DIES = Strike("kill", rank=1, step=5, phase="forward")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_is_lost_when_it_is_asked_is_recovered_from(number, tmp_path):
+    expected = undisturbed_steps(3)
+    arguments = {"config": {"signal": number}, "hang_timeout_s": 3}
+    with recovering(ActsWhenAsked, tmp_path, [RANK_1_DIES], **arguments) as trainer:
+        samples = trainer.train(num_steps=STEPS)["num_samples"]
+        status = trainer.status()
+        assert status["step"] == STEPS
+        assert (samples, digest(trainer)) == expected
+    assert [len(each["lost"]) for each in status["recoveries"]] == [1, 1]
+
+
+def test_ctrl_c_while_a_worker_is_asked_leaves_the_workers_alive(tmp_path):
+    _, bits = undisturbed_steps(3)
+    config = {"signal": signal.SIGINT, "driver": os.getpid()}
+    with recovering(ActsWhenAsked, tmp_path, [RANK_1_DIES], config=config) as trainer:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train(num_steps=STEPS)
+        status = trainer.status()
+        assert len(status["recoveries"]) == 1
+        assert status["step"] >= 5
+        trainer.train(num_steps=STEPS - status["step"])
         assert digest(trainer) == bits

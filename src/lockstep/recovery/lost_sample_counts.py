@@ -9,11 +9,15 @@ from lockstep.data import shards_of
 from lockstep.worker import report_of_lost_worker, samples_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lockstep.engine.ray_engine import RayEngine
     from lockstep.engine.worker_handle import WorkerHandle
     from lockstep.recovery.lost_worker import LostWorker
     from lockstep.recovery.regrouping import NewGeneration
-    from lockstep.worker import LoopProgress, Report
+    from lockstep.worker import LoopProgress, RemoteCall, Report, Worker
+
+    Ask = Callable[[RemoteCall[Worker, int | None]], int | None]
 
 
 class LostSampleCounts:
@@ -22,14 +26,16 @@ class LostSampleCounts:
     Args:
         engine: the engine of the workers.
         purpose: the purpose of the loop; None for a call that counts no samples.
+        ask: asks the workers; returns None if none of them answers.
 
     Attributes:
         reports: a report in the name of each worker that was lost.
     """
 
-    def __init__(self, engine: RayEngine, purpose: str | None) -> None:
+    def __init__(self, engine: RayEngine, purpose: str | None, ask: Ask) -> None:
         self._engine = engine
         self._purpose = purpose
+        self._ask = ask
         self.reports: list[Report] = []
         self._generations: list[tuple[int, list[WorkerHandle]]] = [(0, self._members())]
 
@@ -56,7 +62,7 @@ class LostSampleCounts:
         segments = self._segments(lost.worker, progress)
         samples: int | None = 0
         if segments:
-            samples = self._engine.call_rank(0, samples_of.with_args("train", segments))
+            samples = self._ask(samples_of.with_args("train", segments))
         if samples is None:
             samples = 0 if counted is None else counted.samples
         return report_of_lost_worker(samples, counted)

@@ -156,7 +156,9 @@ class RecoveringEngine:
         if call.method is Worker.feed:
             self._reads_dataset = call.args[0] is not None
         self._regroup_before_call(call.contract)
-        lost_counts = LostSampleCounts(self._engine, call.purpose)
+        lost_counts = LostSampleCounts(
+            self._engine, call.purpose, lambda question: self._ask(call, question)
+        )
         attempt, left = call, retries
         while True:
             pending_call = self._perform(attempt, rank, listener)
@@ -176,7 +178,7 @@ class RecoveringEngine:
                 return self._engine.results(pending_call)
             new_generation = self._recover(call, pending_call)
             if call.purpose is not None:
-                self._refuse_poisoned_batch(call.purpose, new_generation, deaths)
+                self._refuse_poisoned_batch(call, new_generation, deaths)
             lost_counts.record_losses(new_generation)
             if call.contract.on_failure is OnFailure.RAISE:
                 self._replace_lost()
@@ -225,6 +227,22 @@ class RecoveringEngine:
             on_poll=partial(self._on_poll, call),
             on_interrupt=partial(self._interrupt, call),
         )
+
+    def _ask(self, call: RemoteCall[Worker, object], question: RemoteCall[Worker, R]) -> R | None:
+        """Between two attempts of `call`, ask all workers what each of them can answer.
+
+        Returns:
+            None if no worker answers. The next attempt finds those that died, and recovers.
+        """
+        self._watchdog.begin_call()
+        pending_call = self._engine.perform(
+            dict.fromkeys(range(len(self.workers.members)), question),
+            on_poll=self._watchdog.poll,
+            on_interrupt=partial(self._interrupt, call),
+        )
+        if not pending_call.is_recoverable:
+            self._engine.results(pending_call)
+        return next(iter(pending_call.values.values()), None)
 
     def _on_poll(self, call: RemoteCall[Worker, object], pending_call: PendingCall[Any]) -> None:
         self._replace_lost()
@@ -391,7 +409,7 @@ class RecoveringEngine:
 
     def _refuse_poisoned_batch(
         self,
-        purpose: str,
+        call: RemoteCall[Worker, object],
         new_generation: NewGeneration,
         deaths: Counter[tuple[RunPosition, int]],
     ) -> None:
@@ -401,14 +419,19 @@ class RecoveringEngine:
             deaths.update((step, shard) for shard in each.shards)
             fatal = [shard for shard in each.shards if deaths[step, shard] >= _MAX_DEATHS]
             if fatal:
-                error = self._poisoned_step_error(purpose, fatal, new_generation, each)
+                error = self._poisoned_step_error(call, fatal, new_generation, each)
                 self._engine.end(error)
                 raise error
 
     def _poisoned_step_error(
-        self, purpose: str, shards: Sequence[int], new_generation: NewGeneration, lost: LostWorker
+        self,
+        call: RemoteCall[Worker, object],
+        shards: Sequence[int],
+        new_generation: NewGeneration,
+        lost: LostWorker,
     ) -> PoisonedStepError:
-        items = self._engine.call_rank(0, items_ahead.with_args(purpose, shards))
+        assert call.purpose is not None, "a loop reads batches"
+        items = self._ask(call, items_ahead.with_args(call.purpose, shards))
         return PoisonedStepError(
             "the same samples have ended the worker that computed them, and two in its place",
             where=f"step {new_generation.position.steps + 1}, shard {', '.join(map(str, shards))}",
