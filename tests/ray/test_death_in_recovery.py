@@ -9,9 +9,10 @@ from functools import cache
 import pytest
 from tests.ray.surviving import GLOBAL_BATCH, Classifier, digest, trainer_of, until_complete
 
+import lockstep.worker
 from lockstep.keys import BATCH_SIZE
 from lockstep.testing import Strike
-from lockstep.worker import position_queries, state_broadcast
+from lockstep.worker import loop_run, position_queries, state_broadcast
 
 # Setups here replace functions of lockstep's in their processes. Each death starts a process that
 # imports torch: seconds, and many where the processors are busy.
@@ -184,3 +185,50 @@ def test_ctrl_c_while_a_worker_is_asked_leaves_the_workers_alive(tmp_path):
         assert status["step"] >= 5
         trainer.train(num_steps=STEPS - status["step"])
         assert digest(trainer) == bits
+
+
+class Marks(Classifier):
+    """The metrics of the last rank say 1; before step 6 the driver has its counts of six steps."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.is_marked = self.world_rank == 2
+        self.are_counts_known, num_answers = threading.Event(), 0
+        answer, forget_step = lockstep.worker.status_of, self._lockstep.forget_step
+        loop_run._COUNT_EVERY_S = 0.0
+
+        def answer_and_count(worker, thread_id):
+            nonlocal num_answers
+            status = answer(worker, thread_id)
+            num_answers += status.steps == 6 and status.counted is not None
+            if num_answers == 2:  # the driver asks again when it has taken the first answer
+                self.are_counts_known.set()
+            return status
+
+        def forget_or_die():
+            if self.is_marked and config["dies"] and is_first(config["mark"]):
+                os.kill(os.getpid(), signal.SIGKILL)
+            forget_step()
+
+        lockstep.worker.status_of, self._lockstep.forget_step = answer_and_count, forget_or_die
+
+    def compute_loss(self, batch, batch_info):
+        if self.is_marked and batch_info["global_step"] == 6:
+            self.are_counts_known.wait()
+        return super().compute_loss(batch, batch_info), {"mark": float(self.is_marked)}
+
+
+@pytest.mark.parametrize("dies_in_recovery", [False, True])
+def test_the_metrics_of_a_worker_that_dies_at_or_soon_after_a_recovery_count(
+    dies_in_recovery, tmp_path
+):
+    """Rank 2 is rank 1 after the first death."""
+    deaths = [Strike("kill", rank=1, step=step, phase="forward") for step in (6, 7)]
+    deaths = deaths[:1] if dies_in_recovery else deaths
+    config = {"dies": dies_in_recovery}
+    with recovering(Marks, tmp_path, deaths, config=config) as trainer:
+        result = trainer.train(num_steps=STEPS)
+        lost = [each for one in trainer.status()["recoveries"] for each in one["lost"]]
+    assert len(lost) == 2
+    # Six of eight steps of a third of the samples.
+    assert result["mark"] > 0.15

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lockstep.engine.worker_handle import WorkerHandle
-    from lockstep.worker import WorkerStatus
+    from lockstep.worker import LoopCounts, WorkerStatus
     from ray import ObjectRef
 
 _ASK_EVERY_S: Final = 0.5
@@ -49,14 +49,23 @@ class PolledStatus:
 
 
 class StatusPoller:
-    """Asks workers for their status, and never blocks for an answer."""
+    """Asks workers for their status, and never blocks for an answer.
+
+    A loop goes on after a recovery, which takes several remote calls: its counts outlive them.
+    """
 
     def __init__(self) -> None:
         self._by_worker: dict[WorkerHandle, PolledStatus] = {}
+        self._counts: dict[WorkerHandle, LoopCounts] = {}
 
     def clear(self) -> None:
-        """Forget all answers: another call begins, and no worker has made a step in it."""
+        """Forget all answers but counts: another remote call begins, and no worker has made a step
+        in it."""
         self._by_worker.clear()
+
+    def forget_counts(self) -> None:
+        """Forget what workers have counted, because a loop begins, or begins again."""
+        self._counts.clear()
 
     def poll(self, workers: Sequence[WorkerHandle]) -> dict[WorkerHandle, PolledStatus]:
         """The latest status of `workers` in actors; takes new answers, and sends new requests."""
@@ -66,6 +75,8 @@ class StatusPoller:
                 continue
             polled = self._by_worker.setdefault(worker, PolledStatus(None, now))
             _take_answer(polled, now)
+            if polled.latest is not None and polled.latest.counted is not None:
+                self._counts[worker] = polled.latest.counted
             if polled.asked_at is None and now >= polled.next_at:
                 polled.answer, polled.asked_at = worker.actor.status.remote(), now
                 polled.next_at = now + _ASK_EVERY_S
@@ -74,6 +85,10 @@ class StatusPoller:
     def last_seen(self, worker: WorkerHandle) -> WorkerStatus | None:
         """The last status of `worker`; None if it has not answered in this call."""
         return self._by_worker[worker].latest if worker in self._by_worker else None
+
+    def last_counts(self, worker: WorkerHandle) -> LoopCounts | None:
+        """The last counts of `worker` since `forget_counts`; None if none have arrived."""
+        return self._counts.get(worker)
 
 
 def _take_answer(polled: PolledStatus, now: float) -> None:

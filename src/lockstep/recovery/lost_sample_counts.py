@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lockstep.engine.worker_handle import WorkerHandle
     from lockstep.recovery.lost_worker import LostWorker
     from lockstep.recovery.regrouping import NewGeneration
+    from lockstep.recovery.watchdog import Watchdog
     from lockstep.worker import LoopProgress, RemoteCall, Report, Worker
 
     Ask = Callable[[RemoteCall[Worker, int | None]], int | None]
@@ -25,6 +26,7 @@ class LostSampleCounts:
 
     Args:
         engine: the engine of the workers.
+        watchdog: has what lost workers had counted.
         purpose: the purpose of the loop; None for a call that counts no samples.
         ask: asks the workers; returns None if none of them answers.
 
@@ -32,12 +34,22 @@ class LostSampleCounts:
         reports: a report in the name of each worker that was lost.
     """
 
-    def __init__(self, engine: RayEngine, purpose: str | None, ask: Ask) -> None:
+    def __init__(
+        self, engine: RayEngine, watchdog: Watchdog, purpose: str | None, ask: Ask
+    ) -> None:
         self._engine = engine
+        self._watchdog = watchdog
         self._purpose = purpose
         self._ask = ask
         self.reports: list[Report] = []
-        self._generations: list[tuple[int, list[WorkerHandle]]] = [(0, self._members())]
+        self._generations: list[tuple[int, list[WorkerHandle]]] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Count from the beginning of the call."""
+        self.reports.clear()
+        self._generations = [(0, self._members())]
+        self._watchdog.forget_counts()
 
     def _members(self) -> list[WorkerHandle]:
         return list(self._engine.workers.members)
@@ -50,15 +62,14 @@ class LostSampleCounts:
         if self._purpose != "train" or progress is None:
             return
         if progress.steps <= 0:
-            self.reports.clear()
-            self._generations = [(0, self._members())]
+            self._begin()
             return
         for each in new_generation.lost_workers:
             self.reports.append(self._report(each, progress))
         self._generations.append((progress.steps, self._members()))
 
     def _report(self, lost: LostWorker, progress: LoopProgress) -> Report:
-        counted = None if lost.last_seen is None else lost.last_seen.counted
+        counted = self._watchdog.last_counts(lost.worker)
         segments = self._segments(lost.worker, progress)
         samples: int | None = 0
         if segments:

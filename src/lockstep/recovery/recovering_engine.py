@@ -157,7 +157,10 @@ class RecoveringEngine:
             self._reads_dataset = call.args[0] is not None
         self._regroup_before_call(call.contract)
         lost_counts = LostSampleCounts(
-            self._engine, call.purpose, lambda question: self._ask(call, question)
+            self._engine,
+            self._watchdog,
+            call.purpose,
+            lambda question: self._ask(call, question),
         )
         attempt, left = call, retries
         while True:

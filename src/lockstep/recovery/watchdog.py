@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lockstep.engine.status_polling import PolledStatus
     from lockstep.engine.worker_group import WorkerGroup
     from lockstep.engine.worker_handle import WorkerHandle
-    from lockstep.worker import WorkerStatus
+    from lockstep.worker import LoopCounts, WorkerStatus
 
 _log = logging.getLogger("lockstep.recovery")
 
@@ -56,13 +56,21 @@ class Watchdog:
         self.verdicts: dict[WorkerHandle, str] = {}
 
     def begin_call(self) -> None:
-        """Forget the answers of the call before."""
+        """Forget the answers of the remote call before, but not the counts."""
         self._poller.clear()
         self._broken_at = None
 
     def last_seen(self, worker: WorkerHandle) -> WorkerStatus | None:
         """The last known status of `worker`."""
         return self._poller.last_seen(worker)
+
+    def forget_counts(self) -> None:
+        """Forget what workers have counted, because a loop begins, or begins again."""
+        self._poller.forget_counts()
+
+    def last_counts(self, worker: WorkerHandle) -> LoopCounts | None:
+        """The last known counts of `worker` in the loop, from before or after a recovery."""
+        return self._poller.last_counts(worker)
 
     def poll(self, pending_call: PendingCall[Any]) -> None:
         """Ask all ranks that still perform for their status, and end ranks that hang."""

@@ -61,7 +61,9 @@ def status_of(worker: Worker, thread_id: int) -> WorkerStatus:
     if call is None:
         return status_of_thread(thread_id, 0, None, is_warm=False)
     is_warm = worker.is_warm or call.own_steps > 0
-    status = status_of_thread(thread_id, call.committed.steps, call.counted, is_warm=is_warm)
+    # A loop that is over may be that of an earlier call: this call may not have begun here yet.
+    counted = None if call.is_over else call.counted
+    status = status_of_thread(thread_id, call.committed.steps, counted, is_warm=is_warm)
     shadow = worker.operator._lockstep.shadow if worker.is_built else None
     return status if shadow is None else replace(status, num_wrong_shards=shadow.num_wrong)
 
