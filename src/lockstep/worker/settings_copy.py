@@ -6,6 +6,10 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING
 
+import torch
+
+from lockstep.tensor_copies import TensorCopies
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -40,6 +44,17 @@ class SettingsCopy:
             [{key: value for key, value in group.items() if key != "params"} for group in groups]
             for groups in (optimizer.param_groups for optimizer in run.optimizers)
         ]
+        # Schedulers write into a learning rate that is a tensor. The object itself is kept beside
+        # the copy of its value: a compiled step reads that object.
+        self._tensors = [
+            value
+            for groups in self._groups
+            for group in groups
+            for value in group.values()
+            if isinstance(value, torch.Tensor)
+        ]
+        self._values = TensorCopies()
+        self._values.take(self._tensors)
         self._requires_grad = [parameter.requires_grad for parameter in parameters]
         self._modes = [layer.training for layer in layers]
 
@@ -59,3 +74,4 @@ class SettingsCopy:
                 for new in group.keys() - settings.keys() - {"params"}:
                     del group[new]
                 group.update(settings)
+        self._values.restore(self._tensors)

@@ -398,3 +398,38 @@ def test_a_step_that_was_taken_back_is_computed_again():
         group["lr"], group["weight_decay"] = 0.1, 0
         run.train()
         assert same(weights(run.get_model()), by_hand(4))
+
+
+@pytest.mark.parametrize("number", [float, torch.tensor])
+def test_a_learning_rate_goes_back_with_the_step_that_has_decayed_it(number):
+    """Torch's schedulers write into one that is a tensor, and replace one that is a number."""
+
+    class Decays(Regression):
+        fails = True
+
+        def setup(self, config):
+            self.model, self.lr = linear(), number(0.1)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=self.lr)
+            self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+            self.register(models=self.model, optimizers=self.optimizer, schedulers=self.scheduler)
+            self.register_data(train_loader=loader())
+
+        def train_epoch(self, iterator, info):
+            for n, (features, target) in enumerate(iterator):
+                if n == 2 and self.fails:
+                    self.fails = False
+                    raise LookupError("no such metric")
+                self.optimizer.zero_grad()
+                nn.functional.mse_loss(self.model(features), target).backward()
+                self.optimizer.step()
+                self.scheduler.step()
+            return {}
+
+    with trainer(Decays, scheduler_step_freq="manual") as run:
+        with pytest.raises(LookupError):
+            run.train()
+        run.train()
+        operator = run.get_local_operator()
+        (group,) = operator.optimizer.param_groups
+        assert float(group["lr"]) == pytest.approx(0.1 * 0.5**STEPS_PER_EPOCH)
+        assert number is float or group["lr"] is operator.lr
