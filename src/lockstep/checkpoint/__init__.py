@@ -7,6 +7,7 @@
 - `dcp_directory`: a checkpoint as a directory, whose tensors any program can read in shards.
 - `atomic_write`: replaces a file's content in one step.
 - `conversion`: makes a file of a directory, and back.
+- `temporary_paths`: temporary files and folders, and what killed writers have left of them.
 - `rotation`: keeps the last few checkpoints of a run, and finds the newest good one.
 """
 

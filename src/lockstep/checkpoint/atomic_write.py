@@ -10,12 +10,12 @@ from __future__ import annotations
 import errno
 import io
 import os
-import secrets
 import stat
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any, Final
 
+from lockstep.checkpoint.temporary_paths import held_path
 from lockstep.errors import CheckpointWriteError
 
 if TYPE_CHECKING:
@@ -61,14 +61,14 @@ def publish(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], None]) -> 
         if os.path.isdir(target):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
         # Rejected: `tempfile`, whose files only their owner may read.
-        temporary = os.path.join(folder, f".lockstep-{secrets.token_hex(8)}.tmp")
-        try:
-            _write_synced(temporary, target, fill)
-            os.replace(temporary, target)
-        except BaseException:  # Ctrl-C too must not leave half a file behind
-            with suppress(FileNotFoundError):
-                os.unlink(temporary)
-            raise
+        with held_path(folder, _make_file) as temporary:
+            try:
+                _write_synced(temporary, target, fill)
+                os.replace(temporary, target)
+            except BaseException:  # Ctrl-C too must not leave half a file behind
+                with suppress(FileNotFoundError):
+                    os.unlink(temporary)
+                raise
         try:
             _sync_folder(folder)
         except OSError as error:
@@ -79,6 +79,11 @@ def publish(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], None]) -> 
         raise
     except OSError as error:
         raise write_error(path, error) from error
+
+
+def _make_file(path: str) -> None:
+    with open(path, "xb"):
+        pass
 
 
 def _write_synced(temporary: str, target: str, fill: Callable[[IO[bytes]], None]) -> None:
@@ -95,13 +100,13 @@ def _write_synced(temporary: str, target: str, fill: Callable[[IO[bytes]], None]
 
 
 class _BackgroundSyncedFile(io.FileIO):
-    """A new file whose content another thread flushes to the disk while more is written."""
+    """An empty file whose content another thread flushes to the disk while more is written."""
 
     def __init__(self, path: str, syncer: ThreadPoolExecutor) -> None:
         self._syncer = syncer
         self._syncing: list[Future[None]] = []
         self._since = 0
-        super().__init__(path, "x+b")
+        super().__init__(path, "r+b")
 
     def write(self, data: Any, /) -> int:
         written = super().write(data)

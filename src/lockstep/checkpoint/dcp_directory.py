@@ -21,7 +21,6 @@ directory beside the path as ``.lockstep-*.old``.
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from collections.abc import Mapping
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ import torch
 from lockstep.checkpoint.atomic_write import fsync_path, write_error
 from lockstep.checkpoint.file_format import read_file, write
 from lockstep.checkpoint.plain_values import plain_state
+from lockstep.checkpoint.temporary_paths import held_path
 from lockstep.errors import CheckpointError, CheckpointWriteError
 from lockstep.local_rows import LocalRows
 from lockstep.tensor_tree import KeyPath, rebuild_container, tree_map, tree_map_with_path
@@ -147,20 +147,20 @@ def _renamed_to(path: str) -> Iterator[str]:
             fix="choose another path",
         )
     os.makedirs(os.path.dirname(target), exist_ok=True)
-    stem = os.path.join(os.path.dirname(target), f".lockstep-{secrets.token_hex(8)}")
-    try:
-        os.mkdir(f"{stem}.tmp")
-        yield f"{stem}.tmp"
-        if os.path.isdir(target):
-            os.rename(target, f"{stem}.old")
-        os.rename(f"{stem}.tmp", target)
-    except BaseException:
-        if os.path.isdir(f"{stem}.old") and not os.path.exists(target):
-            os.rename(f"{stem}.old", target)
-        raise
-    finally:
-        shutil.rmtree(f"{stem}.tmp", ignore_errors=True)
-        shutil.rmtree(f"{stem}.old", ignore_errors=True)
+    with held_path(os.path.dirname(target), os.mkdir) as temporary:
+        old = f"{temporary.removesuffix('.tmp')}.old"
+        try:
+            yield temporary
+            if os.path.isdir(target):
+                os.rename(target, old)
+            os.rename(temporary, target)
+        except BaseException:
+            if os.path.isdir(old) and not os.path.exists(target):
+                os.rename(old, target)
+            raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def write_part(

@@ -13,12 +13,11 @@ from __future__ import annotations
 import logging
 import os
 import re
-import secrets
-import shutil
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.checkpoint.atomic_write import write_error
+from lockstep.checkpoint.temporary_paths import new_temporary_path, remove, remove_leftovers
 from lockstep.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("lockstep.checkpoint")
 
 _NAME: Final = re.compile(r"step-(\d{10,})\.ckpt")
-_LEFTOVER: Final = re.compile(r"\.lockstep-[0-9a-f]{16}\.tmp")
 _SET_ASIDE: Final = "set-aside-"
 
 
@@ -46,7 +44,7 @@ class Rotation:
         self._read_one = read
 
     def prepare_folder(self) -> None:
-        """Create the folder, try to write to it, and remove what killed writers have left in it.
+        """Create the folder, and try to write to it.
 
         Called when a run starts: a folder that cannot be written to fails the run at once, and not
         at its first checkpoint.
@@ -54,15 +52,23 @@ class Rotation:
         Raises:
             CheckpointWriteError: the folder cannot be created or written to.
         """
-        probe = os.path.join(self.folder, f".lockstep-{secrets.token_hex(8)}.tmp")
+        probe = new_temporary_path(self.folder)
         try:
             os.makedirs(self.folder, exist_ok=True)
             with open(probe, "xb") as file:
                 file.write(b"lockstep")
-            # Removes the probe and the temporary files of killed writers, which fill the disk.
-            for name in os.listdir(self.folder):
-                if _LEFTOVER.fullmatch(name):
-                    _remove(os.path.join(self.folder, name))
+            remove(probe)
+        except OSError as error:
+            raise write_error(self.folder, error) from error
+
+    def remove_leftovers(self) -> None:
+        """Remove what killed writers have left in the folder.
+
+        Raises:
+            CheckpointWriteError: the folder cannot be read or written to.
+        """
+        try:
+            remove_leftovers(self.folder)
         except OSError as error:
             raise write_error(self.folder, error) from error
 
@@ -124,25 +130,14 @@ class Rotation:
         """Delete all but the last `keep` checkpoints up to `newest`; rename those after it."""
         own_steps = [step for step in self.steps() if step <= newest]
         for step in own_steps[: -self._keep]:
-            _remove(self.path_of(step))
+            remove(self.path_of(step))
         for step in self.steps():
             if step > newest:
                 path = self.path_of(step)
                 aside = os.path.join(self.folder, _SET_ASIDE + os.path.basename(path))
-                _remove(aside)
+                remove(aside)
                 os.rename(path, aside)
                 _log.warning("%s is ahead of the run, which goes on without it: %s", path, aside)
-
-
-def _remove(path: str) -> None:
-    """Remove a file or a directory; a directory is renamed first, so that none is there by half."""
-    if not os.path.isdir(path):
-        with suppress(FileNotFoundError):
-            os.unlink(path)
-        return
-    doomed = os.path.join(os.path.dirname(path), f".lockstep-{secrets.token_hex(8)}.tmp")
-    os.rename(path, doomed)
-    shutil.rmtree(doomed)
 
 
 def _one_line_of(error: CheckpointError) -> str:

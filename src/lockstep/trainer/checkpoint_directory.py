@@ -61,6 +61,9 @@ class CheckpointDirectory:
             self._rotation = Rotation(os.path.abspath(folder), keep, self._read)
             self._rotation.prepare_folder()
         self._source = self._find(resume)
+        if self._rotation is not None:
+            # Not before: a trainer that is refused leaves the directory as it is.
+            self._rotation.remove_leftovers()
 
     @property
     def run_logs(self) -> list[RunLog]:

@@ -204,6 +204,7 @@ def write(path, step):
 for turn in range(20):
     kept = Rotation(sys.argv[1], 2, checkpoint.read)
     kept.prepare_folder()
+    kept.remove_leftovers()
     first = kept.steps()[-1] + 1 if kept.steps() else 1
     reader, notifier = os.pipe()
     child = os.fork()

@@ -6,16 +6,18 @@ from __future__ import annotations
 import logging
 import os
 import resource
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from lockstep import checkpoint
 from lockstep.checkpoint.rotation import Rotation
-from lockstep.errors import CheckpointError, CheckpointWriteError
+from lockstep.errors import CheckpointError, CheckpointWriteError, ConfigurationError
+from lockstep.trainer.checkpoint_directory import CheckpointDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +29,7 @@ STATE = {"weight": torch.arange(6.0), "names": ["a", "b"]}
 def rotation(folder: Path, keep: int = 3) -> Rotation:
     kept = Rotation(str(folder), keep, checkpoint.read)
     kept.prepare_folder()
+    kept.remove_leftovers()
     return kept
 
 
@@ -136,11 +139,55 @@ def test_if_none_can_be_read_nobody_starts_afresh_without_knowing(tmp_path: Path
 def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
     left = tmp_path / f".lockstep-{'0' * 16}.tmp"
     left.write_bytes(b"half a checkpoint")
+    (tmp_path / f".lockstep-{'1' * 16}.tmp" / "in it").mkdir(parents=True)
     kept = rotation(tmp_path)
     assert os.listdir(tmp_path) == []
     fill(kept, 1)
     rotation(tmp_path)
     assert found(kept) == 1
+
+
+def in_a_file(path: str, meanwhile: Callable[[], None]) -> str:
+    def slowly(file: IO[bytes]) -> None:
+        checkpoint.serialise({**STATE, "step": 2}, file)
+        file.flush()
+        meanwhile()
+
+    checkpoint.publish(path, slowly)
+    return path
+
+
+def in_a_directory(path: str, meanwhile: Callable[[], None]) -> str:
+    with checkpoint.publish_directory(path) as folder:
+        part = checkpoint.write_part(folder, {**STATE, "step": 2}, rank=0)
+        meanwhile()
+        checkpoint.finish_directory(folder, [part], part.state)
+    return path
+
+
+@pytest.mark.parametrize("write", [in_a_file, in_a_directory])
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_a_second_trainer_leaves_what_is_being_written(
+    tmp_path: Path, resume: str | None, write: Any
+) -> None:
+    kept = rotation(tmp_path)
+    fill(kept, 1)
+
+    def begin_another() -> None:
+        with nullcontext() if resume else pytest.raises(ConfigurationError, match="resume=None"):
+            CheckpointDirectory(tmp_path, None, 3, resume, "replicate")
+
+    kept.write(2, partial(write, meanwhile=begin_another))
+    assert found(kept) == 2
+
+
+def test_a_trainer_that_is_refused_leaves_the_directory_as_it_is(tmp_path: Path) -> None:
+    fill(rotation(tmp_path), 1)
+    (tmp_path / f".lockstep-{'0' * 16}.tmp").touch()
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(ConfigurationError, match="resume=None"):
+        CheckpointDirectory(tmp_path, None, 3, None, "replicate")
+    assert sorted(os.listdir(tmp_path)) == before
 
 
 def test_where_nothing_can_be_written_is_said_before_training(tmp_path: Path) -> None:

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Temporary files and folders beside checkpoints, each held by its writer while that lives.
+
+A writer locks what it writes (`held_path`), and the system frees the lock when the writer's process
+ends, however that happens. So `remove_leftovers` tells what a killed writer has left from what
+another trainer is writing. Where a file system has no locks, no path is held.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_NAME: Final = re.compile(r"\.lockstep-[0-9a-f]{16}\.tmp")
+
+
+def new_temporary_path(folder: str) -> str:
+    """A path in `folder` that no other process uses; nothing is there yet."""
+    return os.path.join(folder, f".lockstep-{secrets.token_hex(8)}.tmp")
+
+
+@contextmanager
+def held_path(folder: str, make: Callable[[str], object]) -> Iterator[str]:
+    """A new temporary path in `folder`, which no process removes as a leftover inside.
+
+    Args:
+        make: makes the file or folder at the path. The caller renames or removes it in the end.
+    """
+    path, held = _make_held(folder, make)
+    try:
+        yield path
+    finally:
+        os.close(held)
+
+
+def _make_held(folder: str, make: Callable[[str], object]) -> tuple[str, int]:
+    while True:
+        path = new_temporary_path(folder)
+        make(path)
+        # Before the lock is there, another process may take the path for a leftover.
+        with suppress(FileNotFoundError):
+            held = os.open(path, os.O_RDONLY)
+            if _lock(held, fcntl.LOCK_SH) and os.path.exists(path):
+                return path, held
+            os.close(held)
+
+
+def remove(path: str) -> None:
+    """Remove a file or a folder; a folder is renamed first, so that none is there by half."""
+    with suppress(FileNotFoundError):
+        if not os.path.isdir(path):
+            os.unlink(path)
+            return
+        with held_path(os.path.dirname(path), partial(os.rename, path)) as doomed:
+            shutil.rmtree(doomed)
+
+
+def remove_leftovers(folder: str) -> None:
+    """Remove what killed writers have left in `folder`, which would fill the disk."""
+    for name in os.listdir(folder):
+        if _NAME.fullmatch(name):
+            _remove_unless_held(os.path.join(folder, name))
+
+
+def _remove_unless_held(path: str) -> None:
+    is_folder = os.path.isdir(path)
+    try:
+        # Network file systems lock a file for one process alone only if that may write to it.
+        found = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
+    except (FileNotFoundError, PermissionError):
+        return  # another process has removed it, or it is another user's
+    try:
+        if _lock(found, fcntl.LOCK_EX):
+            if is_folder:
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+    finally:
+        os.close(found)
+
+
+def _lock(descriptor: int, how: int) -> bool:
+    """Lock an open file or folder; False if another process has locked it."""
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a file system without locks
+    return True
