@@ -2,7 +2,11 @@
 """Ray datasets: every row once an epoch, each with the weight that it has in one process."""
 
 import logging
+import os
+import signal
+import time
 from collections import defaultdict
+from contextlib import contextmanager
 from itertools import chain
 
 import numpy as np
@@ -10,6 +14,7 @@ import pandas
 import pytest
 import ray.data
 import torch
+from tests.ray.surviving import until_complete
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -268,3 +273,73 @@ def test_a_worker_without_a_row_cannot_keep_step():
         trainer.train(dataset=dataset((3,)))
     with TorchTrainer(training_operator_cls=Regression, num_workers=2, config=CONFIG) as trainer:
         assert trainer.train(dataset=dataset((3,)))["num_samples"] == 3
+
+
+class Replaced(WithALoader):
+    """A replacement for a lost worker is not ready before the file ``config["held"]`` is gone."""
+
+    def setup(self, config):
+        is_spare = self._lockstep.context.is_spare
+        while is_spare and config["held"].exists():
+            time.sleep(0.02)
+        super().setup(config)
+        if is_spare:
+            config["held"].with_name("ready").touch()
+
+    def compute_loss(self, batch, batch_info):
+        if batch_info.get("lets_in"):
+            self.config["held"].unlink(missing_ok=True)
+            while not self.config["held"].with_name("ready").exists():
+                time.sleep(0.02)
+            time.sleep(0.2)  # in a step as slow as this one the driver sees who could join
+        return super().compute_loss(batch, batch_info)
+
+
+@pytest.fixture
+def held(tmp_path):
+    file = tmp_path / "held"
+    file.touch()
+    yield file
+    file.unlink(missing_ok=True)
+
+
+@contextmanager
+def with_one_worker_left(held):
+    """A trainer of two workers, which trained on a dataset before one of them was killed."""
+    config = {BATCH_SIZE: 4, "held": held}
+    with TorchTrainer(training_operator_cls=Replaced, num_workers=2, config=config) as trainer:
+        assert trainer.train(dataset=dataset((6, 6)))["num_samples"] == 12
+        os.kill(trainer.apply_all_workers(os.getpid)[1], signal.SIGKILL)
+        yield trainer
+
+
+def rows_of_a_pass(trainer, **arguments):
+    """The rows that all workers see in a pass over the dataset, in order."""
+    trainer.apply_all_operators(lambda operator: operator.seen.clear())
+    assert trainer.train(dataset=dataset(), **arguments)["num_samples"] == ROWS
+    return sorted(chain.from_iterable(steps_of(trainer)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("is_known", [True, False])
+def test_workers_that_are_left_read_all_rows(held, is_known):
+    """Also where the driver has not heard of the death before the dataset is split."""
+    with with_one_worker_left(held) as trainer:
+        if is_known:
+            assert len(trainer.apply_all_workers(os.getpid)) == 1
+        assert trainer.train(dataset=dataset())["num_samples"] == ROWS
+        assert trainer.status()["workers"] == 1
+        held.unlink()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_replacement_joins_between_two_passes_over_a_dataset(held):
+    """In the middle of one it would train on its own loader: it has no stream of the dataset."""
+    with with_one_worker_left(held) as trainer:
+        assert rows_of_a_pass(trainer, info={"lets_in": True}) == list(range(ROWS))
+        assert trainer.status()["workers"] == 1
+        until_complete(trainer, 2)
+        assert rows_of_a_pass(trainer) == list(range(ROWS))
+        assert trainer.status()["workers"] == 2

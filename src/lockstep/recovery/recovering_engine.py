@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from lockstep.engine.ray_engine import RayEngine
     from lockstep.operator import TrainingOperator
     from lockstep.recovery.regrouping import NewGeneration
-    from lockstep.worker import CallContract, RemoteCall, RunPosition, StartReport
+    from lockstep.worker import RemoteCall, RunPosition, StartReport
 
 R = TypeVar("R")
 
@@ -155,13 +155,8 @@ class RecoveringEngine:
         deaths: Counter[tuple[RunPosition, int]] = Counter()
         if call.method is Worker.feed:
             self._reads_dataset = call.args[0] is not None
-        self._regroup_before_call(call.contract)
-        lost_counts = LostSampleCounts(
-            self._engine,
-            self._watchdog,
-            call.purpose,
-            lambda question: self._ask(call, question),
-        )
+        self._regroup_before_call(call)
+        lost_counts = LostSampleCounts(self._engine, call.purpose)
         attempt, left = call, retries
         while True:
             pending_call = self._perform(attempt, rank, listener)
@@ -253,28 +248,30 @@ class RecoveringEngine:
         if call.contract.communication is Communication.OWN_GROUP and pending_call.deaths:
             # A worker died after the ping: the others wait for it at the rendezvous.
             self.workers.close_rendezvous()
-        if call.is_training and not self._has_asked_to_leave and self._can_grow:
+        if call.is_training and not self._has_asked_to_leave and self._can_grow(call):
             # Members leave before their next batch; a rank still in a step then fails in it.
             self._has_asked_to_leave = True
             self._regrouping.request_leave()
 
-    def _regroup_before_call(self, contract: CallContract) -> None:
+    def _regroup_before_call(self, call: RemoteCall[Worker, object]) -> None:
         """Before a call, form the group anew if a worker died or a spare can take a free rank."""
         # In a rendezvous no rank notices that another one is dead: all of them must live.
-        forms_group = contract.communication is Communication.OWN_GROUP
-        may_fail = contract.may_be_repeated and not forms_group
-        if may_fail and not self._can_grow:
+        forms_group = call.contract.communication is Communication.OWN_GROUP
+        may_fail = call.contract.may_be_repeated and not forms_group
+        if may_fail and not self._can_grow(call):
             return
         ping = Worker.ping.with_args()
         pending_call = self._perform(ping, None, None)
-        if pending_call.deaths or self._can_grow:
+        if pending_call.deaths or self._can_grow(call):
             self._recover(ping, pending_call)
 
-    @property
-    def _can_grow(self) -> bool:
-        # Ray gives each row of a dataset once: no step on one can be computed again.
-        is_fed = self._reads_dataset and self._engine.spec.keeps_memory_checkpoints
-        return self._regrouping.can_grow and not is_fed
+    def _can_grow(self, call: RemoteCall[Worker, object]) -> bool:
+        # A newcomer has no stream of a dataset of Ray's. It joins at a ping, after which the
+        # dataset is split anew; under fsdp never, because steps on those rows would come again.
+        keeps_memory_checkpoints = self._engine.spec.keeps_memory_checkpoints
+        if self._reads_dataset and (keeps_memory_checkpoints or call.method is not Worker.ping):
+            return False
+        return self._regrouping.can_grow
 
     # ------------------------------------------------------------------------ interrupting
 

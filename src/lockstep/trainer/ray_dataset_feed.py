@@ -13,6 +13,7 @@ from lockstep.keys import BATCH_SIZE
 from lockstep.worker import Worker
 
 if TYPE_CHECKING:
+    from lockstep.engine import PoolStatus
     from lockstep.trainer.worker_calls import WorkerCalls
     from lockstep.worker import WorkerSpec
 
@@ -29,7 +30,7 @@ class RayDatasetFeed:
         # Streams are sent in pickles that Ray does not inspect: without a reference in the driver,
         # Ray takes the actor that feeds them for unused, and ends it.
         self._streams: list[Any] = []
-        self._generation = 0
+        self._generation: int | None = None
 
     @property
     def has_dataset(self) -> bool:
@@ -57,18 +58,30 @@ class RayDatasetFeed:
                 workers.call(Worker.feed.with_args(None, None))
             self.forget()
             return
-        spec, generation = workers.spec, workers.generation
-        wanted = _check_dataset(dataset, spec)
-        # The workers dropped the dataset when they formed a new group.
-        is_new = generation != self._generation
-        if is_new or self._current is None or not _is_same_dataset(wanted, self._current):
-            # A lone worker lives in this process, and holds no CPU of the cluster.
-            held = spec.num_workers * (spec.threads or 1) if spec.num_workers > 1 else 0
-            self._streams = split_dataset(wanted.dataset, spec.num_workers, held)
-            # Each worker gets its stream, and does not need the dataset's plan.
-            plan = replace(wanted, dataset=None)
-            workers.call(Worker.feed.with_args(self._streams, plan))
-            self._current, self._generation = wanted, generation
+        wanted = _check_dataset(dataset, workers.spec)
+        # Every worker answers: one that was lost since the last call would never read its stream.
+        workers.call(Worker.ping.with_args())
+        # Again where workers were lost meanwhile: the others read the streams of the new split.
+        while not self._is_fed(wanted, status := workers.open_engine().status()):
+            self._feed(wanted, workers, status)
+
+    def _is_fed(self, wanted: RayBatches, status: PoolStatus) -> bool:
+        """Whether the workers read `wanted`: they drop a dataset when they form a new group."""
+        is_known = self._current is not None and _is_same_dataset(wanted, self._current)
+        return is_known and self._generation == status.generation
+
+    def _feed(self, wanted: RayBatches, workers: WorkerCalls, status: PoolStatus) -> None:
+        """Split `wanted` among as many workers as `status` has, and give each its stream."""
+        spec = workers.spec
+        # A lone worker lives in this process, and holds no CPU of the cluster. A lost one's CPU
+        # stays reserved for its replacement.
+        held = spec.num_workers * (spec.threads or 1) if spec.num_workers > 1 else 0
+        self._streams = split_dataset(wanted.dataset, status.workers, held)
+        self._current, self._generation = wanted, None  # until every worker has its stream
+        # Each worker gets its stream, and does not need the dataset's plan.
+        plan = replace(wanted, dataset=None)
+        workers.call(Worker.feed.with_args(self._streams, plan))
+        self._generation = status.generation
 
 
 def _check_dataset(dataset: Any, spec: WorkerSpec) -> RayBatches:

@@ -100,11 +100,6 @@ class WorkerCalls:
         """Whether every worker registered a loader for `purpose`."""
         return all(purpose in worker.steps_per_epoch for worker in self.start_reports)
 
-    @property
-    def generation(self) -> int:
-        """Formations of the workers' group so far, from 0."""
-        return self.open_engine().status().generation
-
     def summary(self) -> dict[str, Any]:
         """See `TorchTrainer.status`."""
         epoch, finished, step = self.call_rank_0(position.with_args())
