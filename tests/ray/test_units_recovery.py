@@ -4,6 +4,7 @@
 import os
 import random
 import signal
+import time
 
 import pytest
 from tests.ray.operators import farthest
@@ -22,7 +23,7 @@ from tests.ray.surviving_in_shards import (
     undisturbed,
 )
 
-from lockstep import Callback
+from lockstep import Callback, checkpoint
 from lockstep.errors import ConfigurationError, WorkerDiedError
 
 # Each death starts a process that imports torch: seconds, and many where the processors are busy.
@@ -404,6 +405,41 @@ def test_checkpoints_on_disk_go_on_after_a_death(tmp_path):
         assert trainer.status()["step"] == 15
         trainer.train(num_steps=3)
         assert digest_of(trainer.get_model()) == expected[1]
+
+
+class FailsWhileItWrites(InShards):
+    """Its parts of a checkpoint are on the disk some time after the error."""
+
+    def setup(self, config):
+        super().setup(config)
+        write_part = checkpoint.write_part
+
+        def slowly(*arguments):
+            time.sleep(2)
+            return write_part(*arguments)
+
+        checkpoint.write_part = slowly
+
+    def compute_loss(self, batch, batch_info):
+        if self.global_step == 7:
+            raise ZeroDivisionError
+        return super().compute_loss(batch, batch_info)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("workers_end_with_their_trainer")
+@pytest.mark.parametrize("every", [4, None])
+def test_parts_that_were_copied_before_a_failure_are_written(every, tmp_path):
+    """Where the run could have gone on, and where the failure ends the workers."""
+    arguments = {"checkpoint_dir": tmp_path, "checkpoint_every": 5}
+    with (
+        pytest.raises(ZeroDivisionError),
+        trainer_of(FailsWhileItWrites, memory_checkpoint_every=every, **arguments) as trainer,
+    ):
+        trainer.train(num_steps=20)
+    (path,) = (each for each in tmp_path.iterdir() if each.name != "run.jsonl")
+    assert path.name == "step-0000000005.ckpt"
+    assert checkpoint.read(path)["global_step"] == 5
 
 
 @pytest.mark.slow

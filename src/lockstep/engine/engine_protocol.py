@@ -87,6 +87,9 @@ class SnapshotKeeper(Protocol):
     def keep_written(self) -> AbstractContextManager[None]:
         """Inside, no checkpoint is written or removed. Waits for one that is being written."""
 
+    def finish_writing(self, within_s: float) -> None:
+        """Wait until the copies that were received are written, for `within_s` seconds at most."""
+
 
 class SnapshotFetcher(Protocol):
     """Fetches copies of the run's state to the driver."""

@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 _LAST_SNAPSHOT_S: Final = 2.0
+_LAST_PARTS_S: Final = 60.0
+"""How long workers that are to end may write their parts of a checkpoint; one of them may hang."""
 _CHECK_ARRIVALS_S: Final = 0.02
 _LARGE_ARGUMENTS: Final = 100_000
 """Arguments of more bytes are put into Ray's object store once, and not into each message."""
@@ -81,6 +83,7 @@ class RayEngine:
         self.ended_by: BaseException | None = None
         self.start_reports: list[StartReport] = []
         self._fetcher: RemoteSnapshotFetcher | None = None
+        self._keeper: SnapshotKeeper | None = None
         self.workers = WorkerGroup(spec, resources, use_local=use_local, num_spares=num_spares)
         try:
             rendezvous = self.workers.open_rendezvous() if spec.num_workers > 1 else None
@@ -289,6 +292,7 @@ class RayEngine:
         return poll
 
     def start_snapshot_fetcher(self, to: SnapshotKeeper) -> SnapshotFetcher:
+        self._keeper = to
         self._fetcher = RemoteSnapshotFetcher(lambda: self.workers.rank_0, to)
         return self._fetcher
 
@@ -308,7 +312,12 @@ class RayEngine:
         return PoolStatus(workers=len(self.workers.members), spares=len(self.workers.spares))
 
     def close(self, *, force: bool) -> None:
-        self.workers.close(force=force)
+        try:
+            # The workers write their parts of the latest checkpoint, which would be lost with them.
+            if self._keeper is not None and self.spec.saves_parts and self.workers.is_in_session:
+                self._keeper.finish_writing(_LAST_PARTS_S)
+        finally:
+            self.workers.close(force=force)
 
 
 def _report_progress(actors: Sequence[Actor], listener: CallListener, wants_rows: bool) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -46,6 +46,7 @@ class CheckpointWriter:
     def __init__(self, write: Callable[[Snapshot], str], engine: Engine) -> None:
         self._write = write
         self._writing = threading.Lock()
+        self._is_paused = False
         self._written: list[CheckpointOnDisk] = []
         self._preemption = SigtermDeferral()
         self._lock = threading.Lock()
@@ -85,7 +86,17 @@ class CheckpointWriter:
     def keep_written(self) -> Iterator[None]:
         """See `SnapshotKeeper`."""
         with self._writing:
-            yield
+            self._is_paused = True
+            try:
+                yield
+            finally:
+                self._is_paused = False
+
+    def finish_writing(self, within_s: float) -> None:
+        """See `SnapshotKeeper`."""
+        # Inside of `keep_written` this would wait for its own end.
+        if self._running is not None and not self._is_paused:
+            wait([self._running], within_s)
 
     def note_failure(self, error: Exception) -> None:
         """Note that a checkpoint could not be written; the next success clears the failure."""
@@ -129,9 +140,9 @@ class CheckpointWriter:
 
     def _wait(self) -> Exception | None:
         """Wait for all writes; return why the latest checkpoint is missing, once."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.result()
+        # Kept until the next one: after Ctrl-C in here `finish_writing` still knows it.
+        if self._running is not None:
+            self._running.result()
         failure, self._failure = self._failure, None
         return failure
 

@@ -69,3 +69,26 @@ def test_none_is_written_while_they_are_read(folder):
     assert writer.finish() is None
     assert folder.begun.is_set()
     writer.close(raises=True)
+
+
+def test_a_write_is_waited_for_and_not_for_ever(folder):
+    may_write, write = threading.Event(), folder.write
+
+    def slowly(snapshot):
+        may_write.wait()
+        return write(snapshot)
+
+    folder.write = slowly
+    writer = writer_to(folder)
+    writer.finish_writing(1000)  # nothing is written
+    writer.keep(Snapshot(5, {}, call=0))
+    writer.finish_writing(0.05)
+    assert folder.steps == []
+    may_write.set()
+    writer.finish_writing(1000)
+    assert folder.steps == [5]
+    with writer.keep_written():
+        writer.keep(Snapshot(10, {}, call=0))
+        writer.finish_writing(1000)
+    writer.close(raises=True)
+    assert folder.steps == [5, 10]
