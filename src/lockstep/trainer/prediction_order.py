@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 from lockstep.trainer.split_predictions import split_predictions
@@ -24,14 +25,23 @@ def order_predictions(answers: Iterable[Sequence[Prediction]]) -> list[Any]:
     indices: list[Any] = []
     for part in parts:
         items = split_predictions(part.output, part.num_samples)
-        indices += part.indices
+        numbers = [_as_int(index) for index in part.indices]
+        indices += numbers
         # A dataset of ready batches has one index for all the samples of a batch.
-        per_sample = len(part.indices) == len(items)
-        first = part.indices[0] if part.indices else None
-        keyed += zip(part.indices if per_sample else [first] * len(items), items, strict=True)
+        per_sample = len(numbers) == len(items)
+        first = numbers[0] if numbers else None
+        keyed += zip(numbers if per_sample else [first] * len(items), items, strict=True)
     if _is_permutation(indices):
         keyed.sort(key=lambda pair: pair[0])
     return [item for _, item in keyed]
+
+
+def _as_int(index: Any) -> Any:
+    """An integer of numpy's or torch's, as a sampler may yield it, as an int; the rest as it is."""
+    try:
+        return operator.index(index)
+    except TypeError:
+        return index
 
 
 def _is_permutation(indices: Sequence[Any]) -> bool:

@@ -12,6 +12,7 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -73,6 +74,16 @@ class ReadyBatches(torch.utils.data.Dataset):
         return (FEATURES[index * 5 : index * 5 + 5],)
 
 
+class NumpyOrder(Sampler):
+    def __iter__(self):
+        return iter(np.random.permutation(SAMPLES))
+
+
+def order():
+    """A new order of the samples, as a tensor."""
+    return torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(2))
+
+
 LOADERS = {
     "plain": DataLoader(DATA, batch_size=4),
     "shuffled": DataLoader(DATA, batch_size=4, shuffle=True),
@@ -81,6 +92,9 @@ LOADERS = {
         DATA, batch_sampler=[[2, 1, 0], *([n] for n in range(22, 10, -1)), list(range(3, 11))]
     ),
     "batch sampler": DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 6, False)),
+    "by tensors of indices": DataLoader(DATA, batch_sampler=order().split(5)),
+    "indices of numpy": DataLoader(DATA, batch_size=4, sampler=NumpyOrder()),
+    "tensors as indices": DataLoader(DATA, batch_size=4, sampler=order()),
     "loader workers": DataLoader(DATA, batch_size=4, shuffle=True, num_workers=1),
     "ready batches": DataLoader(ReadyBatches(), batch_size=None, shuffle=True),
     "stream": DataLoader(Stream(), batch_size=4),
