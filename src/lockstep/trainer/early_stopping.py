@@ -37,24 +37,18 @@ class MetricMonitor(Callback):
         self.metric, self.mode, self.min_delta = metric, mode, min_delta
         self.best: float | None = None
         self._was_found = False
+        # The keys of the results so far, by the method that gave them.
+        self._keys: dict[str, set[str]] = {}
 
     def judge(self, trainer: TorchTrainer, value: float) -> None:
         """Handle a new value of the metric."""
         raise NotImplementedError
 
     def on_train_end(self, trainer: TorchTrainer, result: dict[str, Any]) -> None:
-        self._look(trainer, result)
+        self._look("train", trainer, result)
 
     def on_validate_end(self, trainer: TorchTrainer, result: dict[str, Any]) -> None:
-        self._look(trainer, result)
-        if not self._was_found:
-            alike = difflib.get_close_matches(self.metric, result, n=1)
-            raise ConfigurationError(
-                f"{type(self).__name__} watches a metric that is in no result",
-                expected=f"one of {', '.join(sorted(result))}",
-                got=repr(self.metric),
-                fix=f"did you mean {alike[0]!r}?" if alike else None,
-            )
+        self._look("validate", trainer, result)
 
     def on_shutdown(self, trainer: TorchTrainer) -> None:
         if not self._was_found:
@@ -63,11 +57,24 @@ class MetricMonitor(Callback):
                 stacklevel=2,
             )
 
-    def _look(self, trainer: TorchTrainer, result: dict[str, Any]) -> None:
+    def _look(self, method: str, trainer: TorchTrainer, result: dict[str, Any]) -> None:
+        self._keys[method] = set(result)
         value = as_number(result.get(self.metric))
         if value is not None:
             self._was_found = True
             self.judge(trainer, float(value))
+        elif not self._was_found and len(self._keys) == 2:
+            raise self._not_found_error()
+
+    def _not_found_error(self) -> ConfigurationError:
+        found = sorted(set.union(*self._keys.values()))
+        alike = difflib.get_close_matches(self.metric, found, n=1)
+        return ConfigurationError(
+            f"{type(self).__name__} watches a metric that is in no result",
+            expected=f"one of {', '.join(found)}",
+            got=repr(self.metric),
+            fix=f"did you mean {alike[0]!r}?" if alike else None,
+        )
 
     def is_better(self, value: float) -> bool:
         if math.isnan(value) or self.best is None:

@@ -104,6 +104,22 @@ def test_a_metric_that_is_in_no_result():
         EarlyStopping("val_loss", mode="least")
 
 
+def test_a_metric_of_training_may_come_after_a_first_validation(tmp_path):
+    stop = EarlyStopping("train_loss", mode="min")
+    keep = KeepBest(tmp_path / "best.pt", "train_loss", mode="min")
+    with start([1, 1], stop, keep) as trainer:
+        trainer.validate()
+        loss = trainer.train(num_steps=1)["train_loss"]
+        trainer.validate()
+        assert stop.best == keep.best == loss
+    with start([1], EarlyStopping("trian_loss", mode="min")) as trainer:
+        trainer.validate()
+        with pytest.raises(ConfigurationError, match="did you mean 'train_loss'"):
+            trainer.train(num_steps=1)
+        with pytest.warns(UserWarning, match="never saw it"):
+            trainer.shutdown()
+
+
 class Diary(Callback):
     def __init__(self):
         self.entries = []
