@@ -2,7 +2,8 @@
 """`Watchdog`: finds the worker that the others wait for in vain, or that errs, and ends it.
 
 A rank that makes no step while others wait for it in a collective (or have answered already) is at
-fault; where all ranks wait, or none does, the watchdog ends no rank. It asks workers in the
+fault; where all ranks wait, or none does, the watchdog ends no rank. Where all that are left in a
+loop wait for one that has left it, it ends the call (see `deserted_ranks`). It asks workers in the
 `control` concurrency group of their actors, so that training pays nothing. A worker that does not
 answer is stopped, or holds the interpreter in a call into C.
 """
@@ -16,8 +17,11 @@ from typing import TYPE_CHECKING, Any, Final
 from lockstep.engine.actor_termination import kill_worker
 from lockstep.engine.liveness_probes import is_node_reachable, process_state
 from lockstep.engine.status_polling import StatusPoller
+from lockstep.recovery.deserted_ranks import DesertedRanks
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from lockstep.engine.pending_call import PendingCall
     from lockstep.engine.status_polling import PolledStatus
     from lockstep.engine.worker_group import WorkerGroup
@@ -51,6 +55,7 @@ class Watchdog:
         self._limit_s = hang_timeout_s
         self._shadow_limit = shadow_limit
         self._poller = StatusPoller()
+        self._deserted = DesertedRanks(hang_timeout_s)
         self._broken_at: float | None = None
         self._reachable_nodes: dict[str, tuple[float, bool]] = {}
         self.verdicts: dict[WorkerHandle, str] = {}
@@ -82,6 +87,7 @@ class Watchdog:
         if pending_call.deaths or pending_call.lost_peers:
             self._free_waiting_ranks(pending_call, now)
         local = None if pending_call.local_status is None else pending_call.local_status()
+        self._end_deserted_call(pending_call, statuses, local, now)
         num_performing = len(performing) + (local is not None)
         others_wait = num_performing < len(self._workers.members) or (
             local is not None and local.waits
@@ -104,6 +110,25 @@ class Watchdog:
                 fault = self._find_fault(worker, polled, now, is_timed=is_timed)
                 if fault is not None:
                     self._end_worker(worker, polled, fault)
+
+    def _end_deserted_call(
+        self,
+        pending_call: PendingCall[Any],
+        statuses: Mapping[WorkerHandle, PolledStatus],
+        local: WorkerStatus | None,
+        now: float,
+    ) -> None:
+        """Fail the call, and free its ranks, if all of them wait for a rank that has left it."""
+        by_rank: dict[int, WorkerStatus | None] = {} if local is None else {0: local}
+        for rank in pending_call.pending.values():
+            polled = statuses.get(self._workers.members[rank])
+            answers = polled is not None and not self._is_silent(polled, now)
+            by_rank[rank] = polled.latest if polled is not None and answers else None
+        error = self._deserted.find_error(pending_call, by_rank, now)
+        if error is not None:
+            # First the cause: the ranks that are freed report that they have lost their peers.
+            pending_call.fail(min(pending_call.values), error, peer_lost=False)
+            self._workers.break_group(by_rank)
 
     def _free_waiting_ranks(self, pending_call: PendingCall[Any], now: float) -> None:
         """Shut down the sockets of ranks that still wait some time after the group broke.

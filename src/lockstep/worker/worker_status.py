@@ -54,6 +54,17 @@ class WorkerStatus:
         """Whether the rank waits for other ranks in a collective."""
         return self.phase is Phase.WAITING
 
+    @property
+    def is_in_collective(self) -> bool:
+        """Whether the rank waits in a collective of lockstep's, or in one that the user called.
+
+        A rank `waits` in any code of `torch.distributed`; some of it (a checkpoint that is written,
+        say) needs no other rank.
+        """
+        file = self.stack.rpartition('File "')[2].partition('"')[0]
+        is_collective = f"{os.sep}lockstep{os.sep}" in file or file.endswith("distributed_c10d.py")
+        return self.waits and is_collective
+
 
 def status_of(worker: Worker, thread_id: int) -> WorkerStatus:
     """The status of `worker`, which trains in the thread `thread_id`."""

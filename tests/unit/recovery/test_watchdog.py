@@ -41,6 +41,7 @@ def test_who_waited_for_one_that_hung_has_time_to_hear_that_the_group_broke():
         local_status=None,
         has_failed=False,
         pending={0: 0, 1: 1, 2: 2},
+        values={},
         deaths={},
         lost_peers=set(),
     )
