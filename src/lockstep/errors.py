@@ -281,7 +281,7 @@ class SilentDataCorruptionError(LockstepError, RuntimeError):
 
 
 class DataOrderError(LockstepError, ValueError):
-    """The ranks would read the data by different plans."""
+    """The ranks would read the data by different plans, or go on where its length says it ends."""
 
     code = "LS501"
 

@@ -118,6 +118,18 @@ class GlobalBatches:
         """Items in an epoch; None where the user's `source` has no length."""
         return length_or_none(self.source)
 
+    @property
+    def has_exact_length(self) -> bool:
+        """Whether the order is torch's own, so that `length` is not merely what the user says.
+
+        Samplers are recognised by their exact types: a subclass may order differently.
+        """
+        sampler = self.source
+        if self.kind not in (ItemKind.SAMPLE_INDEX, ItemKind.READY_BATCH_INDEX):
+            return False
+        is_shuffled = is_exactly(sampler, RandomSampler) and not sampler.replacement
+        return type(sampler) is SequentialSampler or is_shuffled
+
     def num_steps(self, offset: int = 0) -> int | None:
         """Number of global batches that begin at or after item `offset`; None if it is unknown."""
         if self.length is None:
@@ -143,25 +155,22 @@ class GlobalBatches:
     def _random_access_order(self, seed: int, epoch: int) -> tuple[Read, int] | None:
         """How to read any position of the order without drawing the earlier ones, and its length.
 
-        None where the items have to be drawn one after the other. Samplers are recognised by their
-        exact types: a subclass may order differently.
+        None where the items have to be drawn one after the other.
         """
         sampler = self.source
-        if self.kind not in (ItemKind.SAMPLE_INDEX, ItemKind.READY_BATCH_INDEX):
+        if not self.has_exact_length:
             return None
         if type(sampler) is SequentialSampler:
             return (lambda start, stop: list(range(start, stop))), len(sampler)
-        if is_exactly(sampler, RandomSampler) and not sampler.replacement:
-            chosen = sampler.generator
-            if type(sampler) is not RandomSampler:
-                # torchdata's sampler, without a generator, makes one from a random seed.
-                chosen = next(iter(self.held), None)
-            origin = [] if chosen is None else [chosen.initial_seed()]
-            shuffled = ShuffledOrder(
-                len(sampler.data_source), len(sampler), derive_seed(seed, "order", epoch, *origin)
-            )
-            return shuffled.read, len(shuffled)
-        return None
+        chosen = sampler.generator
+        if type(sampler) is not RandomSampler:
+            # torchdata's sampler, without a generator, makes one from a random seed.
+            chosen = next(iter(self.held), None)
+        origin = [] if chosen is None else [chosen.initial_seed()]
+        shuffled = ShuffledOrder(
+            len(sampler.data_source), len(sampler), derive_seed(seed, "order", epoch, *origin)
+        )
+        return shuffled.read, len(shuffled)
 
     def _draw_batches(self, seed: int, epoch: int, offset: int) -> Iterator[GlobalBatch]:
         """Global batches of items that have to be drawn one after the other."""

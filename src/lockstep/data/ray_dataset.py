@@ -71,6 +71,7 @@ class RayDatasetShard:
     """
 
     steps_per_epoch: int | None = None
+    has_exact_length = False
 
     def __init__(
         self,

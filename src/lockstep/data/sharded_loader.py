@@ -139,6 +139,11 @@ class ShardedLoader:
         """Number of global batches in an epoch; None where the user's objects have no length."""
         return self._batches.num_steps()
 
+    @property
+    def has_exact_length(self) -> bool:
+        """Whether `steps_per_epoch` is certain, and not what a `__len__` of the user's says."""
+        return self._batches.has_exact_length
+
     def steps_from(self, offset: int) -> int | None:
         """Number of global batches from item `offset` on; None if it is unknown."""
         return self._batches.num_steps(offset)

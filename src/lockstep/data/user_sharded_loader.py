@@ -8,7 +8,6 @@ last batch with weight 0, so that it takes part in the collectives.
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, DataLoader
@@ -47,6 +46,7 @@ class UserShardedLoader:
     """
 
     joint = True
+    has_exact_length = False
     global_batch_size: int | None = None
 
     def __init__(self, loader: Any, assignment: ShardAssignment) -> None:
@@ -113,14 +113,14 @@ class UserShardedLoader:
             start_step: the first step. Batches before it are read and dropped: only the user's
                 loader knows what they hold.
             num_steps: steps of the whole epoch. If None: the steps on which the workers agreed,
-                and before `agree` as many as the loader has batches. A worker with fewer batches
-                repeats its last one, with weight 0; a worker without any batch has steps without
-                parts.
+                if they have. A worker with fewer batches repeats its last one, with weight 0; a
+                worker without any batch has steps without parts. A worker with more batches has
+                more steps, which `lockstep.worker.data_cursor` refuses.
         """
         num_steps = self._agreed_steps if num_steps is None else num_steps
         last: Any = None
         step = 0
-        for batch in islice(self._read(epoch), num_steps):
+        for batch in self._read(epoch):
             last = (batch,)
             if step >= start_step:
                 yield Step(step, [LoadedPart(batch, leading_length(batch), self._shards)], None)

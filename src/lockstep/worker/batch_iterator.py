@@ -152,9 +152,10 @@ class BatchIterator:
             self._cursor.window_start = self._cursor.step
 
     def _check_epoch_end(self) -> None:
-        # A source of known length is compared with the position; other sources end by running out.
-        if self._cursor.step == self._cursor.source.steps_per_epoch:
-            self.is_epoch_over = True
+        # A source with a length is asked at its end; other sources end by running out.
+        step = self._cursor.step
+        if not self.is_epoch_over and step == self._cursor.source.steps_per_epoch:
+            self.is_epoch_over = self._cursor.ends_before(step)
 
     def _deliver(self, read: Step) -> Any:
         """Make a batch's `GlobalBatchContext`, and tell the gradient sync that its step begins.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lockstep.errors import DataOrderError
 from lockstep.phases import Phase, in_phase
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ class StepSource(Protocol):
 
     @property
     def steps_per_epoch(self) -> int | None: ...
+
+    @property
+    def has_exact_length(self) -> bool:
+        """Whether `steps_per_epoch` is certain, and not what a `__len__` of the user's says."""
 
     def batches(self, epoch: int, start_step: int = 0) -> Generator[Step, None, None]: ...
 
@@ -106,13 +111,23 @@ class Cursor:
     def ends_before(self, index: int) -> bool:
         """Whether the epoch ends before step `index`, the next one to be read.
 
-        Reads one step ahead if the data has no length.
+        Reads one step ahead unless the length is exact: a `__len__` of the user's may say too few
+        steps, and too many.
+
+        Raises:
+            DataOrderError: the data goes on where it ends by its length; on every rank that reads
+                this data.
         """
         total = self.source.steps_per_epoch
-        if total is not None:
-            return index >= total
+        is_end, is_exact = total is not None and index >= total, self.source.has_exact_length
+        # A position at the end from which nothing has been read: the pass that came to it has
+        # looked, and to look again would read the whole epoch.
+        if (total is not None and is_exact) or (is_end and self._steps is None):
+            return is_end
         if self._ahead is None:
             self._ahead = self.take()
+        if self._ahead is not None and is_end:
+            raise _too_long_error(index)
         return self._ahead is None
 
     def commit(self) -> None:
@@ -139,3 +154,13 @@ class Cursor:
         """Passes completed; a pass whose last step is committed counts before `finish_epoch`."""
         total = self.source.steps_per_epoch
         return self.epoch + (total is not None and 0 < total <= self.step)
+
+
+def _too_long_error(total: int) -> DataOrderError:
+    return DataOrderError(
+        "the loader has more batches than its `__len__` says",
+        expected=f"the end of the epoch after {total} global batches",
+        got="another batch, which would be left out",
+        cause="the `__len__` of a dataset, a sampler or a loader is too small",
+        fix="correct it, or leave `__len__` out and call train(num_steps=...)",
+    )

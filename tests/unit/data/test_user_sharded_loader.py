@@ -22,11 +22,16 @@ def test_the_loader_delivers_as_it_is() -> None:
     expected = [(0, [0, 1], 2), (1, [2, 3], 2), (2, [4], 1)]
     assert _steps(loader, 0) == expected
     assert _steps(loader, 0, 1) == expected[1:]
-    assert _steps(loader, 0, num_steps=2) == expected[:2]
     unsharded = UserShardedLoader(loader, SECOND)
     assert unsharded.steps_per_epoch == 3
     (part,) = next(iter(unsharded.batches(0))).parts
     assert part.shards == (1,)
+
+
+def test_no_batch_is_cut_off_where_the_workers_agreed_on_fewer() -> None:
+    """They agree by what `__len__` says; the cursor refuses what comes after that."""
+    loader = [torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4])]
+    assert [index for index, _, _ in _steps(loader, 0, num_steps=2)] == [0, 1, 2]
 
 
 def test_a_worker_that_has_run_out_borrows_its_last_batch() -> None:
