@@ -17,7 +17,7 @@ shards stands there, for a loop may run a backward or step an optimizer after it
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.data.batch_rows import leading_length
@@ -101,6 +101,9 @@ class GlobalBatchContext:
         Args:
             batch: this context, the plain batch that was delivered, or a batch that the user made
                 from it (moved, augmented, cut).
+
+        Raises:
+            WeightError: the user has cut a batch whose leading length is not its samples.
         """
         if isinstance(batch, GlobalBatchContext):
             return batch.shards
@@ -110,8 +113,14 @@ class GlobalBatchContext:
         if joint_batch.batch is batch:
             return (joint_batch,)
         # The samples of a copy of a borrowed batch belong to another worker, too.
-        samples = 0 if joint_batch.is_borrowed else leading_length(batch)
-        return (ShardBatch(batch, samples, joint_batch.seed),)
+        if joint_batch.is_borrowed:
+            return (replace(joint_batch, batch=batch),)
+        rows, delivered = leading_length(batch), leading_length(joint_batch.batch)
+        if rows == delivered:  # moved or augmented: it holds the same samples
+            return (replace(joint_batch, batch=batch),)
+        if delivered != joint_batch.num_samples:
+            raise _unknown_samples_error(rows, delivered, joint_batch.num_samples)
+        return (ShardBatch(batch, rows, joint_batch.seed),)
 
     def activate_shard(
         self, shard: ShardBatch, *, per_shard: bool
@@ -165,3 +174,15 @@ class GlobalBatchContext:
         if ahead is not None:
             ahead.note_backward()
         return weight
+
+
+def _unknown_samples_error(rows: int, delivered: int, num_samples: int) -> WeightError:
+    return WeightError(
+        "the number of samples in a batch that train_batch has cut is not known",
+        expected=f"a leading length of {delivered}, as the batch that was delivered has",
+        got=f"a leading length of {rows}",
+        cause=f"the leading length of the batch that was delivered is {delivered}, and it holds"
+        f" {num_samples} samples: time steps come first, or the samples are packed",
+        fix="self.backward(loss, weight=number_of_samples) instead of super().train_batch(); or"
+        " cut it in the dataset",
+    )

@@ -38,6 +38,22 @@ def test_a_plain_batch_is_one_shard():
     assert (cut.num_samples, cut.seed) == (2, 1)
 
 
+def test_a_batch_that_was_only_moved_keeps_the_samples_that_were_delivered():
+    """Its leading length may be anything: here two samples of three time steps."""
+    delivered = ShardBatch(ROWS, 2, seed=1, shard=4)
+    context = step(delivered, is_joint=True)
+    (moved,) = context.shards_in(ROWS.clone())
+    assert (moved.num_samples, moved.seed, moved.shard) == (2, 1, 4)
+    (rebuilt,) = context.shards_in((ROWS.double(), torch.tensor([3, 1])))
+    assert rebuilt.num_samples == 2
+
+
+def test_a_batch_whose_samples_cannot_be_counted_is_not_cut():
+    context = step(ShardBatch(ROWS, 2, seed=1), is_joint=True)
+    with pytest.raises(WeightError, match=r"of the batch .* is 3, and it holds 2 samples"):
+        context.shards_in(ROWS[:2])
+
+
 @pytest.mark.parametrize("made_from", [lambda batch: batch, lambda batch: batch * 2])
 def test_whatever_is_made_from_a_borrowed_batch_has_no_samples(made_from):
     context = step(ShardBatch(ROWS, 0, seed=1), is_joint=True)

@@ -261,6 +261,46 @@ def test_what_cannot_be_is_refused_with_what_to_write(operator, arguments, messa
         TorchTrainer(training_operator_cls=operator, config={BATCH_SIZE: 4}, **arguments)
 
 
+SEQUENCES = [torch.arange(3.0 * n, dtype=torch.float64).reshape(n, 3) / n for n in (3, 2, 9, 7)]
+
+
+def line():
+    model = nn.Linear(3, 1, dtype=torch.float64)
+    nn.init.constant_(model.weight, 0.1)
+    nn.init.zeros_(model.bias)
+    return model
+
+
+class TimeMajor(TrainingOperator):
+    """Batches of shape (time steps, samples, 3), as `pad_sequence` makes them."""
+
+    def setup(self, config):
+        self.model, self.optimizer = self.register(models=(model := line()), optimizers=sgd(model))
+        loader = DataLoader(SEQUENCES, 2, collate_fn=nn.utils.rnn.pad_sequence)
+        self.register_data(train_loader=loader)
+
+    def compute_loss(self, batch, batch_info):
+        return (self.model(batch.sum(0)) - 1).square().mean()
+
+
+class TimeMajorMoved(TimeMajor):
+    def train_batch(self, batch, batch_info):
+        return super().train_batch(self.to_device(batch).clone(), batch_info)
+
+
+@pytest.mark.parametrize("operator", [TimeMajor, TimeMajorMoved])
+def test_a_time_major_batch_counts_its_samples_also_once_it_was_moved(operator):
+    with TorchTrainer(training_operator_cls=operator, accumulate=2) as trainer:
+        assert trainer.train()["num_samples"] == len(SEQUENCES)
+        trained = trainer.get_model()
+    model = line()
+    optimizer = sgd(model)
+    sums = torch.stack([sequence.sum(0) for sequence in SEQUENCES])
+    (model(sums) - 1).square().mean().backward()
+    optimizer.step()
+    assert_equal_weights(trained, model)
+
+
 class BackwardInside(Regression):
     def compute_loss(self, batch, batch_info):
         loss = super().compute_loss(batch, batch_info)
