@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from lockstep.data.batch_rows import concatenate, leading_length
+from lockstep.data.collated_rows import CollatedRows
 from lockstep.data.data_order_check import check_same_plan, plan_fingerprint
 from lockstep.data.global_batches import GlobalBatch, global_batches_of
 from lockstep.data.loader_copy import LoaderCopy, StepPlan
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
 
     from lockstep.data.shard_assignment import ShardAssignment
+    from lockstep.errors import WeightError
     from lockstep.group import Group
 
 
@@ -46,12 +48,14 @@ class LoadedPart:
         shards: the shards to which the samples belong; for a borrowed batch, the worker's shards.
         indices: what the loader's sampler yielded, one for each sample (or for the whole batch, if
             the dataset holds ready batches); empty where there is no sampler.
+        miscount: the error to raise where the batch counts for its samples; None if it may.
     """
 
     batch: Any
     num_samples: int
     shards: tuple[int, ...]
     indices: tuple[Any, ...] = ()
+    miscount: WeightError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,7 @@ class ShardedLoader:
         self._batches = replace(batches, drop_last=False) if keeps_last else batches
         self._copy: LoaderCopy | None = None  # None: the items are the batches already
         if isinstance(loader, DataLoader):
+            self._rows = CollatedRows(loader.collate_fn)
             dataset = SeededDataset(
                 loader.dataset,
                 batches.kind,
@@ -269,6 +274,7 @@ class ShardedLoader:
         if shards[0] not in own:  # borrowed
             return LoadedPart(batch, 0, tuple(own), indices)
         counted = kind.count(items)
-        return LoadedPart(
-            batch, leading_length(batch) if counted is None else counted, shards, indices
-        )
+        if counted is None:
+            return LoadedPart(batch, leading_length(batch), shards, indices)
+        miscount = None if self._copy is None else self._rows.weight_error(batch, counted)
+        return LoadedPart(batch, counted, shards, indices, miscount)

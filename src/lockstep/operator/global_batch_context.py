@@ -27,7 +27,7 @@ from lockstep.operator.shard_batch import ShardBatch
 from lockstep.reduction_context import ReductionContext, activate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
     import torch
@@ -54,10 +54,10 @@ class GlobalBatchContext:
         is_stepping: an optimizer's step of the default loop is running.
         has_scheduled: the schedulers have stepped after this batch, if they step by batch.
         stepped_optimizers: one entry for each step taken since the batch before was over.
-        partial_weights: weights of metrics that only some of `shards` reported, and of a loss that
-            is a mean over targets; see `AverageMeterCollection.update`.
-        criterion_call: what the default loss of the shard in hand has called last; None if it has
-            not run.
+        counts_samples: whether the default loop weighs its losses by their samples, if it has
+            computed any; None if no worker has delivered the batch.
+        partial_weights: weights of metrics that only some of `shards` reported; see
+            `AverageMeterCollection.update`.
     """
 
     reduction: ReductionContext
@@ -68,6 +68,7 @@ class GlobalBatchContext:
     opens_window: bool = True
     closes_window: bool = True
     read_ahead: ReadAheadBatches | None = None
+    counts_samples: Callable[[], bool] | None = None
     num_train_batch_calls: int = 0
     is_stepping: bool = False
     has_scheduled: bool = False
@@ -94,6 +95,17 @@ class GlobalBatchContext:
     def is_borrowed(self) -> bool:
         """Whether the plain batch is borrowed: another worker owns its samples, and counts them."""
         return self.joint_batch is not None and self.joint_batch.is_borrowed
+
+    def _refuse_miscount(self) -> None:
+        """Raise if the default loop counts samples that a `collate_fn` has left out.
+
+        A loss that is a sum counts for the samples that are there.
+        """
+        if self.counts_samples is None or not self.counts_samples() or not self.reduction.averages:
+            return
+        for shard in self.shards:
+            if shard.miscount is not None:
+                raise shard.miscount
 
     def shards_in(self, batch: Any) -> tuple[ShardBatch, ...]:
         """The shards of a loop's batch; a batch that the user made from it is one shard.
@@ -140,7 +152,12 @@ class GlobalBatchContext:
         )
 
     def num_samples_of(self, metrics: Mapping[str, Any]) -> int:
-        """The number of samples for which a batch's metrics count; 0 for a borrowed batch."""
+        """The number of samples for which a batch's metrics count; 0 for a borrowed batch.
+
+        Raises:
+            WeightError: a `collate_fn` has left some of them out.
+        """
+        self._refuse_miscount()
         if self.is_borrowed:
             return 0
         joint_batch = self.joint_batch
@@ -157,8 +174,10 @@ class GlobalBatchContext:
             None between two batches: the weight of the last batch delivered still holds.
 
         Raises:
-            WeightError: the loop has read ahead, and which batch the backward is of is unknown.
+            WeightError: the loop has read ahead, and which batch the backward is of is unknown; or
+                a `collate_fn` has left samples out.
         """
+        self._refuse_miscount()
         joint_batch, ahead = self.joint_batch, self.read_ahead
         weight = given
         if given is None:

@@ -10,6 +10,7 @@ from lockstep.randomness import derive_seed, seed_all
 
 if TYPE_CHECKING:
     from lockstep.data import LoadedPart
+    from lockstep.errors import WeightError
 
 
 class BatchOrigin(NamedTuple):
@@ -43,6 +44,7 @@ class ShardBatch:
         seed: seeds every global generator before the batch is computed on.
         shard: the number of the shard; of the first one, if the batch holds several.
         origin: epoch, step and samples of the batch; None for a batch that no worker delivered.
+        miscount: see `lockstep.data.LoadedPart`.
     """
 
     batch: Any
@@ -50,6 +52,7 @@ class ShardBatch:
     seed: int
     shard: int = 0
     origin: BatchOrigin | None = None
+    miscount: WeightError | None = None
 
     @classmethod
     def of(cls, part: LoadedPart, run_seed: int, purpose: str, epoch: int, step: int) -> ShardBatch:
@@ -65,7 +68,7 @@ class ShardBatch:
         shard = part.shards[0] if part.shards else -1
         seed = derive_seed(run_seed, purpose, epoch, step, shard)
         origin = BatchOrigin(epoch, step, part.indices)
-        return cls(part.batch, part.num_samples, seed, shard, origin)
+        return cls(part.batch, part.num_samples, seed, shard, origin, part.miscount)
 
     @property
     def is_borrowed(self) -> bool:

@@ -272,9 +272,9 @@ class ShardedTransport(Transport):
     def open_window(self, kind: str, *, is_first: bool) -> None:
         """See `Transport`."""
         weights = self._controller.weights
-        delivered = weights.delivered
         self._scale = 1.0
         if kind == PLAIN and weights.averages:
+            delivered = weights.delivered
             self._scale = (1.0 if delivered is None else delivered) / weights.unit(PLAIN)
 
     @contextmanager

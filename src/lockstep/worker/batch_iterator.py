@@ -15,6 +15,7 @@ from lockstep.operator.global_batch_context import GlobalBatchContext
 from lockstep.operator.loop_protocols import Operator, rank_and_step
 from lockstep.operator.read_ahead_batches import ReadAheadBatches
 from lockstep.operator.shard_batch import ShardBatch
+from lockstep.operator.shard_results import BY_SAMPLES
 from lockstep.operator.sync_batch_norm_refusal import refuse_borrowed_batch
 from lockstep.operator.weight_averages import update_averages
 
@@ -170,7 +171,12 @@ class BatchIterator:
         )
         is_joint = self._cursor.source.joint
         global_batch = GlobalBatchContext(
-            self._reduction, self._purpose, shards, is_joint, read_ahead=self._read_ahead
+            self._reduction,
+            self._purpose,
+            shards,
+            is_joint,
+            read_ahead=self._read_ahead,
+            counts_samples=self._counts_samples,
         )
         if training:
             global_batch.opens_window, global_batch.closes_window = self._place_in_window(read)
@@ -186,7 +192,9 @@ class BatchIterator:
         if training and global_batch.is_borrowed:
             refuse_borrowed_batch(self._operator)
         if sync is not None:
-            global_batch.weight = self._weight_of_plain_backward(sync, shards[0].num_samples)
+            weight = self._weight_of_plain_backward(sync, shards[0].num_samples)
+            miscount = shards[0].miscount if training and self._reduction.averages else None
+            global_batch.weight = weight if miscount is None else miscount
             sync.set_delivered_weight(global_batch.weight)
         shards[0].seed_randomness()
         return shards[0].batch
@@ -202,6 +210,9 @@ class BatchIterator:
         is_full = (read.index + 1) % every == 0
         closes = is_full or self._cursor.ends_before(read.index + 1)
         return read.index == self._cursor.window_start, closes
+
+    def _counts_samples(self) -> bool:
+        return self._state.weighed_by.get(self._purpose) == BY_SAMPLES
 
     def _weight_of_plain_backward(self, sync: Synchroniser, samples: int) -> int | WeightError:
         """The weight of a plain backward: this batch's samples, or an error if the loop has read
