@@ -19,6 +19,7 @@ from lockstep.sync.bucket_transport import BucketTransport
 from lockstep.sync.buffer_broadcast import BufferBroadcast
 from lockstep.sync.reduction_rounds import ReductionRounds
 from lockstep.sync.replica_checks import compare_structures, compare_values
+from lockstep.sync.round_contribution import digest_of
 from lockstep.sync.synced_tensors import as_modules, find_synced_tensors
 from lockstep.sync.tensor_broadcast import broadcast_tensors
 
@@ -122,7 +123,7 @@ class GradientSync:
             "averages": averages,
             **(settings or {}),
         }
-        compare_structures(group, self._found, self._settings)
+        number = compare_structures(group, self._found, self._settings)
         self._owns_group = owns_group
         self._buffers = BufferBroadcast(self._found.buffers.values())
         if broadcast:
@@ -140,6 +141,7 @@ class GradientSync:
             num_shards=None if order is None else order.num_shards,
             after_round=self.broadcast_buffers if buffers == "after_backward" else None,
         )
+        self._rounds.digest = digest_of(group.size, number)
         optimizer_guard.protect(self._rounds)
 
     def _prepare(self, group: Group) -> None:
@@ -402,8 +404,9 @@ class GradientSync:
         """
         if not self._rounds.listener.is_listening:
             raise WrongUseError("this synchronisation was detached", fix="make another one")
-        compare_structures(group, self._found, self._settings)
+        number = compare_structures(group, self._found, self._settings)
         self._rounds.join(group)
+        self._rounds.digest = digest_of(group.size, number)
 
     def detach(self) -> None:
         """Take the hooks off and forget the group. Gradients stay, as plain tensors.

@@ -77,6 +77,7 @@ class ReductionRounds:
         is_paused: inside `no_sync`.
         has_added: see `watch_gradients`.
         has_accumulated: the program left `no_sync` since the last optimizer step.
+        digest: of the number of this sync among those of the group, see `Contribution.digest`.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class ReductionRounds:
         self.place = group.place
         self._num_shards = num_shards
         self.weights = BatchWeights(group, num_shards, averages=averages)
-        self.num_rounds = self.last_full_round = 0
+        self.num_rounds = self.last_full_round = self.digest = 0
         self.slots = [
             Slot(number, name, param, self)
             for number, (name, param) in enumerate(found.parameters.items())
@@ -104,8 +105,7 @@ class ReductionRounds:
         self._after_round = after_round
         self._is_broken = self._has_failed = False
         self.step = 0  # of the run, or of the optimizers, to which rounds belong
-        self._steps_taken = 0
-        self._watched_from = 0
+        self._steps_taken = self._watched_from = 0
         self._unread: UnreadTotals | None = None
         self._accumulated: list[Slot] = []  # whose gradient is a sum with those of earlier rounds
         self._grad_watch = AutogradGradWatch(self.slots)
@@ -305,8 +305,12 @@ class ReductionRounds:
     # ------------------------------------------------------------------ rounds
 
     def _begin_round(self) -> None:
-        self._contribution = self._window.contribution(self.weights, self._earlier)
-        self.transport.begin(self._contribution, self.step)
+        self.transport.begin(self._contribute(), self.step)
+
+    def _contribute(self) -> Contribution:
+        made = self._window.contribution(self.weights, self._earlier)
+        made.digest, self._contribution = self.digest, made
+        return made
 
     def reduce_pending(self) -> None:
         """See `GradientSync.reduce_pending`."""
@@ -315,8 +319,7 @@ class ReductionRounds:
         self._check_left_gradients()
         if self._window.kind is None:
             self._set_earlier_aside()
-        mine = self._window.contribution(self.weights, self._earlier)
-        self._contribution = mine
+        mine = self._contribute()
         self._finish_round(lambda faults: self.transport.follow(mine, self.step, faults))
 
     def _finish_plain(self) -> None:

@@ -17,8 +17,16 @@ if TYPE_CHECKING:
     from lockstep.sync.synced_tensors import Entry, SyncedTensors
 
 
-def compare_structures(group: Group, found: SyncedTensors, settings: Mapping[str, Any]) -> None:
+_last_number = 0
+"""The largest number that a sync of this process has got."""
+
+
+def compare_structures(group: Group, found: SyncedTensors, settings: Mapping[str, Any]) -> int:
     """Compare structure and settings of all ranks; raise on every rank or on none.
+
+    Returns:
+        A number that no earlier sync of these ranks has, the same on all of them: models that look
+        alike are told apart by it.
 
     Collective:
         Every rank. Two small all-gathers. No payload has moved yet.
@@ -27,8 +35,13 @@ def compare_structures(group: Group, found: SyncedTensors, settings: Mapping[str
         WrongTypeError: this rank's model holds something that cannot be synchronised.
         ReplicasDifferError: the ranks differ; names the first difference and the ranks.
     """
+    global _last_number
     mine = {"refused": found.refused, "settings": {**settings}, "structure": found.structure()}
-    everyone = group.exchange(mine)
+    told = group.exchange([_last_number, mine])
+    everyone = [one for _, one in told]
+    # A process that has joined later has made fewer syncs; ranks that are threads share the count.
+    number: int = 1 + max(last for last, _ in told)
+    _last_number = max(_last_number, number)
     if found.refused:
         raise WrongTypeError(
             "this model cannot be synchronised by replicate",
@@ -39,7 +52,7 @@ def compare_structures(group: Group, found: SyncedTensors, settings: Mapping[str
     first = everyone[0]
     ranks = [rank for rank, other in enumerate(everyone) if other != first]
     if not ranks:
-        return
+        return number
     expected, got = _first_difference(first, everyone[ranks[0]])
     raise ReplicasDifferError(
         "the ranks did not build the same model",

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 def is_out_of_step(sums: RoundTotals, mine: Contribution, group: Group) -> bool:
     """Whether the ranks reduced different rounds together; all ranks find the same answer."""
-    expected = mine.check * group.size, mine.check_squared * group.size
-    return (sums.check, sums.check_squared) != expected
+    expected = mine.check * group.size, mine.check_squared * group.size, mine.digest * group.size
+    return (sums.check, sums.check_squared, sums.digest) != expected
 
 
 def judge(sums: RoundTotals, mine: Contribution, group: Group, *, together: bool) -> None:
@@ -47,16 +47,7 @@ def judge(sums: RoundTotals, mine: Contribution, group: Group, *, together: bool
     """
     place = group.place
     if is_out_of_step(sums, mine, group):
-        raise GradientNotReducedError(
-            "the ranks reduced different rounds together",
-            where=place,
-            expected="every rank in the same round of the same step",
-            got=f"round {mine.check} here, {sums.check / group.size} on average",
-            cause="one rank ran more backwards than another, left a step out, or used models"
-            " in another order",
-            fix="run the same backwards on every rank in every step; hand all models of a"
-            " backward to one replicate([...]); a rank with nothing to run calls reduce_pending()",
-        )
+        raise _out_of_step_error(sums, mine, group)
     if sums.faults:
         if together:
             _refuse_together(group, mine.faults)
@@ -76,6 +67,39 @@ def judge(sums: RoundTotals, mine: Contribution, group: Group, *, together: bool
             got=f"{sums.weight}",
             fix="skip a step for which no rank has a sample",
         )
+
+
+def _out_of_step_error(
+    sums: RoundTotals, mine: Contribution, group: Group
+) -> GradientNotReducedError:
+    got = f"round {mine.check} here, {sums.check / group.size} on average"
+    cause = (
+        "one rank ran more backwards than another, left a step out, or used models in another order"
+    )
+    fix = (
+        "run the same backwards on every rank in every step; hand all models of a backward to one"
+        " replicate([...]); a rank with nothing to run calls reduce_pending()"
+    )
+    if sums.digest != mine.digest * group.size and sums.check == mine.check * group.size:
+        got = "that round of another replicate(), or gradients that had left before a collective"
+        cause = (
+            "some ranks used models in another order; or a collective inside the backward"
+            " (torch.distributed.nn, SyncBatchNorm) that earlier backwards did not have, beside a"
+            " branch that some ranks left out"
+        )
+        fix = (
+            "run the backwards of all models in one order on every rank, or hand the models to one"
+            " replicate([...]); replicate(model, bucket_cap_mb=1e6) sends no gradient before the"
+            " backward has ended"
+        )
+    return GradientNotReducedError(
+        "the ranks reduced different rounds together",
+        where=group.place,
+        expected="every rank in the same round of the same step",
+        got=got,
+        cause=cause,
+        fix=fix,
+    )
 
 
 def _refuse_together(group: Group, mine: list[Fault]) -> None:

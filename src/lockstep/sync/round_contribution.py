@@ -7,6 +7,7 @@ the round; see `round_checks`.
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -17,6 +18,15 @@ if TYPE_CHECKING:
 
 PLAIN: Final = "plain"
 WEIGHTED: Final = "weighted"
+
+
+def digest_of(size: int, *facts: int) -> int:
+    """A number in the place of `facts`: ranks compare their own one with the mean of `size` ranks.
+
+    Two kinds of ranks, with one list of facts and with another one, both differ from the mean.
+    The number is never zero, and so small that the sum of all ranks' is exact in float32.
+    """
+    return 1 + zlib.crc32(repr(facts).encode()) % (2**24 // size - 1)
 
 
 class Fault(NamedTuple):
@@ -46,6 +56,7 @@ class RoundTotals(NamedTuple):
         faults: how many ranks have a fault to report; no gradient is delivered then.
         unfrozen: how many ranks unfroze a parameter that is not in any bucket yet.
         delivered: how many ranks knew the weight of their plain gradients beforehand.
+        digest: see `digest_of`.
         check: which model and which round each rank believes this to be; a small integer.
         check_squared: the square of a part of it: ranks that disagree can have the same sum, and
             not the same sum of squares as well.
@@ -58,6 +69,7 @@ class RoundTotals(NamedTuple):
     faults: float
     unfrozen: float
     delivered: float
+    digest: float
     check: float
     check_squared: float
     earlier: float
@@ -78,6 +90,8 @@ class Contribution:
         is_borrowed: the rank's batch is borrowed (see `lockstep.data.sharded_loader`): its
             gradients count as if there were none.
         has_unfrozen: this rank unfroze a parameter that is not in any bucket yet.
+        digest: of the number of this sync among those of the group; the same on all ranks, or they
+            refuse.
         check: number of the model and the round to which the contribution belongs.
         unpacked_weight: the part of `weight` that is not of a shard whose gradient was packed.
     """
@@ -91,6 +105,7 @@ class Contribution:
     is_delivered: bool = False
     is_borrowed: bool = False
     has_unfrozen: bool = False
+    digest: int = 0
     check: int = 0
     unpacked_weight: float = 0.0
 
@@ -111,6 +126,7 @@ class Contribution:
             weighted=float(self.kind == WEIGHTED),
             faults=float(bool(self.faults)),
             unfrozen=float(self.has_unfrozen),
+            digest=float(self.digest),
             check=float(self.check),
             check_squared=float(self.check_squared),
             earlier=float(self.earlier),
