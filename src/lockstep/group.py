@@ -32,6 +32,7 @@ from lockstep.process_group_backend import (
     call_watcher,
     metadata_device,
     receive_from_all,
+    start_counter_of,
     watch,
 )
 from lockstep.tensor_stash import TensorStash
@@ -85,6 +86,7 @@ class Group:
         self._closed = False
         self._is_given_up = False
         self._unconfirmed_on: torch.device | None = None
+        self._start_counters: dict[torch.device, Callable[[], int] | None] = {}
         self.rank: int = 0 if process_group is None else process_group.rank()
         self.size: int = 1 if process_group is None else process_group.size()
         self.place = f"rank {self.rank} of {self.size}"  # as errors say where
@@ -360,6 +362,20 @@ class Group:
         if self._process_group is not None:
             watch(self._process_group, watcher)
 
+    def num_started(self, device: torch.device) -> int | None:
+        """How many collectives this rank has started over the backend for tensors on `device`.
+
+        Whoever starts them: also a program that calls ``torch.distributed`` with the process group.
+        None if the backend does not count them, or there is none for the device.
+        """
+        if self._process_group is None:
+            return 0
+        counters = self._start_counters  # another thread may close the group
+        if device not in counters:
+            counters[device] = start_counter_of(self._process_group, device)
+        counter = counters[device]
+        return None if counter is None else counter()
+
     def is_same_as(self, other: Group) -> bool:
         """Whether this object and `other` hold the same process group."""
         return self is other or (
@@ -368,7 +384,7 @@ class Group:
 
     def close(self) -> None:
         """Drop the process group; every later call raises `PeerLostError`. Idempotent."""
-        self._process_group = None
+        self._process_group, self._start_counters = None, {}
         self._closed = True
 
     def give_up(self) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Properties of an existing process group that depend on its backend, gloo or NCCL.
 
-The device for metadata, the timeout of a collective, the abort of collectives that run, messages
-between two ranks, and what is called before a collective.
+The device for metadata, the timeout of a collective, how many were started, the abort of those that
+run, messages between two ranks, and what is called before a collective.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 
-from lockstep._torch_compat import backend_of, backend_timeout_s, devices_of
+from lockstep._torch_compat import backend_of, backend_timeout_s, devices_of, start_counter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +39,17 @@ def metadata_device(process_group: Any | None) -> torch.device:
 def timeout_s(process_group: Any) -> float:
     """The timeout of a collective, in seconds; infinite if the backend has no options."""
     return backend_timeout_s(backend_of(process_group, "cpu"))
+
+
+def start_counter_of(process_group: Any, device: torch.device) -> Callable[[], int] | None:
+    """Reads how many collectives were started over the backend for tensors on `device`.
+
+    It keeps the backend alive. None if the backend counts none, or there is none for the device.
+    """
+    try:
+        return start_counter(backend_of(process_group, device.type))
+    except RuntimeError:
+        return None  # no backend for this device
 
 
 def abort_nccl(group: Any) -> None:

@@ -362,6 +362,16 @@ def test_one_tensor_of_each_rank(gloo):
     assert scattered.tolist() == [1.0, 1.0]
 
 
+def test_a_backend_counts_what_it_starts(gloo):
+    started = compat.start_counter(gloo)
+    before = started()
+    gloo.allreduce([torch.ones(2)]).wait()
+    getattr(gloo, compat.ALL_GATHER_ONE)(torch.zeros(2), torch.ones(2)).wait()
+    assert started() == before + 2
+    assert compat.start_counter(compat.backend_of(compat.group_of_one({"cpu"}), "cpu")) is None
+    assert compat.start_counter(object()) is None
+
+
 def test_a_group_of_one_sends_nothing():
     alone = compat.group_of_one({"cpu"})
     assert compat.devices_of(alone) == [torch.device("cpu")]

@@ -361,6 +361,18 @@ def backend_timeout_s(backend: Any) -> float:
     return math.inf if options is None else float(options._timeout.total_seconds())
 
 
+def start_counter(backend: Any) -> Callable[[], int] | None:
+    """Reads how many collectives and messages a backend has started; None if it counts none.
+
+    Torch 2.13. gloo counts messages between two ranks as well, NCCL does not.
+    """
+    count: Callable[[], int] | None = getattr(backend, "_get_sequence_number_for_group", None)
+    try:
+        return None if count is None or count() < 0 else count
+    except RuntimeError:
+        return None
+
+
 def set_backend_timeout(options: Any, timeout: timedelta) -> None:
     """Set the timeout of collectives in the `options` of a new backend. Torch 2.6 to 2.13."""
     options._timeout = timeout

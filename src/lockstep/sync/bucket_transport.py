@@ -76,6 +76,7 @@ class BucketTransport(Transport):
         self._combine = combine
         self._wait_for_peers = wait_for_peers
         self._last_shard: int | None = None
+        self._sends_early = True
         self._is_finishing = False
         self._on_accumulated: Callable[[Slot], None] | None = None
         self._make_buckets([slot for slot in slots if slot.param.requires_grad])
@@ -144,6 +145,7 @@ class BucketTransport(Transport):
     def _count(self, slot: Slot) -> None:
         assert self._arrivals is not None
         self._arrivals[slot.number] = self._arrivals.get(slot.number, 0) + 1
+        self.reducer.bucket_order.note_arrival()
 
     def _end_counting(self) -> None:
         """After a backward: let buckets leave early whose gradients arrive once."""
@@ -184,7 +186,7 @@ class BucketTransport(Transport):
         self.reducer.start(contribution, step)
         if self._last_shard is not None and isinstance(self.reducer, OrderedReducer):
             self.reducer.set_last_shard(self._last_shard, contribution.unpacked_weight)
-        if self.reducer.can_overlap:
+        if self._sends_early and self.reducer.can_overlap:
             self._on_accumulated = self.reducer.arrive if self._arrivals is None else self._count
 
     def finish(self, faults: Sequence[Fault]) -> RoundResult:
@@ -194,6 +196,7 @@ class BucketTransport(Transport):
             The all-reduces of the remaining buckets.
         """
         self._is_finishing = True
+        self.reducer.end_backward()
         if self._wait_for_peers is not None:
             self._wait_for_peers()
         self._on_accumulated = None
@@ -229,6 +232,10 @@ class BucketTransport(Transport):
         self.reducer.abandon()
         self._is_finishing = False
         self._on_accumulated = None
+
+    def send_late(self) -> None:
+        """See `Transport`."""
+        self._sends_early = False
 
     def accept_changes(self) -> None:
         """See `Transport`."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from lockstep.pending_collective import Pending
+    from lockstep.sync.bucket_order import BucketOrder
     from lockstep.sync.buckets import Slot
     from lockstep.sync.ddp_wrapper import DDPWrapper
     from lockstep.sync.round_contribution import RoundTotals
@@ -99,6 +100,8 @@ class DDPRound:
         self._turns = {model: Turn() for model in models}
         self._ends_together = False
         self._step = 0
+        self._order: BucketOrder | None = None
+        self._sends_early = False
         self.contribution = Contribution()
         self.replacement_gradients: Gradients | None = None
         self.sums: RoundTotals | None = None
@@ -110,6 +113,10 @@ class DDPRound:
         """Set this rank's contribution, and the optimizer step that it is for."""
         self.contribution = contribution
         self._step = step
+
+    def set_order(self, order: BucketOrder, *, sends_early: bool) -> None:
+        """Set the order of the backward that begins, and whether buckets may leave inside it."""
+        self._order, self._sends_early = order, sends_early
 
     def _slot_of(self, param: torch.Tensor) -> Slot:
         slot = self._slots.get(id(param))
@@ -175,11 +182,13 @@ class DDPRound:
     def _send(self, model: DDPWrapper, turn: Turn, is_last: bool) -> None:
         if not (is_last or len(self._models) == 1):
             return
-        if is_exchange_expected(self._controller.attached_group()):
-            return  # `_complete` sends them: a gather's gradients go first, on every rank
+        if not self._sends_early or is_exchange_expected(self._controller.attached_group()):
+            return  # `_complete` sends them: what else communicates goes first, on every rank
         self._send_all(model, turn, is_last)
 
     def _send_all(self, model: DDPWrapper, turn: Turn, is_last: bool) -> None:
+        assert self._order is not None
+        self._order.before_departure()
         if not turn.is_led:
             mine = self.contribution
             late = self._controller.has_late_parameters
@@ -191,6 +200,7 @@ class DDPRound:
                 self._send_bucket(bucket)
         if is_last and self._finds_unused and turn.used_pending is None:
             self._reduce_used_flags(model, turn)
+        self._order.after_departure()
 
     def _note(self, header: Header) -> None:
         self.sums = self.sums or header.sums

@@ -16,11 +16,12 @@ import torch
 
 from lockstep.errors import ConfigurationError, PeerLostError
 from lockstep.sync import round_error_texts
+from lockstep.sync.bucket_order import BucketOrder
 from lockstep.sync.ddp_round import DDPRound, gradient_twice_error
 from lockstep.sync.ddp_wrapper import DDPWrapper
 from lockstep.sync.end_of_backward import nesting_depth
 from lockstep.sync.local_parameters import is_local
-from lockstep.sync.round_contribution import WEIGHTED, Fault
+from lockstep.sync.round_contribution import WEIGHTED, Fault, digest_of
 from lockstep.sync.transport_protocol import RoundResult, Transport
 
 if TYPE_CHECKING:
@@ -75,6 +76,11 @@ class DDPTransport(Transport):
         self._model_of = {slot: model for model in self._reduced for slot in model.slots}
         self._used: set[Slot] = set()  # since the last round
         self._arrived: set[Slot] = set()  # in the backward that runs
+        self._sends_early: bool | None = None  # no backward has ended, so nobody knows
+        self._followed: list[int] = []  # see `BucketOrder.end`; of the last round
+        group = controller.attached_group()
+        self._devices = {group.device, *(slot.param.device for slot in slots)}
+        self._order = BucketOrder(group, self._devices)
         self._new_round()
 
     def _wrap_models(
@@ -143,6 +149,8 @@ class DDPTransport(Transport):
             self._used.add(slot)
         slot.last_round = 0
         self._arrived.add(slot)
+        if self._sends_early is None:
+            self._order.note_arrival()
         if self._finds_unused and slot in self._model_of:
             self._model_of[slot].marked.add(slot)
         self._round.note_arrival(slot)
@@ -193,12 +201,25 @@ class DDPTransport(Transport):
             As DDP fills buckets: for each model a small all-reduce, then one per bucket; with
             several models they do not overlap backward.
         """
+        self._begin_order(contribution)
         self._round.set_contribution(contribution, step)
         for model in self._reduced:
             model.fill_marked()
 
+    def _begin_order(self, contribution: Contribution) -> None:
+        # The message of a turn goes ahead of its buckets, so it tells of the round before.
+        contribution.has_others = self._sends_early is False
+        group = self._controller.attached_group()
+        if self._followed:
+            contribution.digest = digest_of(group.size, contribution.digest, *self._followed)
+        if self._order.group is not group:
+            self._order = BucketOrder(group, self._devices)
+        self._order.begin()
+        self._round.set_order(self._order, sends_early=self._sends_early is True)
+
     def follow(self, contribution: Contribution, step: int, faults: Sequence[Fault]) -> RoundResult:
         """See `Transport`."""
+        self._begin_order(contribution)
         self._round.set_contribution(contribution, step)
         contribution.faults += faults
         self._round.follow()
@@ -206,6 +227,7 @@ class DDPTransport(Transport):
 
     def finish(self, faults: Sequence[Fault]) -> RoundResult:
         """See `Transport`."""
+        self._note_order()
         self._exchange_ending(faults)
         already_reduced, reduced = bool(self._round.reduced_models()), self.already_reduced
         for model in self._round.models_reduced_by_backward():
@@ -229,6 +251,13 @@ class DDPTransport(Transport):
             sums_to_judge=[] if sums is None else [(sums, mine)],
             unreduced=own,
         )
+
+    def _note_order(self) -> None:
+        has_others, self._followed = self._order.end()
+        if has_others or not self._order.is_known:
+            self._sends_early = False
+        elif self._order.has_watched:
+            self._sends_early = True
 
     def _exchange_ending(self, faults: Sequence[Fault]) -> None:
         """Tell the peers how this rank's backward has ended.
@@ -272,6 +301,7 @@ class DDPTransport(Transport):
     def reset(self, *, has_failed: bool) -> None:
         """See `Transport`."""
         if has_failed:
+            self._followed = []
             for model in self._reduced:
                 model.forget()  # DDP waits for missing gradients, also if no bucket was full
         self._forget_unfinished()
@@ -283,6 +313,10 @@ class DDPTransport(Transport):
             model.clear_marked(self._arrived)
         self._new_round()
 
+    def send_late(self) -> None:
+        """See `Transport`."""
+        self._sends_early = False
+
     def accept_changes(self) -> None:
         """See `Transport`."""
         for slot in self._slots:
@@ -290,6 +324,7 @@ class DDPTransport(Transport):
 
     def close(self) -> None:
         """See `Transport`: the wrappers become their modules."""
+        self._order.close()
         for model in self._reduced:
             model.release()
 

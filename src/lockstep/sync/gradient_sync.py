@@ -168,8 +168,8 @@ class GradientSync:
             earlier rounds left. Under `no_sync`: nothing is reduced yet.
 
         Collective:
-            Every rank. One all-reduce per bucket, overlapping backward, and a broadcast of the
-            buffers.
+            Every rank. One all-reduce per bucket, and a broadcast of the buffers. The all-reduces
+            overlap backward, unless other collectives of the group run inside it.
 
         Raises:
             WeightError: a bad weight (before anything else), or weights that add up to zero.

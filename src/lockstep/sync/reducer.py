@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from lockstep.expected_exchange import is_exchange_expected
+from lockstep.sync.bucket_order import BucketOrder
 from lockstep.sync.buckets import Bucket, Layout, Slot
-from lockstep.sync.round_contribution import Contribution, Fault, RoundTotals
+from lockstep.sync.round_contribution import Contribution, Fault, RoundTotals, digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,6 +58,7 @@ class Reducer:
         # division.
         self._share = 1.0 / group.size if divides and combine is None else 1.0
         self.layout = Layout(slots, cap_bytes)
+        self.bucket_order = BucketOrder(group, (b.flat.device for b in self.layout.buckets))
         self._group: Group | None = group
         self._combine = combine
         self._next = 0
@@ -73,7 +75,8 @@ class Reducer:
     @property
     def can_overlap(self) -> bool:
         """Whether buckets may leave while backward still runs."""
-        return self._combine is None and len(self.layout.buckets) > 1
+        several = self._combine is None and len(self.layout.buckets) > 1
+        return several and self.bucket_order.is_known
 
     def start(self, contribution: Contribution, step: int = 0) -> None:
         """Begin a round of optimizer step `step`. Nothing is communicated yet."""
@@ -82,6 +85,7 @@ class Reducer:
         # ranks that meet have the same number; their steps differ where one rank left a step
         # out, or ran a backward twice. The odd factor keeps steps up to 255 apart distinct.
         contribution.check = self._signature * 256 + (self._round + 37 * step) % 256
+        self.bucket_order.begin()
         self._next = 0
         for bucket in self.layout.buckets:
             bucket.is_launched = False
@@ -116,7 +120,17 @@ class Reducer:
             bucket = buckets[self._next]
             if bucket.missing or not bucket.may_leave_early:
                 return
+            self.bucket_order.before_departure()
             self._launch(bucket)
+            self.bucket_order.after_departure()
+
+    def end_backward(self) -> None:
+        """Note, for the ranks to compare, among which collectives buckets have left."""
+        self.contribution.has_others, followed = self.bucket_order.end()
+        if followed:
+            assert self._group is not None
+            digest = digest_of(self._group.size, self.contribution.digest, *followed)
+            self.contribution.digest = digest
 
     def _launch(self, bucket: Bucket) -> None:
         assert self._group is not None
@@ -212,7 +226,7 @@ class Reducer:
         if self.reads_are_free:
             return True
         own = self.contribution
-        said = bool(own.faults) or own.is_edited or own.has_unfrozen
+        said = bool(own.faults) or own.is_edited or own.has_unfrozen or own.has_others
         return own.has_zero_weight or said or not self.used_all()
 
     def used_all(self) -> bool:
@@ -249,6 +263,7 @@ class Reducer:
     def close(self) -> None:
         """Abandon, and turn gradients that are views into tensors of their own."""
         self.abandon()
+        self.bucket_order.close()
         self._group = None
         for slot in self.layout.slots:
             if slot.param.grad is slot.view and slot.view is not None:

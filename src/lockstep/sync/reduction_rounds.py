@@ -355,6 +355,8 @@ class ReductionRounds:
     def _judge(self, sums: RoundTotals, mine: Contribution, *, together: bool) -> None:
         group = self.attached_group()
         self._is_broken = round_checks.is_out_of_step(sums, mine, group)
+        if sums.others:
+            self.transport.send_late()
         round_checks.judge(sums, mine, group, together=together)
         self.weights.update_units(sums)
 

@@ -56,6 +56,7 @@ class RoundTotals(NamedTuple):
         faults: how many ranks have a fault to report; no gradient is delivered then.
         unfrozen: how many ranks unfroze a parameter that is not in any bucket yet.
         delivered: how many ranks knew the weight of their plain gradients beforehand.
+        others: how many ranks ran other collectives in their backward, while buckets could leave.
         digest: see `digest_of`.
         check: which model and which round each rank believes this to be; a small integer.
         check_squared: the square of a part of it: ranks that disagree can have the same sum, and
@@ -69,6 +70,7 @@ class RoundTotals(NamedTuple):
     faults: float
     unfrozen: float
     delivered: float
+    others: float
     digest: float
     check: float
     check_squared: float
@@ -90,8 +92,9 @@ class Contribution:
         is_borrowed: the rank's batch is borrowed (see `lockstep.data.sharded_loader`): its
             gradients count as if there were none.
         has_unfrozen: this rank unfroze a parameter that is not in any bucket yet.
-        digest: of the number of this sync among those of the group; the same on all ranks, or they
-            refuse.
+        has_others: see `RoundTotals.others`.
+        digest: of the number of this sync among those of the group, and of where its buckets left
+            among other collectives; the same on all ranks, or they refuse.
         check: number of the model and the round to which the contribution belongs.
         unpacked_weight: the part of `weight` that is not of a shard whose gradient was packed.
     """
@@ -105,6 +108,7 @@ class Contribution:
     is_delivered: bool = False
     is_borrowed: bool = False
     has_unfrozen: bool = False
+    has_others: bool = False
     digest: int = 0
     check: int = 0
     unpacked_weight: float = 0.0
@@ -126,6 +130,7 @@ class Contribution:
             weighted=float(self.kind == WEIGHTED),
             faults=float(bool(self.faults)),
             unfrozen=float(self.has_unfrozen),
+            others=float(self.has_others),
             digest=float(self.digest),
             check=float(self.check),
             check_squared=float(self.check_squared),

@@ -175,6 +175,13 @@ class Transport(Protocol):
             has_failed: a backward or a round has raised midway.
         """
 
+    def send_late(self) -> None:
+        """Send nothing before a backward has ended, in the rounds from now on; on every rank.
+
+        Other collectives run inside the backwards of some rank, see `BucketOrder`.
+        """
+        return
+
     def accept_changes(self) -> None:
         """Note that an optimizer uses the gradients as they are now."""
 
