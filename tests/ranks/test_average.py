@@ -90,3 +90,34 @@ def test_a_rank_alone():
     before = gradients(model)
     average_gradients(model)
     assert_same(gradients(model), before, tolerance=0.0)
+
+
+def test_what_weighs_nothing_contributes_nothing_even_where_it_is_nan():
+    replicas = [experts() for _ in range(2)]
+
+    def body(group):
+        model = replicas[group.rank]
+        if group.rank == 0:
+            model[0](X).square().mean().backward()
+        else:
+            (torch.nan * (model[0](X) + model[1](X)).square().mean()).backward()
+        average_gradients(model, weight=1 - group.rank, group=group)
+        return gradients(model)
+
+    true = experts()
+    # The weightless rank alone has used the second one: it gets zeros, and the third stays None.
+    (true[0](X).square().mean() + 0.0 * true[1](X).square().mean()).backward()
+    results = run_ranks(2, body)
+    assert_same(results[0], gradients(true))
+    assert_equal_on_all_ranks(results)
+
+
+@pytest.mark.parametrize("counts", [(60_001, 60_001), (60_001, 1)])
+def test_many_tokens_do_not_overflow_a_low_precision(counts):
+    def body(group):
+        model = nn.Linear(2, 1, bias=False).half()
+        model.weight.grad = torch.full_like(model.weight, 3.0)
+        average_gradients(model, weight=counts[group.rank], group=group)
+        return model.weight.grad.tolist()
+
+    assert run_ranks(2, body) == [[[3.0, 3.0]]] * 2

@@ -24,7 +24,7 @@ def average_gradients(model: Any, weight: float | None = None, *, group: Any = N
     Args:
         model: a module or a sequence of modules without a `GradientSync`.
         weight: what this rank's gradients count for (samples, tokens); None: one per rank.
-            Zero: takes part without contributing.
+            Zero: takes part without contributing, even a gradient that is NaN.
         group: a `Group`, a process group, or None for the world group.
 
     Gradient:
@@ -33,8 +33,8 @@ def average_gradients(model: Any, weight: float | None = None, *, group: Any = N
         it stays None.
 
     Collective:
-        Every rank, the same calls whatever each one's gradients are: two small all-gathers and
-        one all-reduce per bucket of 25 MiB. Blocks.
+        Every rank, the same calls whatever each one's gradients are: three small all-gathers
+        and one all-reduce per bucket of 25 MiB. Blocks.
 
     Raises:
         ConfigurationError: a GradientSync is attached already.
@@ -48,6 +48,9 @@ def average_gradients(model: Any, weight: float | None = None, *, group: Any = N
     found = find_synced_tensors(as_modules(model))
     optimizer_guard.refuse_attached(found.parameters, "leave average_gradients out")
     compare_structures(ranks, found, {})
+    # In units of the mean weight: 60 000 tokens times a gradient would overflow float16.
+    mean = sum(one / ranks.size for one in ranks.exchange(share))
+    share /= mean or 1.0  # all zero: the round refuses that on every rank
     slots = [
         Slot(number, name, param) for number, (name, param) in enumerate(found.parameters.items())
     ]

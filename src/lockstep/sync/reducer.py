@@ -156,6 +156,8 @@ class Reducer:
         scale = self.contribution.scale * self._share
         if not self._pack_or_note_fault(bucket, scale) or self.contribution.is_borrowed:
             bucket.fill_with_zeros()
+        elif scale == 0.0:
+            bucket.payload.zero_()  # NaN times zero is NaN
 
     def _pack_or_note_fault(self, bucket: Bucket, scale: float) -> bool:
         """Pack a bucket; False, and a fault for all ranks, if a gradient is sparse or misfits."""
