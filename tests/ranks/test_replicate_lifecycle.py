@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attach, refuse, fail, let go, attach again."""
 
+import gc
 import threading
 import time
 import weakref
@@ -8,6 +9,11 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    _global_module_registration_hooks,
+    _global_parameter_registration_hooks,
+)
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from harness import assert_same, gradients, outcomes, reset, ring, rows, run_ranks
 from lockstep.errors import (
@@ -166,6 +172,35 @@ def test_detach_leaves_plain_gradients_and_no_hooks():
         sync.backward(model(X).mean())
     with pytest.raises(NotAvailableError, match="detached"):
         sync.reduce_pending()
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [25, 0.01])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_models_that_are_dropped_without_detach_are_freed(bucket_cap_mb, is_frozen):
+    """Also with several buckets, or a parameter that may be unfrozen: those need further hooks."""
+    replicate(mlp()).detach()  # takes the hooks away that a sync of before may have left
+    tables = (
+        _global_optimizer_pre_hooks,
+        _global_parameter_registration_hooks,
+        _global_module_registration_hooks,
+    )
+    before = [len(table) for table in tables]
+    dropped = []
+    for _ in range(3):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        model[0].bias.requires_grad_(not is_frozen)
+        replicate(model, bucket_cap_mb=bucket_cap_mb)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        dropped.append(weakref.ref(model))
+        del model, optimizer
+        gc.collect()
+        # Of torch's own hooks there is one each; they go with the next sync that is detached.
+        assert [len(table) for table in tables] == [length + 1 for length in before]
+    assert [model() for model in dropped] == [None] * 3
+    replicate(mlp()).detach()
+    assert [len(table) for table in tables] == before
 
 
 class _Boom(Exception):

@@ -13,6 +13,7 @@ Rejected: hooks on ``forward`` (custom methods and ``model.module`` go around th
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 from lockstep._torch_compat import current_graph_task
@@ -60,7 +61,10 @@ class BackwardListener:
         self._hooks = {slot: self._hook(slot) for slot in slots}
 
     def _hook(self, slot: Slot) -> ParameterHooks:
-        is_accumulating_in, hooked, transport = self._is_accumulating, self.hooked, self._transport
+        is_accumulating_in, hooked, number = self._is_accumulating, self.hooked, slot.number
+        # The garbage collector does not look into torch's own reference to the table of hooks that
+        # wait for the accumulation: nothing that leads from there to the parameter may be strong.
+        weak_transport, weak_slot = weakref.ref(self._transport), weakref.ref(slot)
 
         def before_accumulation(gradient: torch.Tensor) -> torch.Tensor | None:
             accumulates_here = is_accumulating_in.get(current_graph_task())
@@ -70,13 +74,12 @@ class BackwardListener:
             return None if accumulates_here else self._hooks[slot].apply_tensor_hooks(gradient)
 
         def after_accumulation(_: torch.Tensor) -> None:
-            if transport.on_accumulated is not None:
-                transport.on_accumulated(slot)
+            transport, arrived = weak_transport(), weak_slot()
+            if transport is not None and arrived is not None and transport.on_accumulated:
+                transport.on_accumulated(arrived)
 
-        arrived = after_accumulation if transport.needs_on_accumulated else None
-        return ParameterHooks(
-            slot.param, before_accumulation, arrived, lambda: hooked.add(slot.number)
-        )
+        after = after_accumulation if self._transport.needs_on_accumulated else None
+        return ParameterHooks(slot.param, before_accumulation, after, lambda: hooked.add(number))
 
     def _enter_task(self, slot: Slot) -> bool:
         """At the first gradient of a graph task: whether the task adds to ``parameter.grad``."""

@@ -89,9 +89,10 @@ class LateParameters:
 
 
 class _Listeners:
-    """All `LateParameters` of this process; torch's hooks exist while one does.
+    """All `LateParameters` of this process, for whom torch calls one hook of each kind.
 
-    Ranks may be threads.
+    The hooks go with the last that is released; one that is only collected leaves them, because
+    torch may be iterating over its hooks then. Ranks may be threads.
     """
 
     def __init__(self) -> None:

@@ -2,10 +2,12 @@
 """Refuses an optimizer's step that would use a gradient which passed no reduction.
 
 One hook on all optimizers (torch's global step pre-hook), installed with the first `GradientSync`
-and removed with the last. The hook sees cases that no wrapper can: a gradient assigned by hand
-after ``autograd.grad``, an open window of ``no_sync`` backwards, a parameter outside of every
-`GradientSync`. A program may change gradients *after* their reduction, if all ranks do the same;
-after ``torch.autograd.grad`` the ranks compare that (see `autograd_grad_watch`).
+and removed when one is detached and none is left. A sync that is only collected leaves the hook:
+torch may be iterating over its hooks when the garbage collector runs. The hook sees cases that no
+wrapper can: a gradient assigned by hand after ``autograd.grad``, an open window of ``no_sync``
+backwards, a parameter outside of every `GradientSync`. A program may change gradients *after* their
+reduction, if all ranks do the same; after ``torch.autograd.grad`` the ranks compare that (see
+`autograd_grad_watch`).
 
 Fast path: one comparison per GradientSync. Only when the last round did not reduce everything are
 parameters looked at one by one.
