@@ -73,7 +73,9 @@ class BackwardListener:
             # Apply the user's hooks at once to a gradient that ``torch.autograd.grad`` returns.
             return None if accumulates_here else self._hooks[slot].apply_tensor_hooks(gradient)
 
-        def after_accumulation(_: torch.Tensor) -> None:
+        def after_accumulation(param: torch.Tensor) -> None:
+            if not param.requires_grad:
+                return  # frozen since the forward: torch calls this, and has accumulated nothing
             transport, arrived = weak_transport(), weak_slot()
             if transport is not None and arrived is not None and transport.on_accumulated:
                 transport.on_accumulated(arrived)

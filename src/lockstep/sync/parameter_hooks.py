@@ -210,6 +210,10 @@ def is_accumulating(param: torch.Tensor) -> bool:
     ``torch.autograd.grad`` and ``backward(inputs=others)`` do not. Torch answers for a leaf whose
     gradient is only returned by raising.
     """
+    if not param.requires_grad:
+        # Frozen since the forward: this gradient is dropped. Only a backward to all leaves, which
+        # adds to those that are not frozen, reaches a frozen one.
+        return True
     with torch.enable_grad():
         view = param.view_as(param).grad_fn
     assert view is not None
