@@ -94,6 +94,39 @@ def test_numbers_that_have_no_gradient(dtype):
     assert ".double()).long()" in message
 
 
+@pytest.mark.parametrize("function", ["global_mean", "info_nce", "nt_xent"])
+def test_a_loss_of_integers_is_not_told_what_helps_labels(function):
+    def body(group):
+        x = torch.ones(4, 2, dtype=torch.int64)
+        if function == "global_mean":
+            lockstep.global_mean(x, group=group)
+        else:
+            getattr(lockstep, function)(x, x, 1.0, group=group)
+
+    message = refused_everywhere(2, body, WrongTypeError, f"{function}.* cannot have one")
+    assert "labels" not in message
+    assert "x.to(torch.float32)" in message
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float16])
+def test_labels_have_a_place_as_rows_have(dtype):
+    def body(group):
+        return lockstep.rank_slice(torch.ones(2 + group.rank, dtype=dtype), group=group)
+
+    assert run_ranks(3, body) == [slice(0, 2), slice(2, 5), slice(5, 9)]
+
+
+def test_the_place_of_what_has_no_rows_or_others():
+    def of(tensors):
+        return lambda group: lockstep.rank_slice(tensors[group.rank], group=group)
+
+    scalar = torch.tensor(1)
+    refused_everywhere(2, of([scalar, scalar]), WrongTypeError, r"rank_slice(.|\n)*unsqueeze")
+    labels, others = torch.ones(4, dtype=torch.int64), torch.ones(4, 2, dtype=torch.int64)
+    message = refused_everywhere(2, of([labels, others]), RowsDifferError, "numbers of dimensions")
+    assert "rank 1: (4, 2) int64" in message
+
+
 def test_a_scalar_has_no_rows():
     refused_everywhere(
         2, lambda group: lockstep.gather(torch.ones(()), group=group), WrongTypeError, "unsqueeze"

@@ -122,6 +122,8 @@ def test_refusals_at_attach():
         replicate(3)
     with pytest.raises(WrongTypeError, match=r"`0\.weight` is a lazy parameter"):
         replicate(nn.Sequential(nn.LazyLinear(3)))
+    with pytest.raises(WrongTypeError, match=r"`1\.running_mean` is a lazy buffer(.|\n)*forward"):
+        replicate(nn.Sequential(nn.Linear(4, 3), nn.LazyBatchNorm1d()))
     with pytest.raises(ConfigurationError, match="buffers"):
         replicate(model, buffers="sometimes")
     with pytest.raises(ConfigurationError, match="bucket_cap_mb"):

@@ -102,7 +102,7 @@ def rank_slice(x: torch.Tensor, *, dim: int = 0, group: Any = None) -> slice:
         own = everyone[lockstep.rank_slice(rows)]
 
     Args:
-        x: this rank's rows, as `gather` gets them.
+        x: this rank's rows, of any dtype (labels too): only their number matters.
         dim: the dimension along which rows are counted.
         group: a `Group`, a process group, or None for the trainer's or the world group.
 
@@ -113,11 +113,16 @@ def rank_slice(x: torch.Tensor, *, dim: int = 0, group: Any = None) -> slice:
         Every rank of `group`, same order. Blocks. One small all-gather.
 
     Raises:
-        As `gather` in forward.
+        RowsDifferError: another dtype, or number of dimensions or columns, on some ranks, or no
+            row on any; raised on all ranks.
+        WrongTypeError: a scalar on any rank.
+        PerShardLossError, WrongUseError: as `gather`.
     """
     name = "lockstep.rank_slice(x)"
     ranks = group_for_call(name, group)
-    return agree_on_rows(ranks, name, [x], dim=dim, settings=[dim]).span(ranks.rank)
+    # Nothing travels but the number: values and a gradient do not matter.
+    counted = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    return agree_on_rows(ranks, name, [counted], dim=dim, settings=[dim]).span(ranks.rank)
 
 
 class _Gather(torch.autograd.Function):

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 _MAX_DIMS: Final = 8
 _DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
+_LABELS: Final = (
+    "for labels: lockstep.gather(labels.double()).long(), or torch.distributed.all_gather"
+)
 _call_ids = itertools.count(1)
 
 
@@ -99,7 +102,8 @@ def agree_on_rows(
         Every rank, same order. Blocks. One small all-gather.
 
     Raises:
-        WrongTypeError: something else than floating-point numbers, on any rank.
+        WrongTypeError: something else than floating-point numbers, on any rank. Of a tensor on
+            "meta", which has no values to move, any dtype will do.
         RowsDifferError: the tensors do not fit together; names the ranks.
         ConfigurationError: the settings differ.
     """
@@ -140,7 +144,7 @@ class _Description(NamedTuple):
     def of(cls, tensor: torch.Tensor, dim: int) -> _Description:
         dtype = str(tensor.dtype).removeprefix("torch.")
         grad = tensor.requires_grad and torch.is_grad_enabled()
-        if dtype not in _DTYPES:
+        if dtype not in _DTYPES and not tensor.is_meta:
             return cls("dtype", dtype, grad, [], 0)
         if not 0 < tensor.dim() <= _MAX_DIMS or not -tensor.dim() <= dim < tensor.dim():
             return cls("dim", dtype, grad, [], 0)
@@ -198,8 +202,7 @@ def _refusal(function: str, fault: str, where: str) -> LockstepError:
             where=where,
             expected=", ".join(_DTYPES),
             got="integers, booleans or complex numbers",
-            fix=f"for labels: {function.split('(')[0]}(labels.double()).long(), or"
-            " torch.distributed.all_gather",
+            fix=_LABELS if function.startswith("lockstep.gather(") else "x.to(torch.float32)",
         )
     return WrongTypeError(
         f"{function} gathers along a dimension that this tensor does not have",

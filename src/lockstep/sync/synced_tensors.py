@@ -132,7 +132,10 @@ def _collect(found: SyncedTensors, owner: torch.nn.Module, prefix: str, seen: se
         if buffer is None or id(buffer) in seen or is_local(buffer):
             continue
         seen.add(id(buffer))
-        found.buffers[prefix + key] = BufferPlace(owner, key)
+        if isinstance(buffer, torch.nn.parameter.UninitializedBuffer):
+            found.refused.append(_refuse_lazy("buffer", prefix + key))
+        else:
+            found.buffers[prefix + key] = BufferPlace(owner, key)
 
 
 def _refuse_module(module: torch.nn.Module, name: str) -> str | None:
@@ -144,9 +147,13 @@ def _refuse_module(module: torch.nn.Module, name: str) -> str | None:
     return None
 
 
+def _refuse_lazy(kind: str, name: str) -> str:
+    return f"`{name}` is a lazy {kind} without a shape yet: run one forward first"
+
+
 def _refuse_parameter(param: torch.nn.Parameter, name: str) -> str | None:
     if isinstance(param, torch.nn.parameter.UninitializedParameter):
-        return f"`{name}` is a lazy parameter without a shape yet: run one forward first"
+        return _refuse_lazy("parameter", name)
     kind = type(param).__name__
     if kind == "DTensor" or type(param.data).__name__ == "DTensor":
         return f"`{name}` is a DTensor: its gradients belong to its own device mesh"
