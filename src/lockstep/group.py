@@ -8,7 +8,8 @@ Two rules make it possible to leave a broken group and to form a new one in the 
   passed through alive. So no frame below holds the process group or a torch ``Work`` in a
   local variable when it raises, and `close` drops the one reference there is.
 - Whatever goes wrong inside a collective becomes `PeerLostError` with the original as its
-  cause: gloo raises plain ``RuntimeError``, which a caller could not tell from a bug.
+  cause: gloo raises plain ``RuntimeError``, which a caller could not tell from a bug. But a
+  tensor on a device for which the process group has no backend is a `ConfigurationError`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ import torch.distributed as dist
 
 from lockstep._torch_compat import ALL_GATHER_ONE, REDUCE_SCATTER_ONE
 from lockstep.all_gather_sum import AllGatherSum, is_faster_by_all_gather
-from lockstep.errors import PeerLostError
+from lockstep.errors import ConfigurationError, PeerLostError
 from lockstep.pending_collective import Pending, peer_lost_error
 from lockstep.phases import Phase, in_phase
 from lockstep.process_group_backend import (
     abort_nccl,
     call_watcher,
+    has_backend_for,
     metadata_device,
     receive_from_all,
     start_counter_of,
@@ -450,14 +452,26 @@ class Group:
 
     def _start(self, what: str, method: str, *arguments: Sequence[Any] | Any) -> Pending:
         stash = TensorStash(arguments)
+        first = arguments[0] if isinstance(arguments[0], torch.Tensor) else arguments[0][0]
         try:
             # The first collective of a group connects the ranks.
             with in_phase(Phase.WAITING):
                 work = getattr(self._process_group, method)(*arguments)
-            first = arguments[0] if isinstance(arguments[0], torch.Tensor) else arguments[0][0]
             return Pending(work, what, stash, self.place, partial(self._waited, what, first.device))
         except RuntimeError as error:
+            if not has_backend_for(self._process_group, first.device):
+                raise _no_backend_error(what, self.place, first.device) from error
             raise peer_lost_error(what, self.place, error) from error
+
+
+def _no_backend_error(what: str, where: str, device: torch.device) -> ConfigurationError:
+    return ConfigurationError(
+        f"{what} of a tensor on {device.type}, for which the process group has no backend",
+        where=where,
+        cause="the model or a batch is on another device than the process group was made for",
+        fix="move the model first: model.to(device); or make a group for both:"
+        " init_process_group('cpu:gloo,cuda:nccl')",
+    )
 
 
 def resolve_group(group: Any | Group | None = None) -> Group:

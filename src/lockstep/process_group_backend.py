@@ -36,6 +36,12 @@ def metadata_device(process_group: Any | None) -> torch.device:
     return torch.device("cpu") if carries_cpu else torch.device("cuda", torch.cuda.current_device())
 
 
+def has_backend_for(process_group: Any, device: torch.device) -> bool:
+    """Whether `process_group` sends tensors on `device`; True where it does not say for which."""
+    devices = devices_of(process_group)
+    return not devices or device.type in {one.type for one in devices}
+
+
 def timeout_s(process_group: Any) -> float:
     """The timeout of a collective, in seconds; infinite if the backend has no options."""
     return backend_timeout_s(backend_of(process_group, "cpu"))

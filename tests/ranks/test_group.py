@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from harness import outcomes, run_ranks
 from lockstep import reduction_context
-from lockstep.errors import PeerLostError
+from lockstep.errors import ConfigurationError, PeerLostError
 from lockstep.group import Group, resolve_group
 from lockstep.sync import replicate
 from lockstep.tensor_stash import TensorStash
@@ -272,6 +272,31 @@ def test_a_lost_peer_is_a_peer_lost_error(call):
     assert isinstance(lost, PeerLostError)
     assert isinstance(lost.__cause__, RuntimeError)
     assert "rank 0 of 2" in str(lost)
+
+
+def test_a_tensor_that_no_backend_sends_is_no_lost_peer():
+    """As that of a model on the CPU after `init_process_group("nccl")`: here CUDA alone has one."""
+
+    def body(group):
+        process_group = dist.ProcessGroup(dist.HashStore(), group.rank, group.size)
+        kind = dist.ProcessGroup.BackendType.GLOO
+        process_group._register_backend(torch.device("cuda"), kind, group._process_group)
+        for_cuda = Group(process_group)
+        value = torch.zeros(2)
+        for call in (
+            lambda: for_cuda.all_reduce(value),
+            lambda: for_cuda.broadcast(value),
+            lambda: for_cuda.all_gather(value),
+            lambda: for_cuda.exchange(1),
+            lambda: replicate(torch.nn.Linear(2, 1), group=for_cuda),
+        ):
+            with pytest.raises(ConfigurationError, match=r"on cpu(.|\n)*model\.to\(device\)"):
+                call()
+        process_group._register_backend(torch.device("cpu"), kind, group._process_group)
+        for_cuda.broadcast(value)
+        return for_cuda.exchange(group.rank)
+
+    assert run_ranks(2, body) == [[0, 1], [0, 1]]
 
 
 def test_the_active_reduction_nests_and_is_seen_by_autograds_threads():

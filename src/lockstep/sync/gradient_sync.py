@@ -69,7 +69,8 @@ def replicate(
     Raises:
         ReplicasDifferError: the ranks' models differ; raised on all before any payload moves.
         WrongTypeError: not a module, or one with parameters that belong to DDP, FSDP, DTensor.
-        ConfigurationError: a parameter is synchronised already.
+        ConfigurationError: a parameter is synchronised already, or is on a device for which the
+            process group has no backend.
         PeerLostError: another rank went away.
     """
     return GradientSync(
