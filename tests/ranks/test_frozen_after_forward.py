@@ -75,7 +75,6 @@ def test_a_backward_that_reaches_nothing_but_frozen_parameters_counts(way, drive
     assert_exact(on_ranks(way, body), oracle(frozen))
 
 
-
 def test_what_accumulates_nothing_reaches_no_frozen_parameter():
     """Or it would be taken for a backward that the ranks have to reduce."""
     model, x = built(), X.clone().requires_grad_()
