@@ -11,7 +11,7 @@ from harness import assert_same, gradients
 from lockstep.sync import replicate
 from ranks.programs import X
 from ranks.test_replicate_exact import weights
-from ranks.ways import assert_exact, built, mean_square, momentum, on_ranks, our_buckets
+from ranks.ways import assert_exact, built, mean_square, momentum, on_ranks, our_buckets, refused
 
 HALVES = slice(0, 6), slice(6, 12)
 
@@ -73,6 +73,11 @@ def test_a_backward_that_reaches_nothing_but_frozen_parameters_counts(way, drive
         return [*seen, weights([rank.plain])]
 
     assert_exact(on_ranks(way, body), oracle(frozen))
+
+
+@pytest.mark.parametrize("frozen", [{0: [2], 1: [2]}, {1: [2]}], ids=["all", "one"])
+def test_torchs_ddp_waits_for_their_gradients_and_is_refused(frozen):
+    refused("ddp", "LS101", lambda rank: list(steps(rank, frozen, driven=False)))
 
 
 def test_what_accumulates_nothing_reaches_no_frozen_parameter():
