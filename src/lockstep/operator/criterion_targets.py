@@ -15,9 +15,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lockstep.errors import ConfigurationError
-from lockstep.operator.loop_protocols import Operator
-
 _FUNCTIONS: Final = (functional.cross_entropy, functional.nll_loss)
 _IGNORED: Final = -100
 """The default `ignore_index` of both."""
@@ -58,24 +55,7 @@ def _settings(criterion: Any) -> tuple[torch.Tensor | None, int] | None:
     return given.get("weight"), given.get("ignore_index", _IGNORED)
 
 
-def refuse_other_reduction(operator: Operator, criterion: Any) -> None:
-    """Refuse a criterion that is a sum where the operator's loss is a mean, or the reverse.
-
-    Raises:
-        ConfigurationError: as said, and the loss is the criterion's result as it is.
-    """
+def reduction_of(criterion: Any) -> Any:
+    """The `reduction` of a criterion, of torch's or another one; None if it tells of none."""
     given = criterion.keywords.get("reduction") if isinstance(criterion, partial) else None
-    reduction = given or getattr(criterion, "reduction", None)
-    stated = operator.loss_reduction
-    if reduction not in ("mean", "sum") or reduction == stated:
-        return
-    if operator._lockstep_overrides(Operator.compute_loss):
-        return  # it may divide the sum, or multiply the mean
-    raise ConfigurationError(
-        f"the criterion is a {reduction}, and the operator's loss is to be a {stated}",
-        where=type(operator).__name__,
-        got=f"{criterion!r:.80}",
-        cause="what each worker computes would be added up as something else than it is",
-        fix=f'loss_reduction = "{reduction}" in the operator, or a criterion with'
-        f' reduction="{stated}"',
-    )
+    return given or getattr(criterion, "reduction", None)

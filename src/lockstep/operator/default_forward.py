@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lockstep.errors import ConfigurationError
-from lockstep.operator.criterion_targets import CriterionCall, refuse_other_reduction
+from lockstep.operator.criterion_targets import CriterionCall, reduction_of
+from lockstep.operator.loop_protocols import Operator
 from lockstep.operator.registration import registered_parts
-
-if TYPE_CHECKING:
-    from lockstep.operator.loop_protocols import Operator
 
 
 def require_single(operator: Operator, attribute: str, items: list[Any]) -> Any:
@@ -48,7 +46,7 @@ def default_loss(operator: Operator, batch: Any) -> tuple[torch.Tensor, Any, Any
             + (f" with keys {sorted(map(str, batch))}" if isinstance(batch, dict) else ""),
             fix="override compute_loss(self, batch, batch_info)",
         )
-    refuse_other_reduction(operator, criterion)
+    _refuse_other_reduction(operator, criterion)
     *features, target = batch
     output = model(*features)
     loss = criterion(output, target)
@@ -56,6 +54,23 @@ def default_loss(operator: Operator, batch: Any) -> tuple[torch.Tensor, Any, Any
     state.global_batch.criterion_call = CriterionCall(criterion, target)
     state.registered_metrics.observe(state.global_batch.purpose, output, target)
     return loss, output, target
+
+
+def _refuse_other_reduction(operator: Operator, criterion: Any) -> None:
+    """Refuse a criterion that is a sum where the operator's loss is a mean, or the reverse."""
+    reduction, stated = reduction_of(criterion), operator.loss_reduction
+    if reduction not in ("mean", "sum") or reduction == stated:
+        return
+    if operator._lockstep_overrides(Operator.compute_loss):
+        return  # it may divide the sum, or multiply the mean
+    raise ConfigurationError(
+        f"the criterion is a {reduction}, and the operator's loss is to be a {stated}",
+        where=type(operator).__name__,
+        got=f"{criterion!r:.80}",
+        cause="what each worker computes would be added up as something else than it is",
+        fix=f'loss_reduction = "{reduction}" in the operator, or a criterion with'
+        f' reduction="{stated}"',
+    )
 
 
 def default_prediction(operator: Operator, batch: Any) -> Any:

@@ -56,8 +56,10 @@ class GlobalBatchContext:
         stepped_optimizers: one entry for each step taken since the batch before was over.
         counts_samples: whether the default loop weighs its losses by their samples, if it has
             computed any; None if no worker has delivered the batch.
-        partial_weights: weights of metrics that only some of `shards` reported; see
-            `AverageMeterCollection.update`.
+        partial_weights: weights of metrics that only some of `shards` reported, and of a loss that
+            is a mean over targets; see `AverageMeterCollection.update`.
+        criterion_call: what the default loss of the shard in hand has called last; None if it has
+            not run.
     """
 
     reduction: ReductionContext

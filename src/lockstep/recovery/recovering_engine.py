@@ -156,7 +156,12 @@ class RecoveringEngine:
         if call.method is Worker.feed:
             self._reads_dataset = call.args[0] is not None
         self._regroup_before_call(call)
-        lost_counts = LostSampleCounts(self._engine, call.purpose)
+        lost_counts = LostSampleCounts(
+            self._engine,
+            self._watchdog,
+            call.purpose,
+            lambda question: self._ask(call, question),
+        )
         attempt, left = call, retries
         while True:
             pending_call = self._perform(attempt, rank, listener)
