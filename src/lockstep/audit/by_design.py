@@ -58,7 +58,7 @@ def apart_by_design(track: SharedTrack, tracks: Iterable[SharedTrack]) -> frozen
         return frozenset(unreduced)
     never_equal = unreduced & {d.name for d in track.differences("entry", first)}
     if all(_share_the_work(track.steps(number)) for number in early):
-        return frozenset(never_equal)
+        return frozenset(_with_their_layers(never_equal, unreduced))
     if not any(map(_is_synchronised, tracks)):
         return frozenset()
     if all(_send_in_backward(track.steps(number)) for number in early):
