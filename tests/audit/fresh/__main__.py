@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 120
+TIMEOUT_S = 400
 
 
 def kind_of(program: Path) -> str:
