@@ -63,8 +63,8 @@ MUTATIONS = {
         "operator/shard_results.py",
         (
             (
-                "weight = _parse_weight(operator, given) if is_own else shard.num_samples",
-                "weight = _parse_weight(operator, given) if is_own else 1",
+                "(_parse_weight(operator, given), BY_OWN) if is_own else self._count(shard, moved)",
+                "(_parse_weight(operator, given), BY_OWN) if is_own else (1, BY_SAMPLES)",
             ),
         ),
         (f"{TABLE}::test_exact_or_refused[replicate-Plain-uneven-2]",),
