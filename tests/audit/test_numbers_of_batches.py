@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from lockstep.audit.probe.loaders import each_row, read_on
+from lockstep.audit.probe.batches import each_row, read_on
 
 KINDS = [torch.int64, torch.float64, torch.float32, torch.bool, torch.complex128]
 

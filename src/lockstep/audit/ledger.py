@@ -30,7 +30,15 @@ from lockstep.audit.prints import Fingerprint, Sketch
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from lockstep.audit.facts import Collective, Evaluation, Failure, Loading, Step, Track
+    from lockstep.audit.facts import (
+        Collective,
+        Evaluation,
+        Failure,
+        Loading,
+        Permutation,
+        Step,
+        Track,
+    )
 
 FIRST_STEPS: Final = 64
 """This many steps are kept whole in `full` mode, then one each time that a run has doubled;
@@ -81,6 +89,7 @@ class Ledger:
     started_group: bool = False
     tracks: list[Track] = field(default_factory=list)
     loadings: list[Loading] = field(default_factory=list)
+    permutations: list[Permutation] = field(default_factory=list)
     facts: ProcessFacts = field(default_factory=ProcessFacts)
     calls: list[Collective] = field(default_factory=list)
     calls_made: int = 0

@@ -130,6 +130,8 @@ def _note_reducers(probe: Probe, record: Backward, before: dict[str, int]) -> No
 def _remember(probe: Probe, record: Backward, written: dict[str, list[object]]) -> None:
     if record.kind == "backward":
         probe.recent.has_forward = False
+        for window in probe.each_window():
+            window.has_called = False
     now = gradient_versions(probe)
     record.touched = [key for key, versions in now.items() if versions != written.get(key)]
     record.gradients = fingerprint_gradients(probe)

@@ -12,8 +12,8 @@ from torch._C._functorch import maybe_current_level
 from torch.utils.data import get_worker_info
 
 from lockstep.audit.facts import Draws
+from lockstep.audit.probe.batches import read_on
 from lockstep.audit.probe.frames import outermost_module, users_lines
-from lockstep.audit.probe.loaders import read_on
 
 if TYPE_CHECKING:
     from lockstep.audit.probe.probe import Probe

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
+from lockstep.audit.probe.batches import tensors_in
 from lockstep.audit.probe.gathers import note_exchange, taint
-from lockstep.audit.probe.loaders import tensors_in
 
 if TYPE_CHECKING:
     from lockstep.audit.facts import Collective

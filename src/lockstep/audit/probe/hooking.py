@@ -14,6 +14,7 @@ from lockstep.audit.probe import (
     loaders,
     models_sent,
     optimizers,
+    permutations,
     schedules,
     wrappers,
 )
@@ -31,6 +32,6 @@ def hook_in(probe: Probe) -> None:
     if probe.run is None or not probe.run.synchronised:
         parts = [wrappers, *parts, clipping, draws, models_sent, schedules]
     if probe.run is None or not probe.run.shares_out:
-        parts.append(loaders)
+        parts += [loaders, permutations]
     for part in parts:
         part.install(probe)

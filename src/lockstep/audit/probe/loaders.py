@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 import zlib
 from collections import deque
-from collections.abc import Mapping
 from multiprocessing.sharedctypes import RawArray
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,26 +15,19 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from torch.utils.data import dataloader as module
 
 from lockstep.audit.facts import Loading
-from lockstep.audit.fingerprint import take
+from lockstep.audit.probe.batches import ROWS, each_row, hash_of, read_on, tensors_in
+from lockstep.audit.probe.contents import contents_of
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.worker_draws import SeenInit, drawn_by_workers, places_of, room_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from lockstep.audit.probe.probe import Probe
 
 _INDICES: Final = 20_000
 _BATCHES: Final = 64
 _LOADINGS: Final = 64
-ROWS: Final = 256
-"""Samples that are told from others, at most: of a loader, or of a batch made by hand."""
-_ELEMENTS: Final = 256
-"""Of a row, at most, when it is told from others."""
-
-_OF_A_BATCH: Final = 4096
-"""Elements of each of its tensors, about."""
-
 
 _shared_with_workers: Final[deque[Any]] = deque(maxlen=4 * _LOADINGS)
 """Held on to: a worker may write late, and memory that is let go is another's."""
@@ -78,8 +68,9 @@ def _note_beginning(probe: Probe, iterator: Any, loader: DataLoader[Any]) -> Non
     keys = probe.loader_keys
     if loader not in keys:
         # A dataset of a loader stays; its indices may be millions.
-        keys[loader] = (f"{type(loader.dataset).__name__}#{len(keys)}", _part(loader.dataset))
-    key, part = keys[loader]
+        key = f"{type(loader.dataset).__name__}#{len(keys)}"
+        keys[loader] = (key, _part(loader.dataset), _contents(loader))
+    key, part, contents = keys[loader]
     loading = Loading(
         key,
         users_lines(),
@@ -88,6 +79,7 @@ def _note_beginning(probe: Probe, iterator: Any, loader: DataLoader[Any]) -> Non
         shuffles=getattr(_sampler(loader), "shuffle", None),
         size=_size(loader.dataset),
         part=part,
+        contents=contents,
         step=probe.steps_done,
         worker_seed=int(iterator._base_seed) if loader.num_workers else None,
     )
@@ -166,6 +158,13 @@ def _part(dataset: Any) -> int | None:
     return zlib.crc32(indices.tobytes(), (_part(dataset.dataset) or 0) + 1)
 
 
+def _contents(loader: DataLoader[Any]) -> list[int]:
+    """Of a dataset that a sampler shares out."""
+    if (_replicas(loader) or 1) < 2 or isinstance(loader.dataset, Subset):
+        return []
+    return contents_of(loader.dataset, _size(loader.dataset))
+
+
 def _of_the_whole(dataset: Any, index: int) -> int:
     """Which sample of the dataset that a ``Subset`` was taken from."""
     while isinstance(dataset, Subset):
@@ -240,86 +239,24 @@ def _note_batch(probe: Probe, loading: Loading, batch: Any) -> None:
     # Those of a nested tensor may be no plain numbers, and the ledger holds nothing else.
     loading.shapes = loading.shapes or [[int(n) for n in t.shape] for t in tensors]
     read = probe.harmlessly(functools.reduce, read_on, tensors, 0)
-    loading.batches.append(_hash(tensors) if read is None else read)
+    loading.batches.append(hash_of(tensors) if read is None else read)
     _note_rows(loading, tensors)
-
-
-def read_on(before: int, tensor: torch.Tensor) -> int:
-    """Hash some elements in their order: a batch of images takes as long as a small step."""
-    if tensor.layout is not torch.strided:
-        return before ^ _hash([tensor])
-    step = max(1, tensor.numel() // _OF_A_BATCH)
-    return zlib.crc32(_numbers(_each(tensor.detach(), step, 0)).tobytes(), before)
-
-
-def _hash(tensors: list[torch.Tensor]) -> int:
-    """Of all elements, of whatever kind they are."""
-    return zlib.crc32(take(tensors, [0] * len(tensors), norms=False).hashes.tobytes())
 
 
 def _note_rows(loading: Loading, tensors: list[torch.Tensor]) -> None:
     """What each sample of the batch held, so that indices of two ranks can be told apart."""
     number = len(loading.batches) - 1
-    size = loading.batch_sizes[number] if number < len(loading.batch_sizes) else 0
-    known = sum(loading.batch_sizes[:number])
+    if loading.indices:
+        # Only as long as rows and indices go side by side.
+        size = loading.batch_sizes[number] if number < len(loading.batch_sizes) else 0
+        known = sum(loading.batch_sizes[:number])
+    else:  # a stream
+        size = len(tensors[0]) if tensors[0].ndim > 1 else 0
+        known = len(loading.rows[0]) if loading.rows else 0
     rows = [t for t in tensors if t.layout is torch.strided and t.shape[:1] == (size,)]
     if number == 0:
         loading.rows = [[] for _ in rows]
-    # Only as long as rows and indices go side by side.
     if not size or known >= ROWS or any(len(column) != known for column in loading.rows):
         return
     for column, tensor in zip(loading.rows, rows, strict=False):
         column.extend(each_row(tensor))
-
-
-def each_row(tensor: torch.Tensor) -> list[int]:
-    """A hash of some elements of each row."""
-    step = max(1, math.prod(tensor.shape[1:]) // _ELEMENTS)
-    few = _each(tensor.detach(), step, 1)
-    return [zlib.crc32(_unpadded(row).tobytes()) for row in _numbers(few)]
-
-
-def _each(tensor: torch.Tensor, step: int, dim: int) -> torch.Tensor:
-    """Every so manieth element in their order, of the dimensions from `dim` on as one.
-
-    A tensor that does not lie in this order is not copied for it.
-    """
-    if step == 1 or tensor.is_contiguous():
-        return tensor.reshape(*tensor.shape[:dim], -1)[..., ::step]
-    inner = tensor.shape[dim:]
-    places = torch.arange(0, math.prod(inner), step, device=tensor.device)
-    return tensor[(slice(None),) * dim + torch.unravel_index(places, inner)]
-
-
-def _unpadded(row: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """One of the last equal elements: the same sample is padded to another length elsewhere."""
-    other = np.flatnonzero(row != row[-1:])
-    return row[: int(other[-1]) + 2] if len(other) else row[:1]
-
-
-def _numbers(few: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A copy: memory that numpy has seen cannot be resized any more, and it is the program's."""
-    if few.is_complex():
-        few = torch.view_as_real(few.resolve_conj())
-    kind = torch.int64 if few.dtype is torch.int64 else torch.float64
-    numbers: np.ndarray[Any, Any] = few.to("cpu", kind, copy=True).numpy()
-    return numbers
-
-
-def tensors_in(batch: Any, most: int) -> list[torch.Tensor]:
-    """The first tensors of a batch, however it is nested."""
-    if isinstance(batch, torch.Tensor):
-        return [batch] if batch.numel() else []
-    found: list[torch.Tensor] = []
-    for part in _parts(batch):
-        if len(found) < most:
-            found.extend(tensors_in(part, most - len(found)))
-    return found
-
-
-def _parts(batch: Any) -> Iterable[Any]:
-    if isinstance(batch, Mapping):
-        return batch.values()
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return vars(batch).values()
-    return batch if isinstance(batch, list | tuple) else ()

@@ -272,7 +272,7 @@ class Probe:
         self.living: list[weakref.ref[torch.nn.Module]] = []
         self.step_hooks: tuple[Any, ...] = ()
         self.gradient_names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
-        self.loader_keys: weakref.WeakKeyDictionary[Any, tuple[str, int | None]] = (
+        self.loader_keys: weakref.WeakKeyDictionary[Any, tuple[str, int | None, list[int]]] = (
             weakref.WeakKeyDictionary()
         )
         self.loading: weakref.WeakKeyDictionary[Any, Loading] = weakref.WeakKeyDictionary()

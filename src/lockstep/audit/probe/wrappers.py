@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from lockstep.audit.facts import Forward
 from lockstep.audit.fingerprint import numpy_state, take
+from lockstep.audit.probe.batches import ROWS, each_row, read_on, tensors_in
 from lockstep.audit.probe.called import note_acting, note_call
 from lockstep.audit.probe.evaluations import note_evaluation
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.fully_sharded import is_root
-from lockstep.audit.probe.loaders import ROWS, each_row, read_on, tensors_in
 from lockstep.audit.probe.patches import is_recorded
 from lockstep.audit.probe.probe import Wrapper
 
@@ -158,7 +158,7 @@ def _look_at(probe: Probe, module: torch.nn.Module, args: Any) -> None:
     if probe.is_frozen[id(module)].trained is not None and torch.is_grad_enabled():
         probe.recent.has_forward = True
     if torch.is_grad_enabled():
-        if probe.recent.fed is None:
+        if not probe.recent.has_called or probe.recent.fed is None:
             _note_fed(probe, args)
         note_acting(probe, module)
 
@@ -185,20 +185,26 @@ def _arm(probe: Probe, module: Any) -> None:
 
 
 def _note_fed(probe: Probe, args: Any) -> None:
-    """What a step's first module call is given: ranks that share one batch's work have the same."""
+    """What a batch's first module call is given: ranks that share one's work have the same.
+
+    Of a step's first batch the whole, and of each of its batches the rows.
+    """
     given = tensors_in(args, _PARTS + 1)
     tensors = given[:_PARTS]
-    windows = [window for window in probe.each_window() if window.fed is None]
-    if tensors:
+    windows = list(probe.each_window())
+    if tensors and any(window.fed is None for window in windows):
         held = take(tensors, [0] * len(tensors), norms=False)
-        rows = probe.harmlessly(_rows, probe, given) or []
         for window in windows:
-            window.fed = zlib.crc32(held.hashes.tobytes())
-            window.fed_shapes = [list(t.shape) for t in tensors]
-            # Of one that a module was called for before, by names alone, this is a part of it.
-            window.fed_rows = [] if window.has_called else rows
-    for window in windows:
+            if window.fed is None:
+                window.fed = zlib.crc32(held.hashes.tobytes())
+                window.fed_shapes = [list(t.shape) for t in tensors]
+    # After a call by names alone, this one's tensors are a part of the batch, and not its rows.
+    first = [window for window in windows if not window.has_called]
+    rows = probe.harmlessly(_rows, probe, given) if tensors and first else None
+    for window in first:
         window.has_called = True
+        if rows and len(window.fed_rows) < ROWS and not set(rows) <= set(window.fed_rows):
+            window.fed_rows += rows
 
 
 def _rows(probe: Probe, tensors: list[torch.Tensor]) -> list[int]:

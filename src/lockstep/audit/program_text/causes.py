@@ -278,6 +278,7 @@ _LOOKS: Final[dict[str, Callable[[Finding], Iterator[Place]]]] = {
     "LS505": _of_the_loader,
     "LS506": _of_the_loader,
     "LS508": _of_the_loader,
+    "LS509": _of_the_loader,
 }
 
 

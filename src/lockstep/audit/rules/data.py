@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.audit.rules.base import Code
 from lockstep.audit.rules.overlap import SAME, same_rows_by_hand, same_samples, shares_out
+from lockstep.audit.rules.own_orders import own_orders
+from lockstep.audit.rules.passed_over import PASSED_OVER, passed_over
 from lockstep.audit.rules.worker_seeds import SEEDS, equal_seeds
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ _PADDING: Final = ("DistributedSampler", "BatchSamplerShard")
 class Data:
     """Compares iterations over data loaders: the k-th of a loader on every rank."""
 
-    codes = (SAME, ORDER, EVALUATED, SEEDS)
+    codes = (SAME, PASSED_OVER, ORDER, EVALUATED, SEEDS)
 
     def judge(self, world: World) -> Iterable[Finding]:
         if world.is_model_parallel or world.trains_own_models:
@@ -37,6 +39,7 @@ class Data:
         for loadings in _side_by_side(world):
             for found in (
                 same_samples(world, loadings),
+                passed_over(loadings),
                 _twice(world, loadings),
                 equal_seeds(loadings),
             ):
@@ -44,7 +47,7 @@ class Data:
                 if found is not None and (found.code, key) not in reported:
                     reported.add((found.code, key))
                     yield found
-        by_hand = same_rows_by_hand(world)
+        by_hand = same_rows_by_hand(world) or own_orders(world)
         if by_hand is not None:
             yield by_hand
         for rank, ledger in world.ledgers.items():

@@ -29,6 +29,9 @@ _LEAST_ROWS = 8
 _STEPS = 3
 _ALIKE = 0.2
 """Of so many samples, and more, that are read by two ranks."""
+_ALIKE_IN_STREAMS = 0.9
+"""Ranks may each read one stream in an order of their own, and come to the same samples by chance.
+"""
 _NO_CHANCE = 8.0
 """Bits: rows that agree as unlikely as one of 256."""
 
@@ -215,11 +218,12 @@ def _same_rows_of_loaders(loadings: dict[int, Loading]) -> Finding | None:
         return None
     first = loadings[min(loadings)]
     held = {rank: list(zip(*x.rows, strict=False)) for rank, x in loadings.items()}
-    return _same_rows(held, first.key, first.where)
+    alike = _ALIKE if first.indices else _ALIKE_IN_STREAMS
+    return _same_rows(held, first.key, first.where, alike)
 
 
 def _same_rows(
-    held: Mapping[int, Sequence[object]], giver: str, where: list[Place]
+    held: Mapping[int, Sequence[object]], giver: str, where: list[Place], alike: float = _ALIKE
 ) -> Finding | None:
     """Samples that two ranks were given.
 
@@ -228,8 +232,9 @@ def _same_rows(
     Args:
         held: by rank, what stands for each sample.
         giver: of the samples, for the message.
+        alike: the share of them that both were given, at least.
     """
-    pair = _alike(held, _LEAST_ROWS)
+    pair = _alike(held, _LEAST_ROWS, alike)
     if pair is None or min(map(len, held.values())) < _LEAST_ROWS:
         return None
     return SAME.finding(
@@ -253,13 +258,15 @@ class _Pair(NamedTuple):
     least: int
 
 
-def _alike(held: Mapping[int, Sequence[object]], least_shared: int) -> _Pair | None:
+def _alike(
+    held: Mapping[int, Sequence[object]], least_shared: int, alike: float = _ALIKE
+) -> _Pair | None:
     """The first two ranks that were given so much alike that it is no chance."""
     again = max(len(given) - len(set(given)) for given in held.values())
     for (rank, given), (other, theirs) in combinations(held.items(), 2):
         pair = _Pair([rank, other], len(set(given) & set(theirs)), min(len(given), len(theirs)))
         # Of so few that are drawn with replacement none may be drawn again.
-        if pair.shared >= max(least_shared, again * 4) and pair.shared > _ALIKE * pair.least:
+        if pair.shared >= max(least_shared, again * 4) and pair.shared > alike * pair.least:
             return pair
     return None
 

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands for a dataset: equal for equal ones, and nothing where that cannot be told."""
+
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from lockstep.audit.probe.contents import contents_of
+from lockstep.audit.probe.hooking import hook_in
+from lockstep.audit.probe.probe import Probe
+
+
+class Listed(Dataset):
+    """Holds `held`, and raises where it is asked for a sample."""
+
+    def __init__(self, held):
+        self.held = held
+
+    def __len__(self):
+        return len(self.held)
+
+    def __getitem__(self, index):
+        raise AssertionError("the audit read a sample")
+
+
+NAMES = [f"{number:03}.png" for number in range(40)]
+WHOLE = {
+    "names": NAMES,
+    "pairs": [(name, number % 3) for number, name in enumerate(NAMES)],
+    "records": [{"id": number, "tokens": [number, number + 1]} for number in range(40)],
+    "array": np.arange(80.0).reshape(40, 2),
+    "tensor": torch.arange(80.0).reshape(40, 2),
+    "tensors": [torch.full((3,), float(number)) for number in range(40)],
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_a_part_is_told_from_the_other_part_and_not_from_a_copy(kind):
+    held = WHOLE[kind]
+    part, other = Listed(held[::2]), Listed(held[1::2])
+    copy = Listed(pickle.loads(pickle.dumps(held[::2])))
+    assert len(contents_of(part, 20)) == 1
+    assert contents_of(part, 20) == contents_of(copy, 20)
+    assert contents_of(part, 20) != contents_of(other, 20)
+
+
+def test_each_tensor_of_a_dataset_of_tensors_counts():
+    data = TensorDataset(torch.randn(24, 3), torch.arange(24))
+    assert len(contents_of(data, 24)) == 2
+
+
+def test_a_copy_of_the_files_elsewhere_is_the_same_dataset():
+    here, there = ([f"/{place}/{name}" for name in NAMES] for place in ("node0", "node1"))
+    assert contents_of(Listed(here), 40) == contents_of(Listed(there), 40)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        pytest.param([None] * 40, id="a cache"),
+        pytest.param([object() for _ in range(40)], id="objects"),
+        pytest.param(NAMES[:39], id="of another length"),
+        pytest.param(np.array([object()] * 40), id="an array of objects"),
+    ],
+)
+def test_nothing_is_said_of_what_cannot_be_compared(held):
+    assert contents_of(Listed(held), 40) == []
+
+
+def test_functions_that_shuffle_are_pickled_while_they_are_watched():
+    functions = (np.random.permutation, np.random.shuffle, random.shuffle)
+    probe = Probe()
+    hook_in(probe)
+    try:
+        watched = (np.random.permutation, np.random.shuffle, random.shuffle)
+        assert pickle.loads(pickle.dumps(watched)) == watched
+        np.random.permutation(12)
+        order = list(range(9))
+        random.shuffle(order)
+        assert [each.size for each in probe.ledger.permutations] == [12, 9]
+    finally:
+        probe.stop()
+    assert (np.random.permutation, np.random.shuffle, random.shuffle) == functions
