@@ -83,6 +83,16 @@ class Mixing:
             return None
         return dict(zip(self.ranks, ratios.tolist(), strict=True))
 
+    def without(self, columns: Sequence[Column]) -> Mixing:
+        """The same without some of its columns."""
+        kept = [at for at, column in enumerate(self.columns) if column not in columns]
+        return replace(
+            self,
+            columns=[self.columns[at] for at in kept],
+            coefficients=self.coefficients[:, kept],
+            covariance=self.covariance[:, kept][:, :, kept],
+        )
+
     def use_of(self, column: int) -> str:
         """``shared``: all ranks used it; ``kept``: only its own; ``lost``: none; ``unknown``."""
         values, errors = np.abs(self.coefficients[:, column]), self.errors[:, column]

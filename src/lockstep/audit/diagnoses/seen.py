@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -246,10 +246,23 @@ def seen_in(track: SharedTrack, number: int, known: Seen | None) -> Iterator[See
         if any(column.backward == LEFT for column in mixing.columns):
             continue  # what a step has left behind is a matter of its own
         whole = mixing.parameters == equations.parameters
-        yield Seen(track, number, mixing, whole)
+        yield _without_what_was_asked_for(Seen(track, number, mixing, whole))
     left = unexplained(equations, mixings)
     if len(left.parameter):
         yield Seen(track, number, None, not mixings, left)
+
+
+def _without_what_was_asked_for(seen: Seen) -> Seen:
+    """``autograd.grad`` gives its gradients to the program, as those of an inner loop or a penalty.
+
+    They are the optimizer's only where it used them.
+    """
+    assert seen.mixing is not None
+    each = zip(seen.columns, seen.backwards, seen.uses, strict=True)
+    asked_for = [column for column, of, use in each if of.kind == "grad" and use == "lost"]
+    if len(asked_for) in (0, len(seen.columns)):
+        return seen
+    return replace(seen, mixing=seen.mixing.without(asked_for))
 
 
 def _seen_later(track: SharedTrack, number: int, coefficient: float) -> Iterator[Seen]:
