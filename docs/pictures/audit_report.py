@@ -17,8 +17,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-WIDTH, HEIGHT = 760, 1650
-"""Of the window: the finding, the gradients and the drift."""
+WIDTH, HEIGHT = 760, 1832
+"""Of the window: the finding, the mixing of gradients, the gradients and the drift."""
 
 
 def main() -> None:
