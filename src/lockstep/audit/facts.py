@@ -238,8 +238,8 @@ class Step:
     and `kept_back` the gradients that the step had to do without.
     `numpy_state` stands for the state of numpy's default generator. `inputs` are the forwards of
     wrappers and of fully sharded models; `fed` and `fed_shapes` stand for what the first module
-    that was called was given, and `fed_rows` row by row for what the first was after each backward,
-    where no data loader gave it: what stands for a row in all tensors of that call. `unowned` are
+    that was called was given; `fed_rows` has a number for each row, in all tensors together, that
+    the first call of each micro-batch was given, where no data loader gave it. `unowned` are
     parameters that have gradients and no optimizer; where there are any, `beside` tells of all.
     `not_finite` are the parameters whose gradients held NaN or infinity.
     """
@@ -320,10 +320,10 @@ class Loading:
     """One iteration over a data loader: which samples, or what the batches held.
 
     `part` stands for the samples that a ``Subset`` has, and `samples` are the `indices` in the
-    dataset that it was taken from. `contents` stands for what a dataset that a sampler shares out
-    holds; see `lockstep.audit.probe.contents`. `rows` tells, for each tensor of a batch, what the
-    samples of the first `indices` held, or of a stream the first samples, and `shapes` are those of
-    the first batch. What a sampler says of
+    dataset that it was taken from. `contents` has a number for each list of names in a dataset that
+    a sampler shares out; see `lockstep.audit.probe.contents`. `rows` tells, for each tensor of a
+    batch, what the samples of the first `indices` held, or of a stream the first samples, and
+    `shapes` are those of the first batch. What a sampler says of
     itself are its `replicas` and whether it `shuffles`; `step` says how many steps there had been.
     `used` are the places of the batches that a backward followed, and `has_ended` tells whether the
     program read on until there were no more. `drawn` tells of each worker what

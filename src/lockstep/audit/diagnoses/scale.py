@@ -34,6 +34,7 @@ _TELLING: Final = {("all_reduce", "SUM"), ("all_gather", None), ("all_gather_int
 
 def summed_each_time(seen: Seen) -> Finding | None:
     """Of equal losses an earlier one counts N times as much as the next: it was summed again."""
+    seen = seen.without_inner_gradients()
     if not seen.is_common or seen.main_totals is None or not are_equal(seen.main_totals):
         return None
     for rank in seen.ranks:

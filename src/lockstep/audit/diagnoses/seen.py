@@ -157,6 +157,19 @@ class Seen:
         """Did rows of other ranks come into a loss, whose gradients then are not its own alone?"""
         return any(backward.gathered for backward in self.backwards)
 
+    def without_inner_gradients(self) -> Seen:
+        """Without what ``autograd.grad`` gave to the program, as to an inner loop or a penalty.
+
+        It is the optimizer's only where an optimizer used it.
+        """
+        if self.mixing is None:
+            return self
+        each = zip(self.columns, self.backwards, self.uses, strict=True)
+        inner = [column for column, of, use in each if of.kind == "grad" and use == "lost"]
+        if len(inner) in (0, len(self.columns)):
+            return self
+        return replace(self, mixing=self.mixing.without(inner))
+
     def by_rank(self, values: Iterable[float]) -> dict[int, float]:
         """Sums over each rank's columns."""
         found: dict[int, float] = {}
@@ -246,23 +259,10 @@ def seen_in(track: SharedTrack, number: int, known: Seen | None) -> Iterator[See
         if any(column.backward == LEFT for column in mixing.columns):
             continue  # what a step has left behind is a matter of its own
         whole = mixing.parameters == equations.parameters
-        yield _without_what_was_asked_for(Seen(track, number, mixing, whole))
+        yield Seen(track, number, mixing, whole)
     left = unexplained(equations, mixings)
     if len(left.parameter):
         yield Seen(track, number, None, not mixings, left)
-
-
-def _without_what_was_asked_for(seen: Seen) -> Seen:
-    """``autograd.grad`` gives its gradients to the program, as those of an inner loop or a penalty.
-
-    They are the optimizer's only where it used them.
-    """
-    assert seen.mixing is not None
-    each = zip(seen.columns, seen.backwards, seen.uses, strict=True)
-    asked_for = [column for column, of, use in each if of.kind == "grad" and use == "lost"]
-    if len(asked_for) in (0, len(seen.columns)):
-        return seen
-    return replace(seen, mixing=seen.mixing.without(asked_for))
 
 
 def _seen_later(track: SharedTrack, number: int, coefficient: float) -> Iterator[Seen]:

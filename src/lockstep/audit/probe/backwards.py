@@ -11,6 +11,7 @@ from torch._C._functorch import maybe_current_level
 from lockstep import reduction_context
 from lockstep.audit.facts import Backward
 from lockstep.audit.probe import gathers, passed_back, scattered
+from lockstep.audit.probe.batches import BATCHES
 from lockstep.audit.probe.called import note_mode
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.increments import recorded
@@ -84,7 +85,8 @@ def _fingerprint_before(probe: Probe) -> dict[str, Fingerprint]:
 def _note_use(loading: Loading) -> None:
     loading.training = True
     last = len(loading.batches) - 1
-    if last >= 0 and loading.used[-1:] != [last]:
+    # The last place that is written down stands for all later batches.
+    if 0 <= last < BATCHES - 1 and loading.used[-1:] != [last]:
         loading.used.append(last)
 
 

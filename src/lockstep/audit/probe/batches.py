@@ -17,6 +17,8 @@ from lockstep.audit.fingerprint import take
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+BATCHES: Final = 64
+"""Of one iteration over a loader, at most."""
 ROWS: Final = 256
 """Samples that are told from others, at most: of a loader, or of a batch made by hand."""
 _ELEMENTS: Final = 256

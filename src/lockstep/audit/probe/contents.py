@@ -1,73 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a dataset holds, by which ranks can tell whether they have the same one."""
+"""Which samples a dataset holds, by which ranks can tell whether they have the same ones."""
 
 from __future__ import annotations
 
 import zlib
-from numbers import Number
+from numbers import Integral
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final
-
-import numpy as np
-import torch
-
-from lockstep.audit.probe.batches import read_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _SAMPLES: Final = 16
 """Of a list, at most, evenly spread."""
+_LEAST: Final = 8
 _PARTS: Final = 8
 """Of a sample, at most."""
 _DEPTH: Final = 3
 
 
 def contents_of(dataset: Any, size: int | None) -> list[int]:
-    """What stands for each list, array or tensor that has an element for each of `size` samples.
+    """A number for each list that names each of `size` samples, by names or whole numbers.
 
-    Lists whose elements are objects are left out, as are those that are filled while samples are
-    read. Nothing of the dataset is called: it may read files, or draw random numbers.
+    Of tensors and other numbers nothing is said: a rank may have drawn them, as synthetic data.
+    Lists in which samples have the same name tell nothing, as those of labels. Nothing of the
+    program's is called: it may read files, or draw random numbers.
     """
-    if not size:
-        return []
-    held = [dataset] if isinstance(dataset, list | tuple) else getattr(dataset, "__dict__", {})
+    held = [dataset] if type(dataset) is list else getattr(dataset, "__dict__", {}).values()
     found = []
-    for column in _columns(held if isinstance(held, list) else held.values()):
-        if len(column) == size:
-            parts = [_written(column[at]) for at in range(0, size, max(1, size // _SAMPLES))]
-            if None not in parts:
-                found.append(zlib.crc32(repr(parts[:_SAMPLES]).encode()))
+    for column in list(held):
+        if type(column) not in (list, tuple) or len(column) != size or size < _LEAST:
+            continue
+        places = range(0, size, -(-size // _SAMPLES))
+        names = [name for place in places if (name := _name_of(column[place]))]
+        if len(names) == len(set(names)) == len(places):
+            found.append(zlib.crc32(repr(names).encode()))
     return found
 
 
-def _columns(held: Iterable[Any]) -> Iterable[Any]:
-    """Those of a ``TensorDataset`` stand in a tuple."""
-    for value in held:
-        if isinstance(value, torch.Tensor | np.ndarray):
-            if value.ndim:
-                yield value
-        elif isinstance(value, list | tuple):
-            yield value
-            if len(value) <= _PARTS:
-                yield from (x for x in value if isinstance(x, torch.Tensor | np.ndarray) and x.ndim)
-
-
-def _written(value: Any, depth: int = _DEPTH) -> str | None:
-    """A sample as text; None of what has no numbers or names of its own."""
-    if isinstance(value, torch.Tensor):
-        return None if value.is_meta else str(read_on(0, value))
-    if isinstance(value, np.ndarray):
-        step = max(1, value.size // 256)
-        return None if value.dtype.hasobject else str(value.reshape(-1)[::step].tolist())
-    if isinstance(value, str | PurePath):
-        return PurePath(value).name or str(value)  # each host may have its copy elsewhere
-    if isinstance(value, Number | bytes):
-        return repr(value)
+def _name_of(sample: Any, depth: int = _DEPTH) -> str:
+    """The names and whole numbers in a sample, as text; nothing where there are none."""
+    if isinstance(sample, PurePath):
+        return sample.name  # each host may have its copy elsewhere
+    if type(sample) is str:
+        is_path = "/" in sample and not any(mark in sample for mark in " <\n")
+        return PurePath(sample).name if is_path else sample[:256]
+    if type(sample) is bool or not depth:
+        return ""
+    if isinstance(sample, Integral):
+        return str(int(sample))
     parts: Iterable[Any] = ()
-    if isinstance(value, list | tuple):
-        parts = value
-    elif isinstance(value, dict):
-        parts = value.values()
-    written = [_written(part, depth - 1) for part in list(parts)[:_PARTS]] if depth else []
-    return None if None in written or not written else repr(written)
+    if isinstance(sample, tuple) or type(sample) is list:
+        parts = sample
+    elif type(sample) is dict:
+        parts = sample.values()
+    return ",".join(filter(None, (_name_of(part, depth - 1) for part in list(parts)[:_PARTS])))

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from torch.utils.data import dataloader as module
 
 from lockstep.audit.facts import Loading
-from lockstep.audit.probe.batches import ROWS, each_row, hash_of, read_on, tensors_in
+from lockstep.audit.probe.batches import BATCHES, ROWS, each_row, hash_of, read_on, tensors_in
 from lockstep.audit.probe.contents import contents_of
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.worker_draws import SeenInit, drawn_by_workers, places_of, room_for
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from lockstep.audit.probe.probe import Probe
 
 _INDICES: Final = 20_000
-_BATCHES: Final = 64
 _LOADINGS: Final = 64
 
 _shared_with_workers: Final[deque[Any]] = deque(maxlen=4 * _LOADINGS)
@@ -69,7 +68,7 @@ def _note_beginning(probe: Probe, iterator: Any, loader: DataLoader[Any]) -> Non
     if loader not in keys:
         # A dataset of a loader stays; its indices may be millions.
         key = f"{type(loader.dataset).__name__}#{len(keys)}"
-        keys[loader] = (key, _part(loader.dataset), _contents(loader))
+        keys[loader] = (key, _part(loader.dataset), probe.harmlessly(_contents, loader) or [])
     key, part, contents = keys[loader]
     loading = Loading(
         key,
@@ -193,8 +192,9 @@ def _note_indices(loading: Loading, dataset: Any, index: Any) -> None:
     loading.indices.extend(found)
     if loading.part is not None:
         loading.samples.extend(_of_the_whole(dataset, one) for one in found)
-    if len(loading.batch_sizes) < _BATCHES:
-        loading.batch_sizes.append(len(found))
+    if len(loading.batch_sizes) < BATCHES:
+        # A stream is asked for as many samples, and they have no numbers.
+        loading.batch_sizes.append(len(found) or len(together) * isinstance(index, list))
 
 
 def _deliverer(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,7 +210,7 @@ def _deliverer(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]
             loading.has_ended = probe.harmlessly(_ends_evaluation, self) or False
         if probe.is_on:
             probe.delivered = loading  # None: a loader that is not written down
-        if probe.is_on and loading is not None and len(loading.batches) < _BATCHES:
+        if probe.is_on and loading is not None and len(loading.batches) < BATCHES:
             probe.harmlessly(_note_batch, probe, loading, batch)
             if self in probe.worker_memory:
                 loading.drawn = probe.harmlessly(drawn_by_workers, probe.worker_memory[self]) or []
@@ -246,17 +246,15 @@ def _note_batch(probe: Probe, loading: Loading, batch: Any) -> None:
 def _note_rows(loading: Loading, tensors: list[torch.Tensor]) -> None:
     """What each sample of the batch held, so that indices of two ranks can be told apart."""
     number = len(loading.batches) - 1
-    if loading.indices:
-        # Only as long as rows and indices go side by side.
-        size = loading.batch_sizes[number] if number < len(loading.batch_sizes) else 0
-        known = sum(loading.batch_sizes[:number])
-    else:  # a stream
-        size = len(tensors[0]) if tensors[0].ndim > 1 else 0
-        known = len(loading.rows[0]) if loading.rows else 0
+    size = loading.batch_sizes[number] if number < len(loading.batch_sizes) else 0
+    known = sum(loading.batch_sizes[:number])
     rows = [t for t in tensors if t.layout is torch.strided and t.shape[:1] == (size,)]
+    if not loading.indices and len(rows) < len(tensors):
+        rows = []  # of a stream that has something else beside its samples, they may be no samples
     if number == 0:
         loading.rows = [[] for _ in rows]
+    # Only as long as rows and indices go side by side.
     if not size or known >= ROWS or any(len(column) != known for column in loading.rows):
         return
     for column, tensor in zip(loading.rows, rows, strict=False):
-        column.extend(each_row(tensor))
+        column.extend(each_row(tensor[:ROWS]))

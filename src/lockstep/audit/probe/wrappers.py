@@ -199,12 +199,13 @@ def _note_fed(probe: Probe, args: Any) -> None:
                 window.fed = zlib.crc32(held.hashes.tobytes())
                 window.fed_shapes = [list(t.shape) for t in tensors]
     # After a call by names alone, this one's tensors are a part of the batch, and not its rows.
-    first = [window for window in windows if not window.has_called]
-    rows = probe.harmlessly(_rows, probe, given) if tensors and first else None
-    for window in first:
-        window.has_called = True
-        if rows and len(window.fed_rows) < ROWS and not set(rows) <= set(window.fed_rows):
+    few = [w for w in windows if not w.has_called and len(w.fed_rows) < ROWS]
+    rows = probe.harmlessly(_rows, probe, given) if tensors and few else None
+    for window in few:
+        if rows and not set(rows) <= set(window.fed_rows):
             window.fed_rows += rows
+    for window in windows:
+        window.has_called = True
 
 
 def _rows(probe: Probe, tensors: list[torch.Tensor]) -> list[int]:

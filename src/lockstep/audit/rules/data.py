@@ -39,7 +39,7 @@ class Data:
         for loadings in _side_by_side(world):
             for found in (
                 same_samples(world, loadings),
-                passed_over(loadings),
+                passed_over(world, loadings),
                 _twice(world, loadings),
                 equal_seeds(loadings),
             ):

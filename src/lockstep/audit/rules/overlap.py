@@ -13,6 +13,8 @@ from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from lockstep.audit.rules.base import Code
 
 if TYPE_CHECKING:
@@ -29,9 +31,8 @@ _LEAST_ROWS = 8
 _STEPS = 3
 _ALIKE = 0.2
 """Of so many samples, and more, that are read by two ranks."""
-_ALIKE_IN_STREAMS = 0.9
-"""Ranks may each read one stream in an order of their own, and come to the same samples by chance.
-"""
+_IN_ORDER = 0.5
+"""Correlation of the places at which two ranks were given the same samples."""
 _NO_CHANCE = 8.0
 """Bits: rows that agree as unlikely as one of 256."""
 
@@ -60,7 +61,11 @@ def same_rows_by_hand(world: World) -> Finding | None:
         read = {rank: _read_by_hand(track.tracks[rank]) for rank in track.ranks}
         early = [track.steps(number).values() for number in track.numbers[:_STEPS]]
         differ = all(len({tuple(s.fed_rows) for s in steps}) > 1 for steps in early)
-        if early and differ and all(len({at for _, at in rows}) > 1 for rows in read.values()):
+        if (
+            early
+            and differ
+            and all(len({at for _, at in rows}) >= _STEPS for rows in read.values())
+        ):
             readers = Counter(row for rows in read.values() for row in set(rows))
             held = {r: [row[0] for row in rows if readers[row] == 1] for r, rows in read.items()}
             found = _same_rows(held, "the program", next(iter(early[0])).where)
@@ -218,12 +223,21 @@ def _same_rows_of_loaders(loadings: dict[int, Loading]) -> Finding | None:
         return None
     first = loadings[min(loadings)]
     held = {rank: list(zip(*x.rows, strict=False)) for rank, x in loadings.items()}
-    alike = _ALIKE if first.indices else _ALIKE_IN_STREAMS
-    return _same_rows(held, first.key, first.where, alike)
+    found = _same_rows(held, first.key, first.where)
+    if found is None or first.indices or _in_one_order([held[rank] for rank in found.rank]):
+        return found
+    return None  # ranks may read a stream each in its own order, and come to the same by chance
+
+
+def _in_one_order(held: Sequence[Sequence[object]]) -> bool:
+    """Did two ranks get what both were given in about the same order?"""
+    here, there = ({row: place for place, row in enumerate(rows)} for rows in held)
+    places = np.array([(here[row], there[row]) for row in here if row in there], dtype=float)
+    return bool(np.corrcoef(places.T)[0, 1] > _IN_ORDER)
 
 
 def _same_rows(
-    held: Mapping[int, Sequence[object]], giver: str, where: list[Place], alike: float = _ALIKE
+    held: Mapping[int, Sequence[object]], giver: str, where: list[Place]
 ) -> Finding | None:
     """Samples that two ranks were given.
 
@@ -232,9 +246,8 @@ def _same_rows(
     Args:
         held: by rank, what stands for each sample.
         giver: of the samples, for the message.
-        alike: the share of them that both were given, at least.
     """
-    pair = _alike(held, _LEAST_ROWS, alike)
+    pair = _alike(held, _LEAST_ROWS)
     if pair is None or min(map(len, held.values())) < _LEAST_ROWS:
         return None
     return SAME.finding(
@@ -258,15 +271,13 @@ class _Pair(NamedTuple):
     least: int
 
 
-def _alike(
-    held: Mapping[int, Sequence[object]], least_shared: int, alike: float = _ALIKE
-) -> _Pair | None:
+def _alike(held: Mapping[int, Sequence[object]], least_shared: int) -> _Pair | None:
     """The first two ranks that were given so much alike that it is no chance."""
     again = max(len(given) - len(set(given)) for given in held.values())
     for (rank, given), (other, theirs) in combinations(held.items(), 2):
         pair = _Pair([rank, other], len(set(given) & set(theirs)), min(len(given), len(theirs)))
         # Of so few that are drawn with replacement none may be drawn again.
-        if pair.shared >= max(least_shared, again * 4) and pair.shared > alike * pair.least:
+        if pair.shared >= max(least_shared, again * 4) and pair.shared > _ALIKE * pair.least:
             return pair
     return None
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lockstep.audit.shared_track import SharedTrack
     from lockstep.audit.world import World
 
+_LEAST_PASSES: Final = 2
 _LEAST_STEPS: Final = 4
 """In an epoch: of fewer, a share of the data may be so many samples by chance."""
 
@@ -24,8 +25,11 @@ _LEAST_STEPS: Final = 4
 def own_orders(world: World) -> Finding | None:
     """A line that draws another order on each rank, of so many samples as all ranks train on.
 
-    What is shuffled may be changed before it is trained on, so that no sample is known again.
+    What is shuffled may be changed before it is trained on, so that no sample is known again. Where
+    a loader gives the samples, they have numbers, and what is shuffled may be something else.
     """
+    if not world.ledgers or any(x.training for y in world.ledgers.values() for x in y.loadings):
+        return None
     drawn = {rank: _by_line(ledger.permutations) for rank, ledger in world.ledgers.items()}
     lines = set.intersection(*(set(of_rank) for of_rank in drawn.values()))
     for track in world.compared:
@@ -58,7 +62,7 @@ def _takes_its_share(track: SharedTrack, drawn: Sequence[Permutation]) -> bool:
     batch = max((_samples(track, rank) for rank in track.ranks), default=0)
     passes = [(after.step - before.step, before.size) for before, after in pairwise(drawn)]
     share = len(track.ranks)
-    return bool(passes) and all(
+    return len(passes) >= _LEAST_PASSES and all(
         steps >= _LEAST_STEPS and abs(steps * batch - size / share) < max(batch, 1)
         for steps, size in passes
     )
