@@ -121,12 +121,30 @@ def test_the_autoencoder_of_the_introduction(arguments):
     assert result["reconstruction"] == pytest.approx(result["train_loss"])
 
 
+class Products(torchmetrics.Metric):
+    """Keeps what it is given in lists that torchmetrics does not join, as retrieval does."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("ones", [], dist_reduce_fx=None)
+        self.add_state("others", [], dist_reduce_fx=None)
+
+    def update(self, ones, others):
+        self.ones.append(ones)
+        self.others.append(others.float())
+
+    def compute(self):
+        pairs = zip(self.ones, self.others, strict=True)
+        return sum((one * other.double()).sum() for one, other in pairs)
+
+
 class Scorer(BoringModel):
     def __init__(self):
         super().__init__()
         self.double()
         self.largest = torchmetrics.MaxMetric()
         self.rows = torchmetrics.CatMetric()
+        self.products = Products()
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -138,6 +156,8 @@ class Scorer(BoringModel):
     def validation_step(self, batch, batch_idx):
         self.largest(batch.max())
         self.rows(batch[:, 0])
+        self.products.update(batch[:, 0], batch[:, 1])
+        self.log("products", self.products)
         self.log("largest", self.largest)
         self.log("mean", batch.mean())
 
@@ -168,6 +188,8 @@ def test_metrics_are_gathered_from_all_workers(count, joint):
     assert result["largest"] == pytest.approx(whole.max().item())
     assert result["mean"] == pytest.approx(whole.mean().item())
     assert result["rows"] == result["num_samples"] == count
+    products = whole[:, 0] * whole[:, 1].float().double()
+    assert result["products"] == pytest.approx(products.sum().item())
     assert rates == [pytest.approx(0.1 * 0.1**2)] * 2
 
 

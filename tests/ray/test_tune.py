@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 import ray
-from lockstep import TorchTrainer, TrainingOperator
+from lockstep import Callback, TorchTrainer, TrainingOperator
 from lockstep.engine import actor_pool
 from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.integrations.tune import report, resources, restore
@@ -144,6 +144,19 @@ def test_one_worker_is_the_trial_itself(tmp_path):
     with found[0].checkpoint.as_directory() as folder, TorchTrainer(**ARGUMENTS) as trainer:
         trainer.load(os.path.join(folder, "trainer.checkpoint"))
         assert trainer.train()["epoch"] == 3
+
+
+@pytest.mark.slow
+def test_a_trial_ends_when_a_callback_wants_to_stop(tmp_path):
+    class Enough(Callback):
+        def on_train_end(self, trainer, result):
+            if result["epoch"] == 2:
+                self.stop_reason = "two epochs are enough"
+
+    trainable = TorchTrainer.as_trainable(**ARGUMENTS, callbacks=[Enough()])
+    found = fit(trainable, {"lr": 0.04}, tmp_path, iterations=5)
+    assert found[0].error is None
+    assert found[0].metrics["training_iteration"] == 2
 
 
 @pytest.mark.slow

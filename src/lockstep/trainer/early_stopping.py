@@ -35,10 +35,17 @@ class MetricMonitor(Callback):
         require_choice("mode", mode, ("min", "max"))
         require(min_delta >= 0, "min_delta", min_delta, "0 or more")
         self.metric, self.mode, self.min_delta = metric, mode, min_delta
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget what was seen of another trainer."""
         self.best: float | None = None
         self._was_found = False
         # The keys of the results so far, by the method that gave them.
         self._keys: dict[str, set[str]] = {}
+
+    def on_start(self, trainer: TorchTrainer) -> None:
+        self._begin()
 
     def judge(self, trainer: TorchTrainer, value: float) -> None:
         """Handle a new value of the metric."""
@@ -103,7 +110,10 @@ class EarlyStopping(MetricMonitor):
         super().__init__(metric, mode=mode, min_delta=min_delta)
         require_count("patience", patience)
         self.patience = patience
-        self.num_worse = 0
+
+    def _begin(self) -> None:
+        super()._begin()
+        self.num_worse, self.stop_reason = 0, None
 
     def judge(self, trainer: TorchTrainer, value: float) -> None:
         if math.isnan(value):
@@ -139,6 +149,9 @@ class KeepBest(MetricMonitor):
         super().__init__(metric, mode=mode, min_delta=min_delta)
         self.path = Path(path)
         self._note = Path(f"{self.path}.json")
+
+    def _begin(self) -> None:
+        super()._begin()
         self._steps_here = 0
         self._has_looked = False
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from lockstep._torch_compat import (
+    WAS_STEPPED_ATTR,
     buffers_of,
     layout_versions,
     parameters_of,
@@ -284,6 +285,9 @@ def apply(operator: TrainingOperator, run: TrainingParts, state: Mapping[str, An
         _load_module(run.plain_criterion(), state["criterion"])
     operator._lockstep.precision.load_state_dict(state.get("precision") or {})
     operator._lockstep.committed = operator.global_step = int(state.get("global_step", 0))
+    if operator.global_step:
+        for optimizer in run.optimizers:  # a scheduler's warning does not know of other processes
+            vars(optimizer)[WAS_STEPPED_ATTR] = True
     if state.get("operator") is not None:
         operator.load_state_dict(copy.deepcopy(state["operator"]))
 

@@ -145,3 +145,17 @@ def test_a_failure_is_told_once():
     trainer.shutdown()
     trainer.shutdown()
     assert without_block.entries == ["failure on purpose"]
+
+
+def test_callbacks_forget_an_earlier_trainer(tmp_path):
+    """The second run is worse than the first, and is judged by itself."""
+    stop = EarlyStopping("val_loss", mode="min", patience=1)
+    best = KeepBest(tmp_path / "best.pt", "val_loss", mode="min")
+    for losses in ([1.0, 2.0], [5.0, 4.0, 6.0]):
+        with start(losses, stop, best) as trainer:
+            while not trainer.should_stop:
+                trainer.train(num_steps=1)
+                trainer.validate()
+            assert trainer.get_local_operator().left == []
+    assert best.best == 4.0
+    assert json.loads((tmp_path / "best.pt.json").read_text())["value"] == 4.0

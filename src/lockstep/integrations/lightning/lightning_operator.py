@@ -35,10 +35,11 @@ from lockstep.integrations.lightning.module_factory import (
     ModuleFactory,
     check_module_argument,
     is_lightning,
+    single_loader,
 )
 from lockstep.integrations.lightning.optimization_hooks import OptimizationHooks, call_data_hook
 from lockstep.integrations.lightning.step_outputs import detach, loss_and_metrics
-from lockstep.integrations.lightning.trainer_view import TrainerView, update_view
+from lockstep.integrations.lightning.trainer_view import LoaderView, TrainerView, update_view
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator import TrainingOperator
 from lockstep.operator.default_loops import is_computed_per_shard
@@ -129,8 +130,6 @@ class LightningOperator(TrainingOperator):
         super()._lockstep_check(options)
         unsupported.check_settings(options, cls._factory.gradient_clip_val is not None)
 
-    # ------------------------------------------------------------------------------- setup
-
     def setup(self, config: Any) -> None:
         context, factory = self._lockstep.context, self._factory
         module, datamodule = factory.make(config, copied=context.is_trial)
@@ -159,7 +158,7 @@ class LightningOperator(TrainingOperator):
         self._steps_schedulers = context.options.scheduler_step_freq is None and not is_manual
         manual = replace(context.options, scheduler_step_freq=SCHEDULER_STEP_MANUAL)
         self._lockstep.context = replace(context, options=manual)
-        self._lockstep.step_actions = self._step_hooks = OptimizationHooks(module)
+        self._lockstep.step_actions = self._step_hooks = OptimizationHooks(module, self._logging)
         self.model, optimizers, *_ = self.register(
             models=module,
             optimizers=optimizers,
@@ -176,6 +175,7 @@ class LightningOperator(TrainingOperator):
         self._lockstep.further_counts.append(self._logging)
         self._has_fit_begun = self._epoch_is_over = False
         self._started_epoch = -1
+        self._num_ended_epochs = 0
         self._first_index = 0
         self._outputs: list[tuple[Any, Any, float]] = []
 
@@ -195,7 +195,7 @@ class LightningOperator(TrainingOperator):
             validation = self._factory.val_dataloader
             if validation is None:
                 validation = self._loader_of("val_dataloader")
-        train, validation = _single_loader(train, "train"), _single_loader(validation, "validation")
+        train, validation = single_loader(train, "train"), single_loader(validation, "validation")
         self.register_data(train_loader=train, validation_loader=validation)
         shards = self._lockstep.context.shard_assignment.num_shards
         lengths = [
@@ -205,8 +205,8 @@ class LightningOperator(TrainingOperator):
         known = [float("inf") if each is None else each for each in lengths]
         update_view(
             self._view,
-            train_dataloader=train,
-            val_dataloaders=validation,
+            train_dataloader=None if train is None else LoaderView(train, lengths[0]),
+            val_dataloaders=None if validation is None else LoaderView(validation, lengths[1]),
             num_training_batches=known[0] if train is not None else 0,
             num_val_batches=[known[1]] if validation is not None else [],
         )
@@ -225,8 +225,6 @@ class LightningOperator(TrainingOperator):
         )
         return call_data_hook(self._hook_targets, "on_after_batch_transfer", batch, 0)
 
-    # ---------------------------------------------------------------------------- training
-
     def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         module, epoch = self.module, int(info["epoch_idx"])
         # The loop's `batch_idx` starts at the iterator's `first_index`; this offset makes it the
@@ -241,6 +239,7 @@ class LightningOperator(TrainingOperator):
             if self._started_epoch == epoch and step_in_epoch and first_index <= 0:
                 self._logging.begin_pass()
             if self._started_epoch != epoch:
+                self._end_earlier_epochs(epoch)
                 self._logging.begin_epoch()
                 if self._steps_schedulers:
                     self._scheduler_stepper.check_monitored(epoch)
@@ -249,8 +248,7 @@ class LightningOperator(TrainingOperator):
             metrics = super().train_epoch(iterator, info)
             epoch_over = _is_epoch_over(iterator)
             if epoch_over:
-                if self._steps_schedulers:
-                    self._scheduler_stepper.after_epoch(epoch)
+                self._step_epoch_schedulers(epoch)
                 if unsupported.overrides(module, "on_train_epoch_end"):
                     self._update_callback_metrics(self._logging.values_so_far(), epoch_over=False)
                     module.on_train_epoch_end()
@@ -258,6 +256,29 @@ class LightningOperator(TrainingOperator):
         self._epoch_is_over = epoch_over
         self._update_callback_metrics(of_epoch, epoch_over=epoch_over)
         return {**metrics, **logged}
+
+    def _step_epoch_schedulers(self, epoch: int) -> None:
+        """Step the schedulers at an epoch's end: once, although a failure may repeat the end."""
+        if self._steps_schedulers and self._num_ended_epochs <= epoch:
+            self._scheduler_stepper.after_epoch(epoch)
+        self._num_ended_epochs = max(self._num_ended_epochs, epoch + 1)
+
+    def _end_earlier_epochs(self, epoch: int) -> None:
+        """End the epochs before `epoch` that have not ended yet.
+
+        A stream shows only to the next call that an epoch was over, and a checkpoint may hold the
+        last step of an epoch and not its end. Without communication: a failure in between leaves
+        some ranks with the epoch ended and others not. A process that has not trained the epoch
+        calls no hook, which would miss what `training_step` has collected, and has no metrics.
+        """
+        for ended in range(self._num_ended_epochs, epoch):
+            update_view(self._view, current_epoch=ended)
+            self._step_epoch_schedulers(ended)
+            if self._started_epoch == ended:
+                self.module.on_train_epoch_end()
+            elif self._steps_schedulers:
+                self._scheduler_stepper.miss_metrics(ended)
+        update_view(self._view, current_epoch=epoch)
 
     def _begin_fit(self) -> None:
         if not self._has_fit_begun:
@@ -269,20 +290,25 @@ class LightningOperator(TrainingOperator):
         """Store an epoch's or a validation's metrics, equal on all workers; step the plateaus."""
         known = {name: torch.tensor(value) for name, value in metrics.items()}
         update_view(self._view, callback_metrics={**self._view.callback_metrics, **known})
-        if epoch_over and self._steps_schedulers and self._has_fit_begun:
+        # A validation before the first step is none after an epoch.
+        if epoch_over and self._steps_schedulers and self._view.global_step:
             self._scheduler_stepper.after_metrics(self._view.current_epoch, metrics)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         index = self._batch_index(batch_info)
         self._outputs = []
         self._logging.step = self.global_step
-        if self._manual is None:
-            metrics = self._train_automatically(batch, batch_info, index)
-        else:
-            metrics = self._train_manually(batch, index)
-        for output, moved, num_samples in self._outputs:
-            with self._logging.counting_for(num_samples, first_time=False):
-                self.module.on_train_batch_end(output, moved, index)
+        state = self._lockstep
+        shards = [] if state.counts_nothing else state.global_batch.shards_in(batch)
+        own_samples = sum(shard.num_samples for shard in shards)
+        with self._logging.counting_for(own_samples, first_time=False):
+            if self._manual is None:
+                metrics = self._train_automatically(batch, batch_info, index)
+            else:
+                metrics = self._train_manually(batch, index)
+            for output, moved, num_samples in self._outputs:
+                with self._logging.counting_for(num_samples, first_time=False):
+                    self.module.on_train_batch_end(output, moved, index)
         self._outputs = []
         return metrics
 
@@ -327,6 +353,7 @@ class LightningOperator(TrainingOperator):
             raise NotAvailableError("a training_step that steps its optimizers has no loss alone")
         module, index = self.module, self._batch_index(batch_info)
         num_samples = 0 if self._lockstep.counts_nothing else _current_num_samples()
+        self._step_hooks.shard_samples = num_samples
         with self._logging.discarding_outside_passes():
             output = self._run_training_step(batch, index, num_samples)
         loss, metrics = loss_and_metrics(module, "training_step", output)
@@ -344,8 +371,6 @@ class LightningOperator(TrainingOperator):
     def _batch_index(self, batch_info: Mapping[str, Any]) -> int:
         """The batch's number in its epoch, which an earlier call of `train` may have begun."""
         return self._first_index + int(batch_info["batch_idx"])
-
-    # -------------------------------------------------------------------------- validation
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         module = self.module
@@ -404,12 +429,11 @@ class LightningOperator(TrainingOperator):
             *_step_arguments(module.predict_step, batch, batch_info["batch_idx"])
         )
 
-    # ------------------------------------------------------------------------------- state
-
     def state_dict(self) -> Any:
         return {
             "steps": self._view.global_step,
             "epoch": self._view.current_epoch,
+            "ended_epochs": self._num_ended_epochs,
             "plateaus": self._scheduler_stepper.state_dict(),
             "checkpoint": run_on_save_hooks(self._view, self._hook_targets),
             "datamodule": None if self.datamodule is None else self.datamodule.state_dict(),
@@ -418,6 +442,8 @@ class LightningOperator(TrainingOperator):
     def load_state_dict(self, state: Any) -> None:
         goes_back = state["steps"] < self._view.global_step
         update_view(self._view, current_epoch=state["epoch"], global_step=state["steps"])
+        # Earlier versions counted none: what they had not ended stays so.
+        self._num_ended_epochs = state.get("ended_epochs", state["epoch"])
         self._scheduler_stepper.load_state_dict(state["plateaus"])
         if goes_back:  # a worker that is a step behind the others goes on with its epoch
             self._started_epoch = -1
@@ -435,22 +461,6 @@ class LightningOperator(TrainingOperator):
             target.teardown("fit")
         self.module.trainer = None
         type(self)._is_manual = False  # in the driver's process the class is used again
-
-
-def _single_loader(loader: Any, purpose: str) -> Any:
-    """`loader`, or the only loader in it; Lightning allows several, which are refused."""
-    several = isinstance(loader, list | tuple | dict) or type(loader).__name__ == "CombinedLoader"
-    if not several:
-        return loader
-    if isinstance(loader, list | tuple) and len(loader) == 1:
-        return loader[0]
-    if isinstance(loader, list | tuple) and not loader:
-        return None
-    raise NotAvailableError(
-        f"several {purpose} loaders are not supported",
-        got=f"a {type(loader).__name__} of them",
-        fix="one loader over torch.utils.data.ConcatDataset([...])",
-    )
 
 
 def _current_num_samples() -> float:

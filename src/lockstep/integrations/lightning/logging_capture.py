@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import warnings
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lockstep.errors import ConfigurationError
+from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.integrations.lightning.logged_metrics import (
     LoggedMetrics,
     as_scalar,
@@ -46,8 +47,8 @@ class LoggingCapture:
 
     Attributes:
         step: the number of global batches before the current one.
-        batch: the number of samples of the batch that the module computes on, 0 if the batch is
-            borrowed; None between batches.
+        batch: the number of samples of the batch that the module computes on, or of all that the
+            worker computes on in the step, 0 if they are borrowed; None between steps.
     """
 
     def __init__(self, module: nn.Module, group: Callable[[], Group]) -> None:
@@ -65,7 +66,7 @@ class LoggingCapture:
     @contextmanager
     def counting_for(self, num_samples: float, *, first_time: bool) -> Iterator[None]:
         """Weight the values logged inside by `num_samples`; 0 for a borrowed batch drops them."""
-        self.batch = num_samples
+        outer, self.batch = self.batch, num_samples
         if first_time:
             self._seen[self._purpose] += num_samples
         # The rank that owns a borrowed batch counts its rows, so this rank restores its metrics.
@@ -73,7 +74,7 @@ class LoggingCapture:
         try:
             yield
         finally:
-            self.batch = None
+            self.batch = outer
             for metric, state in kept:
                 vars(metric).update(state)
 
@@ -89,17 +90,49 @@ class LoggingCapture:
         self._purpose = purpose
         self._of_epoch.setdefault(purpose, LoggedMetrics())
         metrics = self._metrics = list(metrics_in(self._module))
-        before = [(one, one.distributed_available_fn, one.dist_sync_fn) for one in metrics]
-        gather = _make_gather(self._group())
+        before = [(one, one.distributed_available_fn) for one in metrics]
         try:
             for one in metrics:
                 one.distributed_available_fn = lambda: self._group().size > 1
-                one.dist_sync_fn = gather
+                vars(one)["_sync_dist"] = partial(self._sync_states, one)
             with self._logging_to(self._log):
                 yield
         finally:
-            for one, available, sync in before:
-                one.distributed_available_fn, one.dist_sync_fn = available, sync
+            for one, available in before:
+                one.distributed_available_fn = available
+                del vars(one)["_sync_dist"]
+
+    def _sync_states(self, metric: Any, *_: Any, **__: Any) -> None:
+        """In the place of torchmetrics' own: gather a metric's states over lockstep's group.
+
+        torchmetrics gathers a list of tensors that it does not join (of retrieval, of detection)
+        tensor by tensor, and so needs as many on every rank.
+
+        Raises:
+            NotAvailableError: within a step, in which a rank may compute several shards or none.
+        """
+        if self.batch is not None:
+            raise NotAvailableError(
+                "a metric is computed over all workers within a step",
+                got=f"{type(metric).__name__}.compute()",
+                cause="the workers compute their shards one by one, and one may have none",
+                fix="self.log(name, metric), or metric.compute() in on_train_epoch_end or"
+                " on_validation_epoch_end",
+            )
+        group, gather = self._group(), _make_gather(self._group())
+        lists = {
+            name: getattr(metric, name)
+            for name, reduce in metric._reductions.items()
+            if reduce is None and isinstance(getattr(metric, name), list)
+        }
+        for name in lists:
+            setattr(metric, name, [])  # nothing that torchmetrics would gather
+        type(metric)._sync_dist(metric, gather)
+        if not lists:
+            return
+        lengths = group.exchange({name: len(rows) for name, rows in lists.items()})
+        for name, rows in lists.items():
+            setattr(metric, name, _gather_list(rows, [each[name] for each in lengths], gather))
 
     def begin_pass(self) -> None:
         """Drop what was logged in the pass before."""
@@ -174,7 +207,7 @@ class LoggingCapture:
             return
         if self.batch == 0:
             return  # a borrowed batch: the rank that owns its samples logs them
-        # A value between batches has the weight of all samples that its rank has seen in the epoch.
+        # A value between steps has the weight of all samples that its rank has seen in the epoch.
         # Before a rank's first batch the weight is tiny and not 0: a value counts if it is alone.
         weight = self.batch or self._seen[self._purpose] or _TINY_WEIGHT
         weight = weight if batch_size is None else float(batch_size)
@@ -245,6 +278,19 @@ def _submodule_name(metric: Any, module: nn.Module, name: str) -> str:
         cause="nobody would gather it over the workers, or reset it",
         fix="make it an attribute in __init__: self.accuracy = torchmetrics.Accuracy(...)",
     )
+
+
+def _gather_list(
+    rows: list[torch.Tensor], lengths: list[int], gather: Callable[..., list[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """The tensors of all ranks' lists, of `lengths`, rank after rank."""
+    found: list[list[torch.Tensor]] = [[] for _ in lengths]
+    for place in range(max(lengths)):
+        own = rows[place] if place < len(rows) else torch.zeros(0)
+        for rank, each in enumerate(gather(own)):
+            if place < lengths[rank]:
+                found[rank].append(each)
+    return [each for of_rank in found for each in of_rank]
 
 
 def _make_gather(peers: Group) -> Any:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final
@@ -169,6 +170,15 @@ def _require_monitors(schedulers: Sequence[SchedulerConfig], where: str) -> None
                 got=type(each.scheduler).__name__,
                 fix='"monitor": "val_loss" in the dict that configure_optimizers returns',
             )
+        if each.reduce_on_plateau and each.interval == "step":
+            raise NotAvailableError(
+                "a scheduler that waits for a plateau cannot step within an epoch",
+                where=where,
+                got=f'{type(each.scheduler).__name__} with "interval": "step"',
+                cause="metrics are means over all workers, and known when an epoch has ended",
+                fix='"interval": "epoch"; or self.automatic_optimization = False and'
+                " scheduler.step(value) in training_step",
+            )
 
 
 class SchedulerStepper:
@@ -206,6 +216,19 @@ class SchedulerStepper:
             if each.last_metric_epoch < epoch and (epoch + 1) % each.frequency == 0:
                 self._step(each.scheduler, metrics[watched])
             each.last_metric_epoch = epoch
+
+    def miss_metrics(self, epoch: int) -> None:
+        """Go on without the metrics of `epoch`, which an earlier process has trained, and warn."""
+        for each in self.items:
+            if each.reduce_on_plateau and each.last_metric_epoch < epoch:
+                each.last_metric_epoch = epoch
+                warnings.warn(
+                    f"{type(each.scheduler).__name__} has not stepped for epoch {epoch}: the run"
+                    " went on from a checkpoint of the epoch's last step, which has no"
+                    f" {each.monitor!r}; trainer.validate() before trainer.train() gives a val_"
+                    " metric",
+                    stacklevel=2,
+                )
 
     def check_monitored(self, epoch: int) -> None:
         """Before `epoch`: raise an error unless the last epoch logged every plateau's metric."""

@@ -155,3 +155,19 @@ def _construct(cls: Callable[..., Any], config: Mapping[str, Any], taken: set[st
             f" from_lightning(lambda config: {_name_of(cls)}(...))",
         ) from None
     return cls(**arguments)
+
+
+def single_loader(loader: Any, purpose: str) -> Any:
+    """`loader`, or the only loader in it; Lightning allows several, which are refused."""
+    several = isinstance(loader, list | tuple | dict) or type(loader).__name__ == "CombinedLoader"
+    if not several:
+        return loader
+    if isinstance(loader, list | tuple) and len(loader) == 1:
+        return loader[0]
+    if isinstance(loader, list | tuple) and not loader:
+        return None
+    raise NotAvailableError(
+        f"several {purpose} loaders are not supported",
+        got=f"a {type(loader).__name__} of them",
+        fix="one loader over torch.utils.data.ConcatDataset([...])",
+    )

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from lockstep.integrations.lightning.logging_capture import LoggingCapture
     from lockstep.operator.mixed_precision import Precision
     from lockstep.operator.training_parts import TrainingParts
 
@@ -25,10 +26,19 @@ def call_data_hook(hook_targets: Sequence[Any], hook: str, *arguments: Any) -> A
 
 
 class OptimizationHooks(StepActions):
-    """The default loop's actions of a step, with calls of the module's hooks around them."""
+    """The default loop's actions of a step, with calls of the module's hooks around them.
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
+    Args:
+        module: the module.
+        logging: counts what the hooks log.
+
+    Attributes:
+        shard_samples: samples of the shard whose loss was computed last; 0 if they do not count.
+    """
+
+    def __init__(self, module: Any, logging: LoggingCapture) -> None:
+        self._module, self._logging = module, logging
+        self.shard_samples = 0.0
         self._index = 0
         self._has_batches = True
         self._to_clear: torch.optim.Optimizer | None = None
@@ -74,9 +84,10 @@ class OptimizationHooks(StepActions):
 
     @contextmanager
     def around_backward(self, loss: torch.Tensor) -> Iterator[None]:
-        self._module.on_before_backward(loss)
-        yield
-        self._module.on_after_backward()
+        with self._logging.counting_for(self.shard_samples, first_time=False):
+            self._module.on_before_backward(loss)
+            yield
+            self._module.on_after_backward()
 
     def step(
         self,

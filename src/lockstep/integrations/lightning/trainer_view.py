@@ -13,6 +13,8 @@ from lockstep.sync import is_local
 from lockstep.sync.optimizer_inspection import optimizer_parameters
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from lockstep.integrations.lightning.module_factory import ModuleFactory
     from lockstep.operator import TrainingOperator
 
@@ -147,6 +149,26 @@ def update_view(view: TrainerView, **values: Any) -> None:
     Rejected: a method of the view, which a module could find where Lightning's trainer has none.
     """
     vars(view).update(values)
+
+
+class LoaderView:
+    """A loader as the module sees it: its length is the number of global batches in an epoch."""
+
+    def __init__(self, loader: Any, num_batches: int | None) -> None:
+        self._loader, self._num_batches = loader, num_batches
+
+    def __len__(self) -> int:
+        if self._num_batches is None:
+            raise TypeError(f"{type(self._loader).__name__} has no length")
+        return self._num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_loader":
+            raise AttributeError(name)
+        return getattr(self._loader, name)
 
 
 class StrategyView:

@@ -71,10 +71,14 @@ class TorchTrainable(Trainable):
         return self.trainer_cls(**arguments)
 
     def step(self) -> dict[str, Any]:
-        info = {"iteration": self.training_iteration}
+        result = self._step()
+        # The name by which Tune's Trainable knows that a trial has ended.
+        return {**result, "done": True} if self.trainer.should_stop else result
+
+    def _step(self) -> dict[str, Any]:
         if self.tune_step is None:
             return _train_and_validate(self.trainer)
-        result = self.tune_step[0](self.trainer, info)
+        result = self.tune_step[0](self.trainer, {"iteration": self.training_iteration})
         if not isinstance(result, dict):
             raise WrongTypeError(
                 "override_tune_step returned something else than results",

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An epoch ends once: behind a checkpoint of its last step, and where a stream ends late."""
+
+import pytest
+import torch
+from tests.unit.integrations.lightning.modules import (
+    GLOBAL_BATCH,
+    SAMPLES,
+    Classifier,
+    farthest,
+    loader,
+    problem,
+)
+from torch.utils.data import DataLoader, IterableDataset
+
+from lockstep import TorchTrainer, TrainingOperator
+from lockstep.errors import NotAvailableError
+
+STEPS = -(-SAMPLES // GLOBAL_BATCH)
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*does not have many workers"
+)
+
+
+class HalvesEachEpoch(Classifier):
+    """Its rate is told after every epoch."""
+
+    ended = 0
+
+    def on_train_epoch_end(self):
+        self.ended += 1
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+class WaitsForTheValidation(Classifier):
+    """Every value of the metric is worse than the first: each looks as the last one did."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, mode="max", patience=0, factor=0.5
+        )
+        return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "val_loss"}
+
+
+class WaitsForSteps(WaitsForTheValidation):
+    def configure_optimizers(self):
+        asked = super().configure_optimizers()
+        asked["lr_scheduler"] = {"scheduler": asked["lr_scheduler"], "interval": "step"}
+        return asked
+
+
+class Stream(IterableDataset):
+    """Does not know its length."""
+
+    def __iter__(self):
+        return iter(problem())
+
+
+def trainer_of(module_cls, **arguments):
+    operator = TrainingOperator.from_lightning(module_cls, loader(GLOBAL_BATCH // 2), loader())
+    return TorchTrainer(training_operator_cls=operator, num_shards=2, **arguments)
+
+
+def rate_of(trainer):
+    return trainer.get_local_operator().optimizer.param_groups[0]["lr"]
+
+
+def test_a_run_goes_on_behind_the_last_step_of_an_epoch(tmp_path):
+    with trainer_of(HalvesEachEpoch) as trainer:
+        for _ in range(3):
+            trainer.train()
+        expected, rate = trainer.get_model(), rate_of(trainer)
+    arguments = {"checkpoint_dir": tmp_path, "checkpoint_every": STEPS, "resume": "auto"}
+    for _ in range(3):
+        with trainer_of(HalvesEachEpoch, **arguments) as trainer:
+            trainer.train()
+            assert trainer.status()["epochs_finished"] <= 3
+            trained, last = trainer.get_model(), rate_of(trainer)
+    assert last == rate == 0.3 * 0.5**3
+    assert farthest(trained, expected) == 0
+
+
+def test_a_stream_ends_its_epoch_with_the_next_call():
+    stream = DataLoader(Stream(), batch_size=GLOBAL_BATCH)
+    operator = TrainingOperator.from_lightning(HalvesEachEpoch, stream)
+    with TorchTrainer(training_operator_cls=operator, num_shards=1) as trainer:
+        for _ in range(3):
+            trainer.train(num_steps=STEPS)
+        # The third call has not seen that nothing follows.
+        assert rate_of(trainer) == 0.3 * 0.5**2
+        assert trainer.get_model().ended == 2
+
+
+def test_a_plateau_steps_for_a_validation_before_the_next_epoch(tmp_path):
+    arguments = {"checkpoint_dir": tmp_path, "checkpoint_every": STEPS, "resume": "auto"}
+    with trainer_of(WaitsForTheValidation, **arguments) as trainer:
+        trainer.train(), trainer.validate()
+        trainer.train()
+        assert rate_of(trainer) == 0.3
+    with trainer_of(WaitsForTheValidation, **arguments) as trainer:
+        trainer.validate()  # the one that the first program did not come to
+        assert rate_of(trainer) == 0.15
+        trainer.train()
+
+
+def test_a_plateau_whose_validation_was_lost_is_named(tmp_path):
+    arguments = {"checkpoint_dir": tmp_path, "checkpoint_every": STEPS, "resume": "auto"}
+    with trainer_of(WaitsForTheValidation, **arguments) as trainer:
+        trainer.train()
+    with (
+        trainer_of(WaitsForTheValidation, **arguments) as trainer,
+        pytest.warns(UserWarning, match="has not stepped for epoch 0"),
+    ):
+        trainer.train()
+
+
+def test_a_plateau_within_an_epoch_is_refused():
+    with (
+        pytest.raises(NotAvailableError, match="cannot step within an epoch"),
+        trainer_of(WaitsForSteps) as trainer,
+    ):
+        trainer.train()
+
+
+class LogsInHooks(Classifier):
+    """Logs the number of its step in each hook of one."""
+
+    def on_before_optimizer_step(self, optimizer):
+        self.log("in_step", float(self.trainer.global_step), on_step=False, on_epoch=True)
+
+    def on_before_zero_grad(self, optimizer):
+        self.log("in_zero_grad", float(self.trainer.global_step), on_step=False, on_epoch=True)
+
+    def on_after_backward(self):
+        self.log("in_backward", float(self.trainer.global_step), on_step=False, on_epoch=True)
+
+
+def test_what_hooks_of_a_step_log_counts_for_the_samples_of_that_step():
+    with trainer_of(LogsInHooks) as trainer:
+        metrics = trainer.train()
+    sizes = [min(GLOBAL_BATCH, SAMPLES - GLOBAL_BATCH * step) for step in range(STEPS)]
+    mean = sum(step * size for step, size in enumerate(sizes)) / SAMPLES
+    assert metrics["in_step"] == pytest.approx(mean)
+    assert metrics["in_zero_grad"] == pytest.approx(mean)
+    assert metrics["in_backward"] == pytest.approx(mean)
+
+
+class MeasuresItsLoader(Classifier):
+    def on_train_epoch_start(self):
+        held = self.trainer.train_dataloader
+        self.log("length", float(len(held)))
+        self.log("batch_size", float(held.batch_size))
+        self.log("validation", float(len(self.trainer.val_dataloaders)))
+
+
+def test_a_loaders_length_is_in_global_batches():
+    with trainer_of(MeasuresItsLoader) as trainer:
+        metrics = trainer.train()
+    assert metrics["length"] == STEPS
+    assert metrics["batch_size"] == GLOBAL_BATCH // 2
+    assert metrics["validation"] == -(-SAMPLES // (2 * GLOBAL_BATCH))
