@@ -109,7 +109,9 @@ def _train(
 ) -> int:
     arguments = {**_trainer_arguments(read), "callbacks": callbacks}
     with _make_trainer(operator, config, arguments) as trainer:
-        epochs = range(_epochs_done(trainer) if "resume" in read else 0, read.epochs)
+        # What earlier programs finished; an unfinished epoch goes on.
+        done = trainer.status()["epochs_finished"] if "resume" in read else 0
+        epochs = range(done, read.epochs)
         if not epochs:
             print(f"the run has its {read.epochs} epochs already")
         for _ in epochs:
@@ -119,13 +121,6 @@ def _train(
         if read.save is not None:
             print(f"saved {trainer.save(read.save)}")
     return 0
-
-
-def _epochs_done(trainer: TorchTrainer) -> int:
-    """The number of whole epochs that earlier programs trained; an unfinished epoch goes on."""
-    place = trainer.state_dict()["position"].get("train", {"epoch": 0})
-    done: int = place["epoch"]
-    return done
 
 
 def _print_epoch(trainer: TorchTrainer) -> None:

@@ -92,6 +92,17 @@ def test_trains_and_prints_a_line_an_epoch(here, capsys):
         assert [row["phase"] for row in csv.DictReader(file)] == ["train", "validation"] * 2
 
 
+def test_a_run_whose_newest_checkpoint_ends_an_epoch_has_that_epoch(here, capsys):
+    same = ("straight:Line", "--set=lr=0.1", "--batch-size=4", "--checkpoint-dir=run")
+    same += ("--checkpoint-every=5", "--resume=auto")
+    assert lockstep(*same, "--epochs=2") == 0
+    assert "epoch   2  20 samples in 5 steps" in capsys.readouterr().out
+    assert lockstep(*same, "--epochs=2") == 0
+    assert capsys.readouterr().out == "the run has its 2 epochs already\n"
+    assert lockstep(*same, "--epochs=3") == 0
+    assert capsys.readouterr().out.startswith("epoch   3  20 samples in 5 steps")
+
+
 def test_a_dry_run_says_what_would_run_and_writes_nothing(here, capsys):
     code = lockstep(
         "straight.py:Line", "--set=lr=0.1", "--checkpoint-dir=runs", "--epochs=3", "--dry-run"
