@@ -152,7 +152,7 @@ def replay_run(
         make_trainer: makes a `TorchTrainer` of the run's operator.
         folder: the run's `checkpoint_dir`, which is read and not changed.
         step: global batches since the run began, this one included.
-        config: entries over those of the config in the log.
+        config: entries over those of the config in the log, also within its mappings.
         num_workers: processes that compute it.
         shard: compare this shard's loss alone.
         inspection: looks at `step`, and maybe at steps around it, which are compared as well.
@@ -164,7 +164,7 @@ def replay_run(
     """
     logged = LoggedRun.read(folder)
     program = program_of(logged, step, folder)
-    config = {**logged.config_of(step), **(config or {})}
+    config = _merged(logged.config_of(step), config or {})
     _refuse_incomplete(program, config, shard)
     began, comparison = time.monotonic(), StepComparison(logged, shard)
     inspection = inspection or StepInspection(range(step, step + 1))
@@ -228,6 +228,15 @@ def program_of(logged: LoggedRun, step: int, folder: str | os.PathLike[str]) -> 
         expected=known,
         got=f"step {step}",
     )
+
+
+def _merged(logged: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of both, those of `given` first; where both have a mapping, of both mappings."""
+    merged = {**logged, **given}
+    for key in logged.keys() & given.keys():
+        if isinstance(logged[key], dict) and isinstance(given[key], dict):
+            merged[key] = _merged(logged[key], given[key])
+    return merged
 
 
 def _refuse_incomplete(

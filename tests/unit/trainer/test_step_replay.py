@@ -157,6 +157,18 @@ def test_a_key_of_the_config_that_is_no_literal_has_to_be_given(tmp_path):
     assert replayed(folder, 2, config={"dtype": torch.float32}).same_bits
 
 
+class Nested(Noisy):
+    def setup(self, config):
+        super().setup({"lr": config["model"]["lr"] * config["model"]["scale"]})
+
+
+def test_a_setting_within_a_mapping_leaves_the_rest_of_it(tmp_path):
+    folder = trained(tmp_path, Nested, epochs=1, config={"model": {"lr": 0.01, "scale": 2}})
+    assert replayed(folder, 2, Nested, config={"model": {"lr": 0.01}}).same_bits
+    report = replayed(folder, 2, Nested, config={"model": {"lr": 0.02}})
+    assert report.differences[0].what == "the learning rates"
+
+
 def test_what_a_replay_will_need_is_said_before_the_run(tmp_path, caplog):
     class InNoFile(Noisy):
         pass
