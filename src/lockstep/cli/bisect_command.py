@@ -17,6 +17,7 @@ from lockstep.errors import LockstepError
 from lockstep.trainer import TorchTrainer
 from lockstep.trainer.logged_run import LoggedRun
 from lockstep.trainer.run_bisection import CapturedRun, ComparedRun, bisect_runs, capture_run
+from lockstep.trainer.step_replay import trainer_maker
 
 if TYPE_CHECKING:
     import argparse
@@ -54,5 +55,4 @@ def _capture(
 ) -> CapturedRun:
     program = LoggedRun.read(folder).program_of(steps[-1])
     operator_cls = import_logged_operator(program, folder, operator)
-    make_trainer = partial(TorchTrainer, training_operator_cls=operator_cls)
-    return capture_run(make_trainer, folder, config, steps)
+    return capture_run(trainer_maker(TorchTrainer, operator_cls), folder, config, steps)

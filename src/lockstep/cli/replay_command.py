@@ -24,7 +24,7 @@ from lockstep.trainer import TorchTrainer
 from lockstep.trainer.logged_run import LoggedRun
 from lockstep.trainer.step_examination import StepExamination
 from lockstep.trainer.step_inspection import StepInspection
-from lockstep.trainer.step_replay import program_of, replay_run
+from lockstep.trainer.step_replay import program_of, replay_run, trainer_maker
 
 if TYPE_CHECKING:
     import argparse
@@ -49,7 +49,7 @@ def run(read: argparse.Namespace) -> int:
     inspection = _inspection(read, logged)
     try:
         report = replay_run(
-            partial(TorchTrainer, training_operator_cls=operator_cls),
+            trainer_maker(TorchTrainer, operator_cls),
             folder=read.run,
             step=read.step,
             config=config,

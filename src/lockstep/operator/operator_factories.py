@@ -134,7 +134,7 @@ def from_model(
     class ModelOperator(base):  # type: ignore[misc]
         def setup(self, config: Any) -> None:
             given = (model, optimizer, criterion)
-            if self._lockstep.context.is_trial:
+            if self._lockstep.context.is_trial or self._lockstep_trains_copies:
                 # In one copy, so that the optimizer's copy holds the parameters of the model's.
                 given = copy.deepcopy(given)
             self.model, self.optimizer, *rest = self.register(

@@ -63,7 +63,7 @@ def capture_run(
     """Compute steps of a run again, and capture what they are computed from.
 
     Args:
-        make_trainer: makes a `TorchTrainer` of the run's operator.
+        make_trainer: see `trainer_maker`.
         folder: the run's `checkpoint_dir`.
         config: entries over those of the config in the log.
         steps: their numbers.

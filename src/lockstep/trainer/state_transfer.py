@@ -149,8 +149,11 @@ class StateTransfer:
 
     def update_users_objects(self) -> None:
         """Load the trained state into the objects that the user gave to `from_model`."""
-        absorb = self._workers.spec.operator_cls._lockstep_load_into_instance
-        if absorb is not None and self._workers.local_operator() is None:
+        operator_cls = self._workers.spec.operator_cls
+        absorb = operator_cls._lockstep_load_into_instance
+        if absorb is None or operator_cls._lockstep_trains_copies:
+            return
+        if self._workers.local_operator() is None:
             absorb(self._state_of_rank_0(Worker.state_dict.with_args()))
 
 

@@ -13,6 +13,7 @@ import os
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -20,6 +21,7 @@ import torch
 from lockstep import checkpoint
 from lockstep.checkpoint.rotation import Rotation
 from lockstep.errors import CheckpointError, ConfigurationError
+from lockstep.operator.replayed_class import replayed_class
 from lockstep.trainer.logged_run import LoggedRun
 from lockstep.trainer.record_listener import RecordListener
 from lockstep.trainer.run_log import describe_machine, step_line
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from lockstep.metrics.step_log import StepRecord
+    from lockstep.operator import TrainingOperator
 
 _ARGUMENTS: Final = (
     "num_shards",
@@ -45,6 +48,8 @@ _ARGUMENTS: Final = (
     "clip_grad_norm",
     "check_finite",
 )
+
+_BEHIND: Final = "replay a step behind the first checkpoint in this directory"
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,28 @@ class StepComparison(RecordListener):
             self.differences[step] = compared.differences
 
 
+def trainer_maker(
+    trainer_cls: Callable[..., Any],
+    operator_cls: type[TrainingOperator],
+    hook: Callable[[], Any] | None = None,
+    *,
+    is_here: bool = False,
+) -> Callable[..., Any]:
+    """What makes a `TorchTrainer` for a replay.
+
+    Args:
+        trainer_cls: `TorchTrainer`.
+        operator_cls: the run's.
+        hook: the run's `initialization_hook`.
+        is_here: the run goes on in this process, and its objects are not the replay's.
+    """
+    return partial(
+        trainer_cls,
+        training_operator_cls=replayed_class(operator_cls, on_copies=is_here),
+        initialization_hook=hook,
+    )
+
+
 def replay_run(
     make_trainer: Callable[..., Any],
     *,
@@ -149,7 +176,7 @@ def replay_run(
     """Compute a step of a run again, and compare it, and those before it, with the log.
 
     Args:
-        make_trainer: makes a `TorchTrainer` of the run's operator.
+        make_trainer: see `trainer_maker`.
         folder: the run's `checkpoint_dir`, which is read and not changed.
         step: global batches since the run began, this one included.
         config: entries over those of the config in the log, also within its mappings.
@@ -280,7 +307,7 @@ def _load_newest(
 
     Raises:
         CheckpointError: none of them can be read, or there is none and the run has not begun with
-            `setup`.
+            `setup`, or with weights of the user's own that it has trained since.
     """
     rotation = Rotation(os.path.abspath(folder), keep=1, read=checkpoint.read)
     refused: CheckpointError | None = None
@@ -300,7 +327,17 @@ def _load_newest(
             "no checkpoint is left in front of this step",
             where=os.path.abspath(folder),
             got=f"step {step} of a run that went on from step {began} of another one",
-            fix="replay a step behind the first checkpoint in this directory",
+            fix=_BEHIND,
+        )
+    operator_cls = trainer._workers.spec.operator_cls
+    is_instance = operator_cls._lockstep_load_into_instance is not None
+    if is_instance and operator_cls._lockstep_trains_copies:
+        raise CheckpointError(
+            "no checkpoint is left in front of this step, and the first weights are gone",
+            where=os.path.abspath(folder),
+            got=f"step {step} of a run that began with the weights of a model of your own",
+            cause="the model that the operator was made from holds the trained weights",
+            fix=f"{_BEHIND}; or run `lockstep replay`: the program that it imports makes the model",
         )
     return None, 0
 

@@ -24,7 +24,7 @@ from lockstep.trainer.prediction_order import order_predictions
 from lockstep.trainer.ray_dataset_feed import ON_RAY_DATASET, RayDatasetFeed
 from lockstep.trainer.state_transfer import StateTransfer
 from lockstep.trainer.step_metrics import StepMetrics
-from lockstep.trainer.step_replay import replay_run
+from lockstep.trainer.step_replay import replay_run, trainer_maker
 from lockstep.trainer.tune_trainable import as_trainable
 from lockstep.trainer.worker_calls import WorkerCalls
 from lockstep.worker import Worker, WorkerSpec, predict
@@ -376,13 +376,13 @@ class TorchTrainer:
 
         Raises:
             ConfigurationError: there is no log, or it does not know the step.
-            CheckpointError: no checkpoint in front of the step can be read.
+            CheckpointError: no checkpoint in front of the step can be read; or there is none, and
+                the first weights of an instance given to `from_model` are gone.
         """
-        spec, folder = self._workers.spec, self._disk.log_folder
-        make_trainer = partial(TorchTrainer, training_operator_cls=spec.operator_cls)
+        spec = self._workers.spec
         return replay_run(
-            partial(make_trainer, initialization_hook=spec.initialization_hook),
-            folder=folder,
+            trainer_maker(TorchTrainer, spec.operator_cls, spec.initialization_hook, is_here=True),
+            folder=self._disk.log_folder,
             step=step,
             config=self.config,
             num_workers=num_workers,

@@ -5,7 +5,6 @@ import json
 import logging
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.trainer.logged_run import LoggedRun
-from lockstep.trainer.step_replay import replay_run
+from lockstep.trainer.step_replay import replay_run, trainer_maker
 
 STEPS_IN_EPOCH = 4
 
@@ -70,7 +69,7 @@ def run(tmp_path_factory):
 
 
 def replayed(folder, step, operator_cls=Noisy, **arguments):
-    make_trainer = partial(TorchTrainer, training_operator_cls=operator_cls)
+    make_trainer = trainer_maker(TorchTrainer, operator_cls)
     return replay_run(make_trainer, folder=folder, step=step, **arguments)
 
 
@@ -155,6 +154,36 @@ def test_a_key_of_the_config_that_is_no_literal_has_to_be_given(tmp_path):
     with pytest.raises(ConfigurationError, match="no dtype"):
         replayed(folder, 2)
     assert replayed(folder, 2, config={"dtype": torch.float32}).same_bits
+
+
+def labelled():
+    features = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(features, (features.sum(dim=1) > 0).long())
+
+
+def test_a_model_of_ones_own_stays_where_the_run_is(tmp_path):
+    weights = []
+    for name in ("replayed", "left alone"):
+        model = nn.Linear(6, 2)
+        nn.init.constant_(model.weight, 0.1)
+        nn.init.constant_(model.bias, 0)
+        operator_cls = TrainingOperator.from_model(
+            model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            criterion=nn.CrossEntropyLoss(),
+            train_loader=DataLoader(labelled(), batch_size=4),
+        )
+        with TorchTrainer(
+            training_operator_cls=operator_cls, checkpoint_dir=tmp_path / name, checkpoint_every=2
+        ) as trainer:
+            trainer.train(num_steps=5)
+            if name == "replayed":
+                assert trainer.replay(4).same_bits
+                with pytest.raises(CheckpointError, match="the first weights are gone"):
+                    trainer.replay(1)
+            trainer.train(num_steps=5)
+        weights.append(model.weight.detach())
+    assert weights[0].equal(weights[1])
 
 
 class Nested(Noisy):

@@ -132,7 +132,8 @@ class LightningOperator(TrainingOperator):
 
     def setup(self, config: Any) -> None:
         context, factory = self._lockstep.context, self._factory
-        module, datamodule = factory.make(config, copied=context.is_trial)
+        copied = context.is_trial or self._lockstep_trains_copies
+        module, datamodule = factory.make(config, copied=copied)
         unsupported.check_module(module, context.options)
         self.module, self.datamodule = module, datamodule
         self._view = TrainerView(self, factory, datamodule)

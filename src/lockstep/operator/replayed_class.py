@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`replayed_class`: an operator class as a replay of a run trains it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.operator.training_operator import TrainingOperator
+
+
+def replayed_class(
+    operator_cls: type[TrainingOperator], *, on_copies: bool
+) -> type[TrainingOperator]:
+    """A subclass of the same name, whose training leaves the run as it is.
+
+    Args:
+        operator_cls: the run's.
+        on_copies: the run goes on in this process, and holds what the class was made from: the
+            model of `from_model`, or of `from_lightning`.
+    """
+    base: Any = operator_cls
+
+    class Replayed(base):  # type: ignore[misc]
+        _lockstep_trains_copies = on_copies
+
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        setattr(Replayed, name, getattr(operator_cls, name))
+    return Replayed
