@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.operator.training_operator import TrainingOperator
+    from lockstep.operator.training_parts import SyncOptions
 
 
 def replayed_class(
@@ -23,6 +24,12 @@ def replayed_class(
 
     class Replayed(base):  # type: ignore[misc]
         _lockstep_trains_copies = on_copies
+
+        def _lockstep_sync_options(self, ddp_args: Any, *further: Any) -> SyncOptions:
+            # A replay in one process has no DDP that they could be for.
+            given = ddp_args if self._lockstep.context.options.sync == "ddp" else None
+            options: SyncOptions = super()._lockstep_sync_options(given, *further)
+            return options
 
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):
         setattr(Replayed, name, getattr(operator_cls, name))

@@ -156,6 +156,23 @@ def test_a_key_of_the_config_that_is_no_literal_has_to_be_given(tmp_path):
     assert replayed(folder, 2, config={"dtype": torch.float32}).same_bits
 
 
+class InDDP(TrainingOperator):
+    def setup(self, config):
+        model = nn.Linear(6, 2)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=config["lr"]),
+            criterion=nn.CrossEntropyLoss(),
+            ddp_args={"gradient_as_bucket_view": True},
+        )
+        self.register_data(train_loader=DataLoader(labelled(), batch_size=4))
+
+
+def test_arguments_of_ddp_are_none_of_one_process(tmp_path):
+    folder = trained(tmp_path, InDDP, epochs=1, sync="ddp", reproducible=False)
+    assert replayed(folder, 3, InDDP).same_bits
+
+
 def labelled():
     features = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
     return TensorDataset(features, (features.sum(dim=1) > 0).long())
