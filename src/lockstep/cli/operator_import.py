@@ -64,6 +64,16 @@ def _import_module(name: str, folder: Path) -> Any:
             if Path(f"{module.replace('.', '/')}.py").exists()
             else "run it where the module is, or name the file: path/to/file.py:Operator",
         ) from None
+    except ImportError as error:
+        # Whatever else a module cannot import, the traceback says more.
+        if "relative import" not in str(error):
+            raise
+        raise ConfigurationError(
+            f"{module} can be imported only as a part of its package",
+            where=f"the folder {folder}",
+            got=str(error),
+            fix="name it from the folder above the package: package.module:Operator",
+        ) from None
 
 
 def _put_on_path(folder: str) -> None:

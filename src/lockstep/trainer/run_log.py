@@ -226,11 +226,18 @@ def _operator(operator_cls: type) -> dict[str, Any]:
         return {"operator": None, "unnamed": f"{name} is in no file that can be imported"}
     path, package = os.path.abspath(file), operator_cls.__module__
     if package == "__main__":
-        package = os.path.splitext(os.path.basename(path))[0]
+        package = _name_of_main(module, path)
     folder = os.path.dirname(path)
     for _ in range(package.count(".") + path.endswith("__init__.py")):
         folder = os.path.dirname(folder)
     return {"operator": f"{package}:{name}", "folder": folder}
+
+
+def _name_of_main(module: Any, path: str) -> str:
+    """The program's own module, as another program imports it: after ``python -m`` by its spec."""
+    name = getattr(getattr(module, "__spec__", None), "name", "__main__")
+    # A profiler runs a script with a spec of that name.
+    return os.path.splitext(os.path.basename(path))[0] if name == "__main__" else str(name)
 
 
 def _config(config: Mapping[str, Any]) -> dict[str, Any]:

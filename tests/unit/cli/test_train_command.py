@@ -135,6 +135,15 @@ def test_an_operator_that_is_not_there(here, capsys, operator, said):
     assert said in capsys.readouterr().err
 
 
+def test_a_part_of_a_package_is_named_with_it(here, capsys):
+    (here / "package").mkdir()
+    (here / "package" / "partial_line.py").write_text("from .other import Line")
+    (here / "package" / "other.py").write_text(PROGRAM)
+    assert lockstep("package/partial_line.py:Line") == 2
+    assert "package.module:Operator" in capsys.readouterr().err
+    assert lockstep("package.partial_line:Line", "--set=lr=0.1") == 0
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [

@@ -3,6 +3,8 @@
 
 import json
 import logging
+import os
+import runpy
 import subprocess
 import sys
 
@@ -12,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import TorchTrainer, TrainingOperator
+from lockstep.cli import main
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.trainer.logged_run import LoggedRun
 from lockstep.trainer.step_replay import replay_run, trainer_maker
@@ -361,6 +364,26 @@ def test_from_the_command_line(tmp_path):
     assert gone.returncode == 2
     assert "--operator path/to/file.py:Operator" in gone.stderr
     assert replay("--step", "4", "--operator", "moved.py:Line").returncode == 0
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The current folder, whose modules can be imported; the path is put back afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_a_program_that_was_run_as_a_module_is_imported_from_its_package(here, capsys):
+    (here / "in_package").mkdir()
+    (here / "in_package" / "sizes.py").write_text("RATE = 0.1")
+    program = PROGRAM.replace('{"lr": 0.1}', '{"lr": RATE}')
+    (here / "in_package" / "line.py").write_text(f"from .sizes import RATE\n{program}")
+    runpy.run_module("in_package.line", run_name="__main__", alter_sys=True)
+    assert LoggedRun.read("run").programs[0]["operator"] == "in_package.line:Line"
+    assert main(["replay", "run", "--step", "3"]) == 0
+    assert "same bits" in capsys.readouterr().out
 
 
 def test_a_program_that_trains_when_it_is_imported_is_refused(tmp_path):
