@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.cli.exit_codes import DIFFERS, FAILED, USAGE
 from lockstep.cli.fix_hints import with_cli_options
-from lockstep.cli.logged_operator import import_logged_operator
+from lockstep.cli.logged_operator import import_logged_hook, import_logged_operator
 from lockstep.cli.operator_config import load_config
 from lockstep.errors import LockstepError
 from lockstep.trainer import TorchTrainer
@@ -55,4 +55,5 @@ def _capture(
 ) -> CapturedRun:
     program = LoggedRun.read(folder).program_of(steps[-1])
     operator_cls = import_logged_operator(program, folder, operator)
-    return capture_run(trainer_maker(TorchTrainer, operator_cls), folder, config, steps)
+    make_trainer = trainer_maker(TorchTrainer, operator_cls, import_logged_hook(program))
+    return capture_run(make_trainer, folder, config, steps)

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports the operator that a run's log names, without training once more."""
+"""Imports the operator and the hook that a run's log names, without training once more."""
 
 from __future__ import annotations
 
 import inspect
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.cli.operator_import import import_operator
+from lockstep.cli.operator_import import import_from, import_operator
 from lockstep.errors import ConfigurationError
 from lockstep.trainer import TorchTrainer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from lockstep.operator import TrainingOperator
 
@@ -61,7 +62,30 @@ def _import_logged(name: str, folder: str) -> type[TrainingOperator]:
             got=error.what,
             fix=_NAME_IT,
         ) from error
-    file = inspect.getfile(operator_cls)
+    _refuse_hidden(inspect.getfile(operator_cls), name, folder)
+    return operator_cls
+
+
+def import_logged_hook(program: Mapping[str, Any]) -> Callable[[], Any] | None:
+    """Import the `initialization_hook` of a run.
+
+    Returns:
+        None if there was none; or if it cannot be imported, which the verdict of a replay says.
+    """
+    if "hook_folder" not in program:
+        return None
+    name, folder = program["hook"], program["hook_folder"]
+    module, _, function = name.rpartition(":")
+    # Whatever the user's own module raises: the operator may be in another one.
+    with suppress(Exception), _no_trainer_is_made():
+        imported = import_from(module, Path(folder))
+        _refuse_hidden(imported.__file__, name, folder)
+        hook: Callable[[], Any] = getattr(imported, function)
+        return hook
+    return None
+
+
+def _refuse_hidden(file: str, name: str, folder: str) -> None:
     home = os.path.realpath(folder)
     if os.path.commonpath([home, os.path.realpath(file)]) != home:
         raise ConfigurationError(
@@ -70,7 +94,6 @@ def _import_logged(name: str, folder: str) -> type[TrainingOperator]:
             got=file,
             fix=_NAME_IT,
         )
-    return operator_cls
 
 
 @contextmanager

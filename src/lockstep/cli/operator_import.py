@@ -35,7 +35,7 @@ def import_operator(name: str, folder: str | None = None) -> type[TrainingOperat
             got=name,
             fix="lockstep train package.module:Digits, or path/to/file.py:Digits",
         )
-    module = _import_module(module_name, Path(folder or Path.cwd()))
+    module = import_from(module_name, Path(folder or Path.cwd()))
     found = getattr(module, class_name, None)
     if found is None or not _is_operator(found):
         raise _no_such_operator_error(module, module_name, class_name, found)
@@ -43,7 +43,8 @@ def import_operator(name: str, folder: str | None = None) -> type[TrainingOperat
     return operator
 
 
-def _import_module(name: str, folder: Path) -> Any:
+def import_from(name: str, folder: Path) -> Any:
+    """Import a module, from `folder` or from its file; see `import_operator`."""
     module = name
     if name.endswith(".py"):
         path = Path(name).resolve()

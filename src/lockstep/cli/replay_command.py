@@ -16,7 +16,7 @@ from lockstep.cli.examined_steps_page import examination_page
 from lockstep.cli.examined_steps_text import render_examination
 from lockstep.cli.exit_codes import DIFFERS, FAILED, INTERRUPTED, USAGE
 from lockstep.cli.fix_hints import with_cli_options
-from lockstep.cli.logged_operator import import_logged_operator
+from lockstep.cli.logged_operator import import_logged_hook, import_logged_operator
 from lockstep.cli.operator_config import load_config
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.operator import TrainingOperator
@@ -42,6 +42,7 @@ def run(read: argparse.Namespace) -> int:
         program = program_of(logged, read.step, read.run)
         _refuse_early(read)
         operator_cls = import_logged_operator(program, read.run, read.operator)
+        hook = import_logged_hook(program)
         config = load_config(read.config, read.settings)
     except LockstepError as error:
         print(with_cli_options(error), file=sys.stderr)
@@ -49,7 +50,7 @@ def run(read: argparse.Namespace) -> int:
     inspection = _inspection(read, logged)
     try:
         report = replay_run(
-            trainer_maker(TorchTrainer, operator_cls),
+            trainer_maker(TorchTrainer, operator_cls, hook),
             folder=read.run,
             step=read.step,
             config=config,

@@ -181,6 +181,7 @@ def describe_run(spec: WorkerSpec, device: str, step: int) -> dict[str, Any]:
         "host": socket.gethostname(),
         "machine": describe_machine(device, spec.threads),
         **_operator(spec.operator_cls),
+        **_hook(spec.initialization_hook),
         **_config(spec.config),
         "arguments": {
             "num_workers": spec.num_workers * spec.options.replicas,
@@ -211,26 +212,47 @@ def _limits_of_replays(run: Mapping[str, Any]) -> Iterator[str]:
     """What a replay of the run's steps will need, or will not have."""
     if run["operator"] is None:
         yield f"needs --operator FILE:CLASS: {run['unnamed']}"
+    if "hook" in run and "hook_folder" not in run:
+        yield f"leaves out the initialization_hook: {run['hook']}"
     if run["lost"]:
         yield f"needs --set for {', '.join(run['lost'])}: the log keeps numbers and strings only"
     given = run["arguments"]
+    if given["num_workers"] > given["replicas"] and not given["add_dist_sampler"]:
+        yield f"needs --workers {given['num_workers']}: add_dist_sampler=False"
     if given["num_workers"] > 1 and not given["reproducible"]:
         yield "is equal to rounding; with reproducible=True to the bit"
 
 
 def _operator(operator_cls: type) -> dict[str, Any]:
-    """The class's module and name, and the folder to import it from; or why it has none."""
-    module = sys.modules.get(operator_cls.__module__)
-    file, name = getattr(module, "__file__", None), operator_cls.__qualname__
-    if file is None or getattr(module, name, None) is not operator_cls:
-        return {"operator": None, "unnamed": f"{name} is in no file that can be imported"}
-    path, package = os.path.abspath(file), operator_cls.__module__
+    name, place = _importable(operator_cls)
+    return {"operator": name, "unnamed" if name is None else "folder": place}
+
+
+def _hook(hook: Any) -> dict[str, Any]:
+    """Its name is the reason for having none, where it cannot be imported; {} without a hook."""
+    if hook is None:
+        return {}
+    name, place = _importable(hook)
+    return {"hook": place} if name is None else {"hook": name, "hook_folder": place}
+
+
+def _importable(given: Any) -> tuple[str | None, str]:
+    """``module:name`` of a class or function, and the folder to import it from; or None, and why.
+
+    A function without a name (`functools.partial`, an object that can be called) is in no module.
+    """
+    package, name = given.__module__, getattr(given, "__qualname__", type(given).__qualname__)
+    module = sys.modules.get(package)
+    file = getattr(module, "__file__", None)
+    if file is None or getattr(module, name, None) is not given:
+        return None, f"{name} is in no file that can be imported"
+    path = os.path.abspath(file)
     if package == "__main__":
         package = _name_of_main(module, path)
     folder = os.path.dirname(path)
     for _ in range(package.count(".") + path.endswith("__init__.py")):
         folder = os.path.dirname(folder)
-    return {"operator": f"{package}:{name}", "folder": folder}
+    return f"{package}:{name}", folder
 
 
 def _name_of_main(module: Any, path: str) -> str:

@@ -222,8 +222,7 @@ def replay_run(
             for _ in range(given["accumulate"] - 1):
                 if comparison.seen < last:
                     trainer.train(num_steps=1)
-        device, threads = trainer._workers.start_reports[0].device, trainer._workers.spec.threads
-        machine = describe_machine(device, threads)
+        reasons = [*_reasons(logged, program, trainer, first, last)]
     differing = sorted(comparison.differences)
     shown = {*differing[:1], *({step} & {*differing})}
     return ReplayReport(
@@ -235,7 +234,7 @@ def replay_run(
         num_compared=comparison.num_compared,
         num_means=comparison.num_means,
         differences=[each for n in sorted(shown) for each in comparison.differences[n]],
-        reasons=[*_reasons(logged, program, machine, first, last)] if differing else [],
+        reasons=reasons if differing else [],
         seconds=time.monotonic() - began,
     )
 
@@ -345,7 +344,7 @@ def _load_newest(
 def _reasons(
     logged: LoggedRun,
     program: Mapping[str, Any],
-    machine: Mapping[str, Any],
+    trainer: Any,
     first: int,
     step: int,
 ) -> Iterator[str]:
@@ -355,9 +354,15 @@ def _reasons(
             yield f"after step {changed} the program called {by}, which a replay does not"
     if first + 1 in logged.steps and logged.program_of(first + 1) is not program:
         yield f"another program computed step {first + 1}, maybe with another config"
+    workers = trainer._workers
+    machine = describe_machine(workers.start_reports[0].device, workers.spec.threads)
     for key, value in program["machine"].items():
         if machine.get(key) != value:
             yield f"{key} was {value}, and is {machine.get(key)}"
+    if "hook" in program and workers.spec.initialization_hook is None:
+        yield f"the run had an initialization_hook that is not called here: {program['hook']}"
     given = program["arguments"]
+    if given["num_workers"] > given["replicas"] and not given["add_dist_sampler"]:
+        yield "with add_dist_sampler=False each of N workers reads a loader of its own"
     if given["num_workers"] > 1 and not given["reproducible"]:
         yield "without reproducible=True N workers add gradients in another order: to rounding"

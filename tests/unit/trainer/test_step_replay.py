@@ -386,6 +386,31 @@ def test_a_program_that_was_run_as_a_module_is_imported_from_its_package(here, c
     assert "same bits" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("hook", "code", "said"),
+    [
+        ("prepare", 0, "same bits"),
+        ("lambda: prepare()", 65, "note: the run had an initialization_hook that is not called"),
+    ],
+)
+def test_the_hook_of_a_run_is_called_before_its_replay(here, capsys, hook, code, said):
+    program = PROGRAM.replace("class", "SCALE = []\ndef prepare(): SCALE.append(2.0)\n\nclass", 1)
+    program = program.replace("return self.", "return (SCALE or [1.0])[0] * self.")
+    program = program.replace("checkpoint_dir", f"initialization_hook={hook}, checkpoint_dir")
+    (here / f"hooked_{code}.py").write_text(program)
+    runpy.run_path(f"hooked_{code}.py", run_name="__main__")
+    assert main(["replay", "run", "--step", "3"]) == code
+    assert said in capsys.readouterr().out
+
+
+def test_loaders_that_each_worker_read_alone_are_said(tmp_path):
+    folder = trained(tmp_path, epochs=1, num_shards=1, add_dist_sampler=False)
+    log = folder / "run.jsonl"
+    log.write_text(log.read_text().replace('"num_workers":1', '"num_workers":2'))
+    report = replayed(folder, 2, config={"lr": 0.02})
+    assert any("a loader of its own" in reason for reason in report.reasons)
+
+
 def test_a_program_that_trains_when_it_is_imported_is_refused(tmp_path):
     body = PROGRAM.replace('if __name__ == "__main__":', "if True:")
     (tmp_path / "line.py").write_text(body)
