@@ -141,13 +141,13 @@ class StepLog:
             return
         unsettled, self._undoable = self._undoable, []
         for each in unsettled:
-            self._latest = each.number
             for metrics, n, partial in each.reports:
                 self._open_row.update(metrics, n=n, partial=partial)
-            if each.number % self._every == 0:
-                with self._lock:
+            with self._lock:
+                self._latest = each.number
+                if each.number % self._every == 0:
                     self._rows.append((each, self._open_row))
-                self._open_row = AverageMeterCollection()
+                    self._open_row = AverageMeterCollection()
 
     def rewind_to(self, step: int) -> None:
         """Forget the steps after `step`: the run goes on from there."""
@@ -155,8 +155,8 @@ class StepLog:
         self._undoable = [each for each in self._undoable if each.number <= step]
         with self._lock:
             self._rows = [row for row in self._rows if row[0].number <= step]
-        if self._latest > step:
-            self._open_row, self._latest = AverageMeterCollection(), step
+            if self._latest > step:
+                self._open_row, self._latest = AverageMeterCollection(), step
 
     def begin_call(self) -> None:
         """Forget the rows of the previous call, whose report has held them."""
@@ -164,14 +164,18 @@ class StepLog:
         with self._lock:
             self._rows = []
 
-    def rows_after(self, step: int) -> list[StepRow]:
-        """The rows after `step`; the earlier ones are forgotten."""
+    def rows_after(self, step: int) -> tuple[int, list[StepRow]]:
+        """The latest step that is in a row, or in the open one, and the rows after `step`.
+
+        The rows up to `step` are forgotten. Steps that may be undone are committed, and are in no
+        row: a driver that went on to the latest committed step would miss theirs.
+        """
         with self._lock:
             rows = self._rows = [row for row in self._rows if row[0].number > step]
-            rows = list(rows)
+            latest, rows = self._latest, list(rows)
         # Read outside the lock: finished rows do not change, and reading may wait for a device.
         has_records = self._hash_weights is not None
-        return [
+        return latest, [
             StepRow(
                 last.number, last.epoch, meters.state(), last.record.read() if has_records else None
             )

@@ -72,12 +72,12 @@ class StepMetrics:
             each.on_change(self.written, what)
 
     def take_live_rows(self, rows: Sequence[tuple[int, Sequence[StepRow]]]) -> None:
-        """Take rows while a call runs, up to the last step that all workers have committed.
+        """Take rows while a call runs, up to the last step of which all workers have theirs.
 
         Args:
-            rows: for each worker its committed steps of the run, and its rows after `written`.
+            rows: for each worker the step up to which it has all rows, and those after `written`.
         """
-        reached = min((committed for committed, _ in rows), default=0)
+        reached = min((latest for latest, _ in rows), default=0)
         self._take([row for _, own in rows for row in own if row.step <= reached])
 
     def finish(self, reports: Sequence[Report]) -> None:

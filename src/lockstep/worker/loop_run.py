@@ -283,6 +283,6 @@ class LoopRun:
             timers=operator.timers.stats() if self.request.profile else None,
             weighed_by=self._state.weighed_by.get(self.request.purpose),
             torchmetrics=self._state.registered_metrics.copy_to_cpu(self.request.purpose),
-            rows=log.rows_after(0) if training and log is not None else [],
+            rows=log.rows_after(0)[1] if training and log is not None else [],
             shadow_checks=[] if self._state.shadow is None else self._state.shadow.checks,
         )

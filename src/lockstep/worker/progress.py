@@ -24,8 +24,8 @@ class ProgressReport:
         samples: their samples, over all workers.
         loss: the loss of rank 0's latest batch; None before the first batch.
         total_steps: global batches that the call will commit; None if that is unknown.
-        rows: for every worker its committed steps of the run, and its rows of metrics that the
-            driver has not received yet; None without metrics of single steps.
+        rows: for every worker the step of the run up to which it has all rows of metrics, and those
+            that the driver has not received yet; None without metrics of single steps.
     """
 
     steps: int = 0
@@ -51,9 +51,8 @@ def progress_of(worker: Worker) -> ProgressReport:
 
 
 def rows_after(worker: Worker, step: int) -> tuple[int, Sequence[StepRow]]:
-    """Steps of the run so far, and the worker's rows of metrics after step `step`."""
+    """The step up to which the worker has all rows of metrics, and those after step `step`."""
     state = worker.operator._lockstep if worker.is_built else None
     if state is None or state.step_log is None:
         return 0, []
-    committed = state.committed  # read first: the log has all rows up to this step
-    return committed, state.step_log.rows_after(step)
+    return state.step_log.rows_after(step)

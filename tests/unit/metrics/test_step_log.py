@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows a driver may take while workers train: those of steps that all of them have."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from lockstep import Callback
+from lockstep.metrics.step_log import StepLog
+from lockstep.trainer.callback_list import CallbackList
+from lockstep.trainer.step_metrics import StepMetrics
+from lockstep.worker import rows_after
+
+
+class Losses(Callback):
+    every = 1
+
+    def __init__(self):
+        self.told = []
+
+    def on_step(self, trainer, step, metrics):
+        self.told.append((step, metrics["train_loss"]))
+
+
+class Training:
+    """A worker that logs its steps, as `rows_after` sees it from the thread of the driver."""
+
+    def __init__(self, loss, hash_weights=None):
+        self.loss = loss
+        self.is_built = True
+        self.state = SimpleNamespace(committed=0, step_log=StepLog(1, hash_weights))
+        self.operator = SimpleNamespace(_lockstep=self.state)
+
+    def train(self, *, is_settled=True):
+        log = self.state.step_log
+        log.add({"train_loss": self.loss}, 1, {})
+        self.state.committed += 1
+        place = 0, self.state.committed - 1
+        log.commit(self.state.committed, 1, place, is_settled=is_settled)
+
+
+@pytest.fixture
+def losses():
+    return Losses()
+
+
+@pytest.fixture
+def driver(losses):
+    return StepMetrics(CallbackList([losses], trainer=None))
+
+
+def test_steps_of_an_open_window_wait_for_the_worker_that_has_not_closed_it(driver, losses):
+    early, late = Training(1.0), Training(3.0)
+    for _ in range(3):
+        early.train(is_settled=False)
+        late.train(is_settled=False)
+    early.train()
+    driver.take_live_rows([rows_after(each, driver.written) for each in (early, late)])
+    late.train()
+    driver.take_live_rows([rows_after(each, driver.written) for each in (early, late)])
+    assert losses.told == [(1, 2.0), (2, 2.0), (3, 2.0), (4, 2.0)]
+
+
+def test_a_driver_that_asks_while_weights_are_hashed_gets_the_step_later(driver, losses):
+    asks = []
+
+    def hash_weights(step):
+        asks.append(step)
+        driver.take_live_rows([rows_after(each, driver.written) for each in (fast, slow)])
+        return []
+
+    fast, slow = Training(1.0), Training(3.0, hash_weights)
+    for _ in range(3):
+        fast.train()
+        slow.train()
+    driver.take_live_rows([rows_after(each, driver.written) for each in (fast, slow)])
+    assert asks == [1, 2, 3]
+    assert losses.told == [(1, 2.0), (2, 2.0), (3, 2.0)]
