@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 FILE_NAME: Final = "run.jsonl"
 FORMAT: Final = 1
 
-_MOST_CHECKSUMS: Final = 16
+MOST_CHECKSUMS: Final = 16
 """Shards beyond have none: a line is to stay below 200 bytes."""
 _UNKNOWN: Final = 0
 """In place of a checksum: the worker died before it told."""
@@ -159,7 +159,7 @@ def step_line(
 
 def _checksums(losses: Mapping[int, float]) -> str:
     """Four hexadecimal digits for each shard, in order."""
-    sums = [_UNKNOWN] * min(max(losses, default=-1) + 1, _MOST_CHECKSUMS)
+    sums = [_UNKNOWN] * min(max(losses, default=-1) + 1, MOST_CHECKSUMS)
     for shard in losses.keys() & range(len(sums)):
         sums[shard] = zlib.crc32(struct.pack("<d", losses[shard])) & 0xFFFF or 1
     return "".join(f"{each:04x}" for each in sums)

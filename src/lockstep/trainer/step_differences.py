@@ -46,11 +46,13 @@ class LineComparison:
 
     Attributes:
         differences: what differs, the likeliest cause first.
-        num_hashes: hashes of shards' losses and of parts of the weights that were compared.
+        shards: the shards of whose losses hashes were compared.
+        num_hashes: hashes that were compared: of these losses, and of parts of the weights.
         num_means: means of metrics that were compared, where no shard's loss is known.
     """
 
     differences: Sequence[StepDifference]
+    shards: Sequence[int]
     num_hashes: int
     num_means: int
 
@@ -70,12 +72,12 @@ def compare_lines(
         names: for each part of the weights the names of the tensors in it, where they are known.
         shard: compare this shard's loss alone; None for all.
     """
-    losses, num_losses = _compare_losses(before, now, shard)
+    losses, shards = _compare_losses(before, now, shard)
     has_both = known_checksums(before).keys() & known_checksums(now).keys()
     means, num_means = ([], 0) if has_both else _compare_means(before, now)
     weights, num_weights = _compare_weights(before, now, names)
     found = [*_compare_place(before, now), *losses, *means, *weights]
-    return LineComparison(found, num_losses + num_weights, num_means)
+    return LineComparison(found, shards, len(shards) + num_weights, num_means)
 
 
 def _compare_place(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[StepDifference]:
@@ -88,8 +90,8 @@ def _compare_place(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterato
 
 def _compare_losses(
     before: Mapping[str, Any], now: Mapping[str, Any], shard: int | None
-) -> tuple[list[StepDifference], int]:
-    """The shards whose losses have other bits, and how many were compared."""
+) -> tuple[list[StepDifference], list[int]]:
+    """The shards whose losses have other bits, and those that were compared."""
     step, ours, theirs = before["step"], known_checksums(before), known_checksums(now)
     numbers = [each for each in sorted(ours.keys() & theirs.keys()) if shard in (None, each)]
     what = "the bits of the loss of shard {}, as a checksum"
@@ -98,7 +100,7 @@ def _compare_losses(
         for each in numbers
         if ours[each] != theirs[each]
     ]
-    return found, len(numbers)
+    return found, numbers
 
 
 def _compare_means(

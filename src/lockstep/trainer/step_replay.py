@@ -24,10 +24,10 @@ from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.operator.replayed_class import replayed_class
 from lockstep.trainer.logged_run import LoggedRun
 from lockstep.trainer.record_listener import RecordListener
-from lockstep.trainer.run_log import describe_machine, step_line
-from lockstep.trainer.step_differences import StepDifference, compare_lines
+from lockstep.trainer.run_log import MOST_CHECKSUMS, describe_machine, step_line
+from lockstep.trainer.step_differences import LineComparison, StepDifference, compare_lines
 from lockstep.trainer.step_inspection import StepInspection
-from lockstep.worker import weight_names
+from lockstep.worker import position, weight_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,11 +62,12 @@ class ReplayReport:
         start: the path of the checkpoint that the replay began with; None: with `setup`.
         num_computed: how many steps were computed again.
         same_bits: the log's hashes of these steps are those of now, and so is all else that it
-            knows of them; None if nothing differs, and it has no hash of them.
+            knows of them; None if nothing differs, and no hash of `step` was compared, or none of
+            the loss of the shard that was asked for.
         num_compared: how many hashes were compared: of shards' losses and of parts of the weights.
         num_means: how many means of metrics were compared, where the log has no hash of losses.
         differences: of the first step that is not as in the log, and of `step`.
-        reasons: why bits may differ here, in words.
+        reasons: why bits may differ here, or are not known, in words.
         seconds: how long it took.
     """
 
@@ -83,13 +84,11 @@ class ReplayReport:
 
     def __str__(self) -> str:
         begun = self.start or "the beginning of the run"
-        no_hash = "the log has no hash of these steps, as where weights are in shards"
+        alike = f"{self.num_compared} hashes of losses and weights are as in the log"
         verdicts = {
-            True: f"same bits: {self.num_compared} hashes of losses and weights are as in the log",
+            True: f"same bits: {alike}",
             False: "not the same bits",
-            None: f"bits are not known: {no_hash}; {self.num_means} means are equal to rounding"
-            if self.num_means
-            else f"nothing was compared: {no_hash}",
+            None: f"bits are not known: {alike}, and {self.num_means} means, to rounding",
         }
         lines = [
             f"step {self.step}: global batch {self.at[1]} of epoch {self.at[0]}",
@@ -110,9 +109,7 @@ class StepComparison(RecordListener):
 
     Attributes:
         names: for each part of the weights the names of the tensors in it.
-        differences: by step, of those that differ.
-        num_compared: hashes that were compared.
-        num_means: means of metrics that were, where the log has no hash of losses.
+        compared: by step, what came of it; of the steps that the log has.
         seen: the last step on record.
     """
 
@@ -120,9 +117,7 @@ class StepComparison(RecordListener):
         self._logged = logged
         self._shard = shard
         self.names: Sequence[Sequence[str]] = ()
-        self.differences: dict[int, Sequence[StepDifference]] = {}
-        self.num_compared = 0
-        self.num_means = 0
+        self.compared: dict[int, LineComparison] = {}
         self.seen = 0
 
     def on_record(
@@ -132,13 +127,20 @@ class StepComparison(RecordListener):
         if step not in self._logged.steps:
             return
         line = step_line(step, metrics, [each for each in records if each is not None])
-        compared = compare_lines(
+        self.compared[step] = compare_lines(
             self._logged.steps[step].line, line, names=self.names, shard=self._shard
         )
-        self.num_compared += compared.num_hashes
-        self.num_means += compared.num_means
-        if compared.differences:
-            self.differences[step] = compared.differences
+
+    def unknown_of(self, step: int) -> Iterator[str]:
+        """Why it is not known whether the bits of `step` are those of the log, if it is not."""
+        compared = self.compared.get(step)
+        if compared is None:
+            yield f"step {step} left gradients that no optimizer used before the epoch's end"
+        elif self._shard is None and not compared.num_hashes:
+            yield f"there is no hash of step {step}, as where weights are in shards"
+        elif self._shard is not None and self._shard not in compared.shards:
+            yield f"there is no hash of the loss of shard {self._shard} in step {step}"
+            yield f"the log has those of default loops, and of shards 0 to {MOST_CHECKSUMS - 1}"
 
 
 def trainer_maker(
@@ -219,24 +221,37 @@ def replay_run(
         with inspection.around(trainer):
             trainer.train(num_steps=len(inspection.steps))
             # Where gradients are accumulated, steps are on record when their window closes.
-            for _ in range(given["accumulate"] - 1):
-                if comparison.seen < last:
-                    trainer.train(num_steps=1)
+            epoch = _place_of(logged, last)[0]
+            while comparison.seen < last and _epochs_finished(trainer) <= epoch:
+                trainer.train(num_steps=1)
         reasons = [*_reasons(logged, program, trainer, first, last)]
-    differing = sorted(comparison.differences)
+    compared = comparison.compared
+    differing = [each for each in sorted(compared) if compared[each].differences]
     shown = {*differing[:1], *({step} & {*differing})}
+    unknown = [*comparison.unknown_of(step)]
     return ReplayReport(
         step=step,
-        at=tuple(logged.steps[step].line["at"] or (0, 0)),
+        at=_place_of(logged, step),
         start=start,
         num_computed=last - first,
-        same_bits=False if differing else (True if comparison.num_compared else None),
-        num_compared=comparison.num_compared,
-        num_means=comparison.num_means,
-        differences=[each for n in sorted(shown) for each in comparison.differences[n]],
-        reasons=reasons if differing else [],
+        same_bits=False if differing else (None if unknown else True),
+        num_compared=sum(each.num_hashes for each in compared.values()),
+        num_means=sum(each.num_means for each in compared.values()),
+        differences=[each for n in sorted(shown) for each in compared[n].differences],
+        reasons=reasons if differing else unknown,
         seconds=time.monotonic() - began,
     )
+
+
+def _place_of(logged: LoggedRun, step: int) -> tuple[int, int]:
+    """The epoch of a step, and the number of its global batch in it."""
+    epoch, index = logged.steps[step].line["at"] or (0, 0)
+    return epoch, index
+
+
+def _epochs_finished(trainer: Any) -> int:
+    finished: int = trainer._workers.call_rank_0(position.with_args()).epochs_finished
+    return finished
 
 
 def program_of(logged: LoggedRun, step: int, folder: str | os.PathLike[str]) -> dict[str, Any]:

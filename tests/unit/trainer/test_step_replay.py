@@ -137,9 +137,12 @@ def test_what_was_not_compared_is_not_called_the_same(tmp_path):
     folder = trained(tmp_path, OwnLoop, epochs=2, reproducible=False, checkpoint_every=12)
     with pytest.raises(ConfigurationError, match="no such shard"):
         replayed(folder, 8, OwnLoop, shard=4)
-    compared = replayed(folder, 8, OwnLoop)
+    compared = replayed(folder, 5, OwnLoop)
     assert compared.same_bits
-    assert compared.num_compared == 5  # 48 bytes are parts 0 to 5; step 64 would take part 0
+    assert compared.num_compared == 5
+    # 48 bytes are parts 0 to 5; step 64 would take part 0.
+    assert replayed(folder, 8, OwnLoop).same_bits is None
+    assert replayed(folder, 5, OwnLoop, shard=0).same_bits is None
     lines = (folder / "run.jsonl").read_text().splitlines()
     bare = [
         json.dumps({**json.loads(line), **({"w": []} if "step" in line[:7] else {})})
@@ -150,6 +153,60 @@ def test_what_was_not_compared_is_not_called_the_same(tmp_path):
     assert report.same_bits is None
     assert report.num_means > 0
     assert "bits are not known" in str(report)
+
+
+class ByHand(OwnLoop):
+    """Steps with the gradients of four batches; each second window begins in another epoch."""
+
+    def setup(self, config):
+        model = nn.Linear(6, 40)
+        self.model, self.optimizer = self.register(
+            models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1)
+        )
+        data = TensorDataset(torch.randn(40, 6, generator=torch.Generator().manual_seed(0)))
+        self.register_data(train_loader=DataLoader(data, batch_size=1))
+
+    def train_batch(self, batch, batch_info):
+        number = batch_info["global_step"]
+        if number % 4 == 0:
+            self.optimizer.zero_grad()
+        loss = self.model(batch[0]).square().mean()
+        (loss / 4).backward()
+        if number % 4 == 3:
+            self.optimizer.step()
+        return {"train_loss": loss.item()}
+
+
+def test_a_window_by_hand_is_computed_to_its_end(tmp_path):
+    folder = trained(tmp_path, ByHand, epochs=2, reproducible=False, checkpoint_every=100)
+    report = replayed(folder, 6, ByHand)
+    assert report.same_bits
+    assert report.num_compared == 8  # and not the four of the first window
+    report = replayed(folder, 10, ByHand)
+    assert report.same_bits is None
+    assert "step 10 left gradients that no optimizer used" in str(report)
+
+
+class ManyShards(Noisy):
+    def setup(self, config):
+        model = nn.Linear(6, 2)
+        self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+            criterion=nn.MSELoss(),
+            schedulers=None,
+        )
+        features = torch.randn(34, 6, generator=torch.Generator().manual_seed(0))
+        data = TensorDataset(features, features[:, :2])
+        self.register_data(train_loader=DataLoader(data, batch_size=1))
+
+
+def test_a_shard_whose_losses_the_log_has_not_is_not_called_the_same(tmp_path):
+    folder = trained(tmp_path, ManyShards, epochs=1, num_shards=17)
+    assert replayed(folder, 2, ManyShards, shard=15).same_bits
+    report = replayed(folder, 2, ManyShards, shard=16)
+    assert report.same_bits is None
+    assert "no hash of the loss of shard 16" in str(report)
 
 
 def test_a_key_of_the_config_that_is_no_literal_has_to_be_given(tmp_path):
