@@ -165,7 +165,7 @@ def bisect_runs(ours: ComparedRun, theirs: ComparedRun) -> BisectionReport:
 def _causes(
     ours: ComparedRun, theirs: ComparedRun, steps: range, logged: Sequence[StepDifference]
 ) -> tuple[int, Sequence[StepDifference], list[str]]:
-    """The first step that differs and its causes; as the logs have it, where replays fail."""
+    """The first step that differs and its causes; as the logs have it, where replays have none."""
     captured: list[Mapping[int, CapturedStep]] = []
     notes: list[str] = []
     for name, run in zip("AB", (ours, theirs), strict=True):
@@ -178,8 +178,9 @@ def _causes(
         captured.append(again.steps)
     for step in steps:
         one, other = (each.get(step) for each in captured)
-        found = [] if one is None or other is None else compare_captured(step, one, other)
-        if found:
+        if one is None or other is None:
+            continue
+        if found := compare_captured(step, one, other, have_bits=not notes):
             return step, found, notes
     return steps[-1], logged, notes
 

@@ -127,22 +127,28 @@ def _settings_of(optimizers: Sequence[Any]) -> dict[str, str]:
     }
 
 
-def compare_captured(step: int, ours: CapturedStep, theirs: CapturedStep) -> list[StepDifference]:
+def compare_captured(
+    step: int, ours: CapturedStep, theirs: CapturedStep, *, have_bits: bool
+) -> list[StepDifference]:
     """The causes that two computations of a step differ by; else in what they came out different.
 
     What comes first may be the reason for what comes later.
+
+    Args:
+        have_bits: both have the bits of the runs; else their weights and results say nothing of
+            those.
     """
     causes: list[StepDifference] = []
     # An operator with a `train_epoch` of its own hands nothing over.
     if ours.settings and theirs.settings:
         causes = [
-            *_compare_weights(step, ours, theirs),
+            *(_compare_weights(step, ours, theirs) if have_bits else ()),
             *_compare_samples(step, ours, theirs),
             *_compare_content(step, ours, theirs),
             *_compare_seeds(step, ours.seeds, theirs.seeds),
             *_compare_settings(step, ours.settings, theirs.settings),
         ]
-    if causes or not (ours.line and theirs.line):
+    if causes or not (have_bits and ours.line and theirs.line):
         return causes
     return [*compare_lines(ours.line, theirs.line, names=ours.names).differences]
 

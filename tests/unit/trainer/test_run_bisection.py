@@ -212,6 +212,30 @@ def test_a_program_that_was_changed_since_is_said(run, tmp_path):
     assert any("has not the bits of its log" in note for note in report.notes)
 
 
+class Rounded(Tunable):
+    """The same run with other bits, as of another number of workers."""
+
+    def compute_loss(self, batch, batch_info):
+        return super().compute_loss(batch, batch_info) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("operator_cls", "config", "step", "what"),
+    [
+        (Tunable, {"warm_from": 6}, 7, "lr of group 0 of optimizer 0 (SGD)"),
+        (Coded, {}, 7, "the bits of the loss of shard"),
+    ],
+)
+def test_weights_that_are_not_the_runs_are_no_difference_of_the_runs(
+    run, tmp_path, operator_cls, config, step, what
+):
+    other = trained(tmp_path, operator_cls, **config)
+    report = bisect_runs(run, ComparedRun(other.folder, captures(other.folder, Rounded)))
+    assert report.step == step, str(report)
+    assert report.differences[0].what.startswith(what), str(report)
+    assert any("B has not the bits of its log" in note for note in report.notes)
+
+
 def test_from_the_command_line(run, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "")  # and put back, whatever the command adds
     other = trained(tmp_path, momentum=0.8)
