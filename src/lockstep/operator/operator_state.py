@@ -81,8 +81,7 @@ class OperatorState:
         summary: the metrics that the default loop returned for this pass; None if it did not run.
             Reset by `LoopRun` before each pass.
         latest: the metrics of the latest batch, for the progress bar. Reset by `begin_call`.
-        shadow: compares shards with other workers; None without ``shadow_every``. Its checks are
-            reset by `begin_call`.
+        shadow: compares shards with other workers; None without ``shadow_every``.
         step_log: metrics of single steps; None unless the trainer asks for them. Set by the worker.
         sync_norms: names of the layers that share batch statistics between workers. Looked up once
             a call; None: not yet.
@@ -122,7 +121,7 @@ class OperatorState:
         self.global_batch = GlobalBatchContext(ReductionContext(self.context.group), purpose)
         self.registered_metrics.reset()
         if self.shadow is not None:
-            self.shadow.checks = []
+            self.shadow.begin_call()
         self.meters = AverageMeterCollection()
         self.summary: dict[str, Any] | None = None
         self.latest: dict[str, Any] = {}

@@ -148,7 +148,7 @@ class Shadow:
         limit: so many wrong shards of one worker are too many.
 
     Attributes:
-        checks: the shards of this call that were compared.
+        checks: the shards that were compared in this call, and in earlier ones that failed.
         places: where the ranks of this generation compute.
         num_wrong: how often this process, and no other, was found to be wrong.
         num_undecided: how often it could not be decided who was wrong, as far as this rank knows.
@@ -158,11 +158,23 @@ class Shadow:
         self._every = every
         self._limit = limit
         self.checks: list[ShadowCheck] = []
+        self._is_reported = False
         self.num_wrong = 0
         self.num_undecided = 0
         self._group: Group | None = None
         self.places: list[WorkerPlace] = []
         self._hardware: list[dict[str, Any]] = []
+
+    def begin_call(self) -> None:
+        """Forget what earlier calls have reported; a call that has failed reported nothing."""
+        if self._is_reported:
+            self.checks = []
+        self._is_reported = False
+
+    def report(self) -> list[ShadowCheck]:
+        """The checks, at the end of a call."""
+        self._is_reported = True
+        return self.checks
 
     def compare_hardware(self, context: RankContext) -> None:
         """At the start: refuse a run in which some worker has no equal.

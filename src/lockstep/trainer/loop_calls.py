@@ -57,10 +57,11 @@ def run_loop(
     method = Worker.train if purpose == "train" else Worker.validate
     bar = ProgressBar(purpose) if wants_bar(workers.spec.options.use_tqdm) else None
     with trace_workers(workers, profile, method.contract.name), bar or nullcontext():
-        listeners = ProgressListeners(callbacks, purpose, steps, bar)
+        shadow = workers.shadow if workers.spec.options.shadow_every else None
+        listeners = ProgressListeners(callbacks, purpose, steps, bar, shadow)
         listener = listeners if listeners.has_listeners else None
         reports = workers.call(method.with_args(request), listener=listener, retries=retries)
-        workers.shadow.take(reports)
+        workers.shadow.finish(reports)
         listeners.finish(reports)
     if not any(report.steps for report in reports):
         raise no_batch_error(workers, purpose)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from lockstep.trainer.callback_list import CallbackList
     from lockstep.trainer.progress_bar import ProgressBar
+    from lockstep.trainer.shadow_summary import ShadowSummary
     from lockstep.trainer.step_metrics import StepMetrics
     from lockstep.worker import Report
 
@@ -31,15 +32,22 @@ class ProgressListeners:
         purpose: "train" or "validation".
         steps: merges metrics of single steps.
         bar: the progress bar of the call, if there is one.
+        shadow: gathers the shards of which workers have computed different bits, if they compare.
     """
 
     def __init__(
-        self, callbacks: CallbackList, purpose: str, steps: StepMetrics, bar: ProgressBar | None
+        self,
+        callbacks: CallbackList,
+        purpose: str,
+        steps: StepMetrics,
+        bar: ProgressBar | None,
+        shadow: ShadowSummary | None,
     ) -> None:
         self._callbacks = callbacks
         self._listeners = callbacks.overriding(Callback.on_progress)
         self._steps = steps
         self._bar = bar
+        self._shadow = shadow
         self._purpose = purpose
         self._group: dict[str, int] = {}
         self._began = self._told_at = time.monotonic()
@@ -48,9 +56,10 @@ class ProgressListeners:
 
     @property
     def has_listeners(self) -> bool:
-        """Whether a callback or the bar listens to this call's progress or steps."""
-        wants_steps = self._purpose == "train" and self._steps.every > 0
-        return bool(self._listeners) or wants_steps or self._bar is not None
+        """Whether a callback, the bar or the shadow listens to this call's progress or steps."""
+        wants_steps = self._steps.every > 0 or self._shadow is not None
+        is_training = self._purpose == "train"
+        return bool(self._listeners) or (is_training and wants_steps) or self._bar is not None
 
     @property
     def rows_known(self) -> int:
@@ -62,6 +71,8 @@ class ProgressListeners:
     def on_progress(self, progress: ProgressReport) -> None:
         if self._bar is not None:
             self._bar.show(progress)
+        if self._shadow is not None:
+            self._shadow.take(progress.wrong_shards)
         if progress.rows is not None and self._error is None:
             try:
                 self._steps.take_live_rows(progress.rows)

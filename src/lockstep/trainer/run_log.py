@@ -72,10 +72,12 @@ class RunLog(RecordListener):
         self._is_on = False
         self._rates: Sequence[float] = ()
         self._num_recoveries = self._num_wrong = 0
+        self._wrong: Sequence[Mapping[str, Any]] = ()
 
     def on_start(self, trainer: Any) -> None:
         workers, step = trainer._workers, trainer._steps.written
         self._is_on = True
+        self._wrong = workers.shadow.wrong
         self._end_torn_line()
         run = describe_run(workers.spec, workers.start_reports[0].device, step)
         self._write({"run": run})
@@ -91,6 +93,7 @@ class RunLog(RecordListener):
         else:
             self._rates = line["lr"]
         self._write(line)
+        self._write_wrong()
 
     def on_change(self, step: int, what: str) -> None:
         self._rates = ()
@@ -103,10 +106,15 @@ class RunLog(RecordListener):
         for each in recoveries[self._num_recoveries :]:
             self._write({"recovery": each})
         self._num_recoveries = len(recoveries)
-        wrong = trainer._workers.shadow.wrong
-        for each in wrong[self._num_wrong :]:
+        self._write_wrong()
+
+    def on_failure(self, trainer: Any, error: BaseException) -> None:
+        self._write_wrong()
+
+    def _write_wrong(self) -> None:
+        for each in self._wrong[self._num_wrong :]:
             self._write({"shadow": each})
-        self._num_wrong = len(wrong)
+        self._num_wrong = len(self._wrong)
 
     def _end_torn_line(self) -> None:
         """Begin a new line where a killed program has left half of one."""

@@ -284,5 +284,5 @@ class LoopRun:
             weighed_by=self._state.weighed_by.get(self.request.purpose),
             torchmetrics=self._state.registered_metrics.copy_to_cpu(self.request.purpose),
             rows=log.rows_after(0)[1] if training and log is not None else [],
-            shadow_checks=[] if self._state.shadow is None else self._state.shadow.checks,
+            shadow_checks=[] if self._state.shadow is None else self._state.shadow.report(),
         )

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lockstep.metrics.step_log import StepRow
+    from lockstep.operator.shadow import ShadowCheck
     from lockstep.worker.worker import Worker
 
 
@@ -26,6 +27,7 @@ class ProgressReport:
         total_steps: global batches that the call will commit; None if that is unknown.
         rows: for every worker the step of the run up to which it has all rows of metrics, and those
             that the driver has not received yet; None without metrics of single steps.
+        wrong_shards: those of the call in which two workers have computed different bits.
     """
 
     steps: int = 0
@@ -33,6 +35,7 @@ class ProgressReport:
     loss: float | None = None
     total_steps: int | None = None
     rows: Sequence[tuple[int, Sequence[StepRow]]] | None = None
+    wrong_shards: Sequence[ShadowCheck] = ()
 
 
 def progress_of(worker: Worker) -> ProgressReport:
@@ -46,7 +49,11 @@ def progress_of(worker: Worker) -> ProgressReport:
     loss = as_number(state.latest.get("train_loss", state.latest.get("val_loss")))
     # A number: a driver without CUDA cannot unpickle a CUDA tensor.
     return ProgressReport(
-        call.committed.steps, samples, None if loss is None else float(loss), call.total_steps
+        call.committed.steps,
+        samples,
+        None if loss is None else float(loss),
+        call.total_steps,
+        wrong_shards=[each for each in state.shadow.checks if each.wrong] if state.shadow else (),
     )
 
 
