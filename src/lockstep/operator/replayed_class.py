@@ -6,13 +6,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.operator.training_operator import TrainingOperator
     from lockstep.operator.training_parts import SyncOptions
 
 
-def replayed_class(
-    operator_cls: type[TrainingOperator], *, on_copies: bool
-) -> type[TrainingOperator]:
+def replayed_class(operator_cls: type[Any], *, on_copies: bool) -> type[Any]:
     """A subclass of the same name, whose training leaves the run as it is.
 
     Args:
@@ -20,9 +17,8 @@ def replayed_class(
         on_copies: the run goes on in this process, and holds what the class was made from: the
             model of `from_model`, or of `from_lightning`.
     """
-    base: Any = operator_cls
 
-    class Replayed(base):  # type: ignore[misc]
+    class Replayed(operator_cls):  # type: ignore[misc]
         _lockstep_trains_copies = on_copies
 
         def _lockstep_sync_options(self, ddp_args: Any, *further: Any) -> SyncOptions:

@@ -61,7 +61,7 @@ def _note(probe: Probe, order: Any) -> None:
 def _some_of(order: Any) -> bytes:
     """Bytes that stand for it; none where it holds objects, or is of a class of the program's."""
     if type(order) is np.ndarray and not order.dtype.hasobject and order.ndim:
-        first_of_each_row = (slice(_NUMBERS), *[0] * (order.ndim - 1))
+        first_of_each_row: Any = (slice(_NUMBERS), *[0] * (order.ndim - 1))
         return order[first_of_each_row].tobytes() if order.size else b""
     if type(order) is not list or not all(type(x) in (int, str) for x in order[:_NUMBERS]):
         return b""
