@@ -224,9 +224,9 @@ class SchedulerStepper:
                 each.last_metric_epoch = epoch
                 warnings.warn(
                     f"{type(each.scheduler).__name__} has not stepped for epoch {epoch}: the run"
-                    " went on from a checkpoint of the epoch's last step, which has no"
-                    f" {each.monitor!r}; trainer.validate() before trainer.train() gives a val_"
-                    " metric",
+                    f" went on behind that epoch's last step, and its {each.monitor!r} is not in"
+                    " the checkpoint. If validate() logs it, call trainer.validate() after a resume"
+                    " and before trainer.train()",
                     stacklevel=2,
                 )
 

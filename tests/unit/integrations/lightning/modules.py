@@ -8,6 +8,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 SAMPLES, GLOBAL_BATCH = 44, 8
 """Not a multiple: the last global batch of an epoch has 4 samples."""
+STEPS = -(-SAMPLES // GLOBAL_BATCH)
+"""Global batches in an epoch."""
 
 
 def problem():

@@ -5,13 +5,12 @@ import pytest
 from tests.unit.integrations.lightning.modules import (
     GLOBAL_BATCH,
     SAMPLES,
+    STEPS,
     Classifier,
     loader,
 )
 
 from lockstep import TorchTrainer, TrainingOperator
-
-STEPS = -(-SAMPLES // GLOBAL_BATCH)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*does not have many workers"

@@ -5,7 +5,7 @@ import pytest
 import torch
 from tests.unit.integrations.lightning.modules import (
     GLOBAL_BATCH,
-    SAMPLES,
+    STEPS,
     Classifier,
     farthest,
     loader,
@@ -15,8 +15,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import NotAvailableError
-
-STEPS = -(-SAMPLES // GLOBAL_BATCH)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*does not have many workers"
