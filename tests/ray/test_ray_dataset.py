@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.data import RayBatches
 from lockstep.errors import (
+    CheckpointError,
     ConfigurationError,
     NotEnoughResourcesError,
     NotShardableError,
@@ -200,6 +201,40 @@ def test_after_an_exception_the_rows_are_read_anew(num_workers):
     assert sorted(chain.from_iterable(steps)) == list(range(ROWS))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_epochs_are_counted_on_after_a_pass_that_failed(num_workers):
+    failing = struck(Regression, Strike("raise", num_workers - 1, 8, "backward"))
+    rows = dataset((10, 10, 10, 10, 13))
+    with TorchTrainer(
+        training_operator_cls=failing, num_workers=num_workers, config=CONFIG
+    ) as trainer:
+        steps = trainer.train(dataset=rows)["batch_count"]
+        assert steps <= 8
+        with pytest.raises(RuntimeError, match="struck"):
+            trainer.train(dataset=rows)
+        counted = trainer.status()
+        assert (counted["step"], counted["epochs_finished"]) == (8, 1)
+        assert trainer.state_dict()["epoch"] == 1
+        result = trainer.train(dataset=rows)
+        assert (result["num_samples"], result["epoch"]) == (ROWS, 2)
+        assert trainer.status()["epochs_finished"] == 2
+
+
+@pytest.mark.slow
+def test_a_state_that_is_refused_leaves_the_pass_where_it_is():
+    rows = dataset((9, 9, 9, 9, 9, 8))
+    with TorchTrainer(training_operator_cls=Regression, num_workers=2, config=CONFIG) as trainer:
+        trainer.train(dataset=rows)
+        trainer.train(dataset=rows, num_steps=2)
+        state = trainer.state_dict()
+        with pytest.raises(CheckpointError):
+            trainer.load_state_dict({**state, "models": [nn.Linear(3, 4).state_dict()]})
+        assert trainer.train(dataset=rows)["epoch"] == 2
+        steps = steps_of(trainer)
+    assert sorted(chain.from_iterable(steps)) == sorted(2 * list(range(ROWS)))
+
+
 class WithALoader(Regression):
     def setup(self, config):
         super().setup(config)
@@ -230,6 +265,22 @@ def test_a_dataset_between_two_passes_over_the_loader():
         assert trainer.verify().ok
         assert is_trained_by(trainer, steps_of(trainer))
     assert samples == [7, 6, 7]
+
+
+@pytest.mark.slow
+def test_passes_over_the_loader_and_over_a_dataset_are_counted_apart(tmp_path):
+    """By a process that goes on from a checkpoint as well."""
+    rows = RayBatches(dataset((3, 3)), batch_size=4)
+
+    def passes(trainer):
+        return [trainer.train()["epoch"], *(trainer.train(dataset=rows)["epoch"] for _ in "ab")]
+
+    with TorchTrainer(training_operator_cls=WithALoader, num_workers=2) as trainer:
+        assert passes(trainer) == [1, 1, 2]
+        path = trainer.save(tmp_path / "saved")
+    with TorchTrainer(training_operator_cls=WithALoader, num_workers=2) as trainer:
+        trainer.load(path)
+        assert passes(trainer) == [2, 3, 4]
 
 
 @pytest.mark.slow

@@ -250,6 +250,34 @@ def test_deaths_in_one_validation_after_the_other_accuse_no_samples(tmp_path):
         assert len(trainer.status()["recoveries"]) == 3
 
 
+class MortalInOneValidation(MortalInValidation):
+    """As many of those who are rank 1 die in a call as it names files."""
+
+    def validate_batch(self, batch, batch_info):
+        left = [each for each in batch_info["each_died"] if not os.path.exists(each)]
+        died = left[0] if left else batch_info["each_died"][0]
+        return super().validate_batch(batch, {**batch_info, "died": died})
+
+
+@pytest.mark.slow
+def test_deaths_in_one_validation_accuse_no_samples(tmp_path):
+    """Nobody knows which batches the dead had: ranks validate without waiting for each other."""
+    info = {"each_died": [str(tmp_path / str(number)) for number in range(3)]}
+    arguments = {"spare_workers": 2, "scheduler_step_freq": "batch"}
+    with trainer_of(MortalInOneValidation, **arguments) as trainer:
+        assert trainer.validate(info=info)["num_samples"] == ROWS
+        assert len(trainer.status()["recoveries"]) == 3
+
+
+@pytest.mark.slow
+def test_deaths_in_one_pass_of_a_loop_of_ones_own_accuse_no_samples():
+    """The pass begins anew after each of them, wherever they were in it."""
+    strikes = [Strike("kill", rank=1, step=step, phase="backward") for step in (2, 4, 6)]
+    with trainer_of(OwnEpoch, strikes, spare_workers=2) as trainer:
+        assert trainer.train()["num_samples"] == ROWS
+        assert len(trainer.status()["recoveries"]) == 3
+
+
 @pytest.mark.slow
 def test_a_function_of_ones_own_may_take_as_long_as_it_takes():
     """A rank that is slow in it makes no step, and keeps nobody waiting who should not wait."""

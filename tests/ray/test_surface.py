@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ray
-from lockstep import TorchTrainer, TrainingOperator
+from lockstep import Callback, TorchTrainer, TrainingOperator
 from lockstep.errors import (
     ConfigurationError,
     NotEnoughResourcesError,
@@ -276,6 +276,28 @@ def test_a_model_of_ones_own_holds_the_trained_state():
         )
         for rank in theirs:
             assert all(torch.equal(a, b) for a, b in zip(momentum, rank, strict=True))
+
+
+@pytest.mark.slow
+def test_a_model_of_ones_own_holds_the_steps_of_a_call_in_which_a_callback_failed():
+    class Fails(Callback):
+        every = 1
+
+        def on_step(self, trainer, step, metrics):
+            raise KeyError(step)
+
+    model = net()
+    operator = TrainingOperator.from_model(
+        model,
+        optimizer=sgd(model),
+        criterion=nn.MSELoss(),
+        train_loader=DataLoader(TensorDataset(*problem()), 6),
+    )
+    with start(operator, callbacks=[Fails()]) as two:
+        with pytest.raises(KeyError):
+            two.train(num_steps=STEPS)
+        assert two.status()["step"] == STEPS
+        assert farthest(model, one_process()) < 1e-12
 
 
 def test_functions_as_creators():

@@ -8,6 +8,9 @@ import signal
 
 import pytest
 import torch
+from ray.util.placement_group import placement_group as new_placement_group
+from ray.util.placement_group import remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tests.ray.operators import net, problem
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -16,7 +19,7 @@ import lockstep
 import ray
 from lockstep import Callback, TorchTrainer, TrainingOperator
 from lockstep.engine import actor_pool
-from lockstep.errors import ConfigurationError, WrongTypeError
+from lockstep.errors import ConfigurationError, NotEnoughResourcesError, WrongTypeError
 from lockstep.integrations.tune import report, resources, restore
 from lockstep.keys import BATCH_SIZE
 from ray import tune
@@ -41,6 +44,14 @@ def room_for_trials():
 
 
 needs_room = pytest.mark.usefixtures("room_for_trials")
+
+
+@pytest.fixture
+def three_bundles():
+    group = new_placement_group([{"CPU": 1}] * 3)
+    ray.get(group.ready())
+    yield group
+    remove_placement_group(group)
 
 
 class Tuned(TrainingOperator):
@@ -305,3 +316,34 @@ def test_a_changed_hyperparameter_survives_the_state_of_another_trial(tmp_path):
         assert explorer.apply_all_operators(lr) == pytest.approx([0.025])
     written = json.loads((tmp_path / "hyperparameters.json").read_text())
     assert written[0][0]["initial_lr"] == 0.8
+
+
+@ray.remote(num_cpus=1)
+class Helper:
+    def answer(self):
+        return True
+
+
+@ray.remote(num_cpus=1)
+def trains_beside_a_helper():
+    """In a group of three bundles: one for itself, one for the helper, and one is left."""
+    os.environ["LOCKSTEP_START_TIMEOUT_S"] = "1"
+    helper = Helper.remote()
+    assert ray.get(helper.answer.remote())
+    try:
+        TorchTrainer(
+            training_operator_cls=Tuned, num_workers=2, config={"lr": 0.1, BATCH_SIZE: 12}
+        ).shutdown()
+    except NotEnoughResourcesError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.slow
+@needs_room
+def test_bundles_of_the_program_that_others_hold_are_not_waited_for_for_ever(three_bundles):
+    place = PlacementGroupSchedulingStrategy(
+        three_bundles, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
+    )
+    said = ray.get(trains_beside_a_helper.options(scheduling_strategy=place).remote())
+    assert "no room for 2 workers" in said, said

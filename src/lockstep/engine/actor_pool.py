@@ -14,7 +14,6 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import ray
@@ -22,6 +21,7 @@ from lockstep.engine import placement_group
 from lockstep.engine.actor_termination import end_actor
 from lockstep.engine.cluster import connect, session
 from lockstep.engine.idle_worker_eviction import evict_idle_workers
+from lockstep.engine.ray_errors import ACTOR_DEATHS
 from lockstep.engine.worker_actor import RemoteWorkerActor
 from lockstep.errors import ConfigurationError
 from lockstep.import_without_gc import import_and_freeze
@@ -247,7 +247,7 @@ def _living(pool: ActorPool) -> dict[int | None, ActorProxy[WorkerActor] | None]
 def _is_from_dead_actor(answer: ObjectRef[ProgressReport]) -> bool:
     try:
         ray.get(answer)
-    except RayActorError:
+    except ACTOR_DEATHS:
         return True
     return False
 

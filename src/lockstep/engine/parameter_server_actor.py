@@ -11,19 +11,20 @@ import os
 import secrets
 from typing import TYPE_CHECKING, Any, Final
 
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import ray
 from lockstep.engine.actor_imports_and_signals import set_up_actor_process
 from lockstep.engine.actor_termination import end_actor
 from lockstep.engine.cluster import this_node
-from lockstep.engine.ray_errors import death_reason
+from lockstep.engine.ray_errors import ACTOR_DEATHS, death_reason
 from lockstep.engine.rendezvous_store import LOOPBACK
 from lockstep.errors import WorkerDiedError
 
 if TYPE_CHECKING:
     from ray.actor import ActorClass, ActorProxy
+    from ray.exceptions import RayError
     from ray.util.placement_group import PlacementGroup
 
     from lockstep.sync import ParameterServer, ServerAddress
@@ -133,7 +134,7 @@ class ServerHandle:
         limit_s = None if is_first else min(self._timeout_s, _LONGEST_STEP_S)
         try:
             self.address, self._node, self.pid = ray.get(opened, timeout=limit_s)
-        except RayActorError as error:
+        except ACTOR_DEATHS as error:
             raise _death_error(error) from error
         except GetTimeoutError as error:
             raise _no_answer_error(limit_s) from error
@@ -151,7 +152,7 @@ class ServerHandle:
         ready, _ = ray.wait([self.serve_ref], timeout=0)
         try:
             ray.get(ready)
-        except RayActorError as error:
+        except ACTOR_DEATHS as error:
             died = _death_error(error)
             died.__cause__ = error
             return died
@@ -162,7 +163,7 @@ class ServerHandle:
         end_actor(self._actor)
 
 
-def _death_error(error: RayActorError) -> WorkerDiedError:
+def _death_error(error: RayError) -> WorkerDiedError:
     return WorkerDiedError(
         "the process of the parameter server died",
         cause=death_reason(error),

@@ -11,9 +11,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
 import ray
+from lockstep.engine.ray_errors import ACTOR_DEATHS
 from lockstep.errors import CheckpointWriteError
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def write_parts(
                 _fetch(member, name, size, folder)
             written.append(part.part)
         return written or None
-    except RayActorError as error:
+    except ACTOR_DEATHS as error:
         raise CheckpointWriteError(
             "a worker died while it wrote its part of a checkpoint",
             where=folder,

@@ -12,11 +12,10 @@ import time
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import cloudpickle
-from ray.exceptions import RayActorError
 
 import ray
 from lockstep.engine.keyboard_interrupt import reraise_keyboard_interrupt
-from lockstep.engine.ray_errors import death_reason
+from lockstep.engine.ray_errors import ACTOR_DEATHS, death_reason
 from lockstep.errors import LockstepError, WorkerDiedError
 from lockstep.worker import Communication
 
@@ -145,7 +144,7 @@ class PendingCall(Generic[R]):
     def _take_answer(self, ref: ObjectRef[Outcome], rank: int) -> None:
         try:
             outcome = ray.get(ref)
-        except RayActorError as death:
+        except ACTOR_DEATHS as death:
             died = WorkerDiedError(
                 f"the process of rank {rank} died during {self.contract.name}",
                 where=f"rank {rank}",

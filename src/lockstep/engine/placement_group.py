@@ -27,6 +27,7 @@ _log = logging.getLogger("lockstep")
 
 # Ray frees the resources of a trainer some milliseconds after its shutdown.
 _RELEASE_TIMEOUT_S = 5.0
+_LOOK_EVERY_S = 0.05
 
 _inherited_groups: dict[str, int] = {}
 """Id of each inherited placement group (of a Tune trial) that our workers use -> index of the first
@@ -59,7 +60,8 @@ def reserve(bundle: Mapping[str, float], count: int, own_cluster: bool) -> Place
     """Reserve `bundle` for each of `count` workers, spread over the nodes.
 
     A program that itself runs in a placement group, as a trial of Tune does, gives its bundles to
-    the workers if the bundles are large enough. It keeps the first bundle if it holds resources.
+    the workers if the bundles are large enough and nothing else runs in them. It keeps the first
+    bundle if it holds resources.
 
     Args:
         own_cluster: this process started the cluster for itself: no node can join it, and only
@@ -98,8 +100,29 @@ def _take_inherited_group(bundle: Mapping[str, float], count: int) -> PlacementG
     offered = group.bundle_specs[first : first + count]
     if len(offered) < count or any(_is_lacking(bundle, each) for each in offered):
         return None
+    if not _are_unused(group, range(first, first + count), bundle):
+        return None
     _inherited_groups[group.id.hex()] = first
     return group
+
+
+def _are_unused(group: PlacementGroup, places: range, bundle: Mapping[str, float]) -> bool:
+    """Whether nothing else runs in these bundles of an inherited group.
+
+    Ray puts tasks and actors of the program's own there as well, and workers would wait for their
+    end without any limit. Those of an earlier trainer end within a moment.
+    """
+    wanted = {
+        f"{name}_group_{place}_{group.id.hex()}": amount
+        for place in places
+        for name, amount in bundle.items()
+    }
+    deadline = time.monotonic() + _RELEASE_TIMEOUT_S
+    while _is_lacking(wanted, ray.available_resources()):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_EVERY_S)
+    return True
 
 
 def is_complete(group: PlacementGroup) -> bool:

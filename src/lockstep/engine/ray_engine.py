@@ -14,7 +14,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import cloudpickle
-from ray.exceptions import RayActorError
 
 import ray
 from lockstep.engine.background_poll import poll_in_background
@@ -24,7 +23,7 @@ from lockstep.engine.inline_engine import progress_reporter
 from lockstep.engine.keyboard_interrupt import reraise_keyboard_interrupt
 from lockstep.engine.part_files import write_parts
 from lockstep.engine.pending_call import POLL_EVERY_S, PendingCall
-from lockstep.engine.ray_errors import has_failed
+from lockstep.engine.ray_errors import ACTOR_DEATHS, has_failed
 from lockstep.engine.sigint_after_step import sigint_after_step
 from lockstep.engine.snapshot_fetcher import RemoteSnapshotFetcher
 from lockstep.engine.worker_group import WorkerGroup
@@ -327,7 +326,7 @@ def _report_progress(actors: Sequence[Actor], listener: CallListener, wants_rows
     wanted: list[ObjectRef[Any]] = [asked, *rows]
     ready, _ = ray.wait(wanted, num_returns=len(wanted), timeout=POLL_EVERY_S)
     # The pending call of an actor that died reports the death.
-    with suppress(RayActorError):
+    with suppress(*ACTOR_DEATHS):
         if len(ready) == len(wanted):
             progress = ray.get(asked)
             listener.on_progress(replace(progress, rows=ray.get(rows)) if wants_rows else progress)

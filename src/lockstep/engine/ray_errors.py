@@ -3,15 +3,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+from ray.exceptions import (
+    ActorUnschedulableError,
+    OutOfMemoryError,
+    RayActorError,
+    RuntimeEnvSetupError,
+)
 
 import ray
 
 if TYPE_CHECKING:
-    from ray.exceptions import RayActorError
+    from ray.exceptions import RayError
 
     from lockstep.worker import Outcome
     from ray import ObjectRef
+
+ACTOR_DEATHS: Final = (RayActorError, OutOfMemoryError)
+"""What a call of an actor's method raises if the actor's process has ended. Ray's memory monitor
+reports those that it has killed by an `OutOfMemoryError`, which is no `RayActorError`."""
+
+ACTOR_NEVER_STARTED: Final = (ActorUnschedulableError, RuntimeEnvSetupError)
+"""What a call of an actor's method raises if Ray cannot start a process for the actor."""
 
 
 def has_failed(ref: ObjectRef[Outcome]) -> bool:
@@ -24,7 +38,7 @@ def has_failed(ref: ObjectRef[Outcome]) -> bool:
     return outcome.error is not None
 
 
-def death_reason(death: RayActorError) -> str:
+def death_reason(death: RayError) -> str:
     """Why an actor died, in one line: Ray's message without the actor's ids and Ray's advice.
 
     Ray's message has a fixed sentence, then the ids, then the reason; the reason is missing in the

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 import ray
+from lockstep.engine.ray_errors import ACTOR_DEATHS
 from lockstep.serialization import join
 from lockstep.worker import Snapshot
 
@@ -80,7 +81,7 @@ class RemoteSnapshotFetcher:
         asked, self._asked = self._asked, None
         try:
             answer = ray.get(asked, timeout=timeout_s)
-        except (RayActorError, GetTimeoutError):
+        except (*ACTOR_DEATHS, GetTimeoutError):
             return  # the worker is gone, and its snapshot; the pending call reports the death
         except RayError as error:
             self._to.note_failure(error)

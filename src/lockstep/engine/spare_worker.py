@@ -8,10 +8,9 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 import cloudpickle
-from ray.exceptions import RayActorError
 
 import ray
-from lockstep.engine.ray_errors import death_reason
+from lockstep.engine.ray_errors import ACTOR_DEATHS, ACTOR_NEVER_STARTED, death_reason
 from lockstep.errors import WorkerDiedError
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class Spare:
             if self.error is None and not self.handle.pid:
                 report: StartReport = cloudpickle.loads(outcome.value)
                 self.handle.node, self.handle.pid = ray.get(self.node_ref), report.pid
-        except RayActorError as failure:
+        except (*ACTOR_DEATHS, *ACTOR_NEVER_STARTED) as failure:
             self.error = WorkerDiedError(
                 f"{self.handle} died before it was ready", cause=death_reason(failure)
             )

@@ -7,9 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from ray.exceptions import RayActorError
-
 import ray
+from lockstep.engine.ray_errors import ACTOR_DEATHS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,7 +95,7 @@ def _take_answer(polled: PolledStatus, now: float) -> None:
         return
     try:
         status = ray.get(polled.answer)
-    except RayActorError:
+    except ACTOR_DEATHS:
         return  # the pending call reports the death
     latest = polled.latest
     if latest is None or status is None or status.steps != latest.steps:

@@ -201,7 +201,13 @@ class WorkerGroup:
         self.forget(worker)
 
     def forget(self, worker: WorkerHandle) -> None:
-        """Forget a worker whose process is gone. Sends no signal: the pid may have been reused."""
+        """Forget a worker whose process is gone. Sends no signal: the pid may have been reused.
+
+        Where only the connection to the process was lost, Ray ends it: no replacement would find
+        room in its bundle.
+        """
+        if worker.actor is not None:
+            end_actor(worker.actor)
         if worker in self.members:
             self.members.remove(worker)
         self.spares = [spare for spare in self.spares if spare.handle is not worker]

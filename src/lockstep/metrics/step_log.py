@@ -158,11 +158,14 @@ class StepLog:
             if self._latest > step:
                 self._open_row, self._latest = AverageMeterCollection(), step
 
-    def begin_call(self) -> None:
-        """Forget the rows of the previous call, whose report has held them."""
+    def begin_call(self, rows_known: int) -> None:
+        """Forget the rows up to step `rows_known`, which the driver has.
+
+        It has no report of a call that failed: the rows of its steps stay.
+        """
         self._current = _Step()
         with self._lock:
-            self._rows = []
+            self._rows = [row for row in self._rows if row[0].number > rows_known]
 
     def rows_after(self, step: int) -> tuple[int, list[StepRow]]:
         """The latest step that is in a row, or in the open one, and the rows after `step`.

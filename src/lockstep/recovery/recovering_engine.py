@@ -33,6 +33,7 @@ from lockstep.data import shards_of
 from lockstep.engine.idle_worker_eviction import evicted_error, register_for_eviction
 from lockstep.engine.rollback_errors import warn_of_cut_short_step
 from lockstep.errors import PoisonedStepError, WorkerDiedError
+from lockstep.operator import TrainingOperator
 from lockstep.recovery.incident import Incident
 from lockstep.recovery.lost_sample_counts import LostSampleCounts
 from lockstep.recovery.lost_worker import LostWorker
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from lockstep.engine.engine_protocol import CallListener, SnapshotFetcher, SnapshotKeeper
     from lockstep.engine.pending_call import PendingCall
     from lockstep.engine.ray_engine import RayEngine
-    from lockstep.operator import TrainingOperator
     from lockstep.recovery.regrouping import NewGeneration
     from lockstep.worker import RemoteCall, RunPosition, StartReport
 
@@ -180,7 +180,7 @@ class RecoveringEngine:
                     self._renew_memory_checkpoint(call)
                 return self._engine.results(pending_call)
             new_generation = self._recover(call, pending_call)
-            if call.purpose is not None:
+            if self._knows_fatal_step(call):
                 self._refuse_poisoned_batch(call, new_generation, deaths)
             lost_counts.record_losses(new_generation)
             if call.contract.on_failure is OnFailure.RAISE:
@@ -412,6 +412,17 @@ class RecoveringEngine:
     def _loss_reason(self, lost: LostWorker) -> str:
         return self._watchdog.verdicts.get(lost.worker) or lost.died.details["cause"] or "died"
 
+    def _knows_fatal_step(self, call: RemoteCall[Worker, object]) -> bool:
+        """Whether survivors of `call` stand at the step in which a lost worker died.
+
+        Ranks validate without waiting for each other, and a `train_epoch` of the user's own goes
+        back to its beginning: nobody knows then which samples the lost worker had.
+        """
+        has_own_epoch = self._engine.spec.operator_cls._lockstep_overrides(
+            TrainingOperator.train_epoch
+        )
+        return call.is_training and not has_own_epoch
+
     def _refuse_poisoned_batch(
         self,
         call: RemoteCall[Worker, object],
@@ -435,8 +446,7 @@ class RecoveringEngine:
         new_generation: NewGeneration,
         lost: LostWorker,
     ) -> PoisonedStepError:
-        assert call.purpose is not None, "a loop reads batches"
-        items = self._ask(call, items_ahead.with_args(call.purpose, shards))
+        items = self._ask(call, items_ahead.with_args("train", shards))
         return PoisonedStepError(
             "the same samples have ended the worker that computed them, and two in its place",
             where=f"step {new_generation.position.steps + 1}, shard {', '.join(map(str, shards))}",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import WrongTypeError
@@ -40,12 +41,14 @@ def run_loop(
     request: LoopRequest,
     profile: Profile,
     retries: int = 3,
+    on_answers: Callable[[], None] | None = None,
 ) -> list[Report]:
     """Let all workers run a loop, and report its progress to callbacks and a progress bar.
 
     Args:
         profile: see `TorchTrainer.train`.
         retries: see `Engine.call`.
+        on_answers: called when all workers have answered, before anything else that may raise.
 
     Returns:
         The reports of all workers, lost workers included.
@@ -57,10 +60,13 @@ def run_loop(
     method = Worker.train if purpose == "train" else Worker.validate
     bar = ProgressBar(purpose) if wants_bar(workers.spec.options.use_tqdm) else None
     with trace_workers(workers, profile, method.contract.name), bar or nullcontext():
+        request = replace(request, rows_known=steps.written)
         shadow = workers.shadow if workers.spec.options.shadow_every else None
         listeners = ProgressListeners(callbacks, purpose, steps, bar, shadow)
         listener = listeners if listeners.has_listeners else None
         reports = workers.call(method.with_args(request), listener=listener, retries=retries)
+        if on_answers is not None:
+            on_answers()
         workers.shadow.finish(reports)
         listeners.finish(reports)
     if not any(report.steps for report in reports):

@@ -88,9 +88,9 @@ class StateTransfer:
                 got=f"{type(state).__name__}: {state!r:.60}",
             )
         refuse_another_run(state, self._explicit)
-        self._dataset.set_dataset(None, self._workers)
         self._send_what_is_not_seen(state)
         self._workers.call(Worker.check_state.with_args(state))
+        self._dataset.set_dataset(None, self._workers)
         try:
             self._workers.call(Worker.apply_state.with_args(state))
         except BaseException:

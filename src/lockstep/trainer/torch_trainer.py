@@ -264,13 +264,11 @@ class TorchTrainer:
             self._steps.note_change(ON_RAY_DATASET)
         else:
             check_loader(self._workers, "train")
-        writer = self._writer
+        parts = self._workers, self._callbacks, self._steps
+        writer, update = self._writer, self._state.update_users_objects
         with nullcontext() if writer is None else writer.during_training(self._state.snapshot):
-            reports = run_loop(
-                self._workers, self._callbacks, self._steps, request, profile, max_retries
-            )
+            reports = run_loop(*parts, request, profile, max_retries, update)
         self._audit.judge(reports)
-        self._state.update_users_objects()
         result = reduce_reports(reports, self._callbacks.train_end, reduce_results)
         return result if writer is None else writer.result(result)
 

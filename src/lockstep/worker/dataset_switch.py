@@ -4,15 +4,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.data import RayDatasetShard
 from lockstep.worker.data_cursor import Cursor
 from lockstep.worker.loader_sharding import wants_joint
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from lockstep.data import RayBatches
     from lockstep.operator import TrainingOperator
+
+DATASET: Final = "dataset"
+"""In a state's positions, beside the purposes of loaders."""
 
 
 @dataclass
@@ -21,8 +26,8 @@ class DatasetSwitch:
 
     Attributes:
         loader: the cursor of the operator's own loader; None if it has none.
-        position: epoch and step of a loaded checkpoint, until a dataset is there to read from: an
-            operator without a training loader has no cursor that they could move.
+        position: epoch and step at which the next dataset is read: those of a loaded checkpoint, or
+            of the dataset that was read last. None for the first dataset of a run.
         is_open: training reads from a dataset.
     """
 
@@ -62,11 +67,54 @@ class DatasetSwitch:
         """Let `cursors["train"]` read the operator's own loader again, from its last position."""
         if not self.is_open:
             return
-        cursors.pop("train").close()
+        dataset = cursors.pop("train")
+        # The pass is read anew, as the same one: no epoch counts whose rows were not all read.
+        self.position = {"epoch": dataset.epochs_finished, "step": 0}
+        dataset.close()
         if self.loader is not None:
             cursors["train"] = self.loader
             _expect_weight(operator, self.loader.source.global_batch_size)
         self.loader, self.is_open = None, False
+
+    @property
+    def epochs_finished(self) -> int:
+        """Passes completed over datasets that are not read any more."""
+        return 0 if self.position is None else self.position["epoch"]
+
+    def positions(self, cursors: Mapping[str, Cursor]) -> dict[str, dict[str, int]]:
+        """Epoch and step of the loaders, by purpose, and of the dataset, for a state.
+
+        Where training reads a dataset, `cursors["train"]` is the dataset's.
+        """
+        found = {
+            purpose: {"epoch": cursor.epoch, "step": cursor.step}
+            for purpose, cursor in cursors.items()
+        }
+        if self.is_open:
+            found[DATASET] = found.pop("train")
+            if self.loader is not None:
+                found["train"] = {"epoch": self.loader.epoch, "step": self.loader.step}
+        elif self.position is not None:
+            found[DATASET] = dict(self.position)
+        return found
+
+    def move_to(
+        self, positions: Mapping[str, Mapping[str, int]], cursors: Mapping[str, Cursor]
+    ) -> None:
+        """Move the loaders and the dataset to the positions of a state."""
+        loaders = dict(cursors)
+        dataset = loaders.pop("train") if self.is_open else None
+        if self.loader is not None:
+            loaders["train"] = self.loader
+        # A state of lockstep 0.1 has no other place for a dataset's position.
+        place = positions.get(DATASET, None if "train" in loaders else positions.get("train"))
+        for purpose, cursor in loaders.items():
+            if purpose in positions:
+                cursor.move_to(positions[purpose]["epoch"], positions[purpose]["step"])
+        if dataset is not None and place is not None:
+            dataset.move_to(place["epoch"], place["step"])
+        elif dataset is None:
+            self.position = None if place is None else dict(place)
 
 
 def _expect_weight(operator: TrainingOperator, weight: int | None) -> None:

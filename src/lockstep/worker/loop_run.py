@@ -49,6 +49,7 @@ class LoopRequest:
         profile: time the phases.
         info: the user's `info` argument.
         interrupted_at: the progress of all workers in this call, if a failure interrupted it.
+        rows_known: the last step of which the driver has the rows (see `StepLog`).
     """
 
     purpose: str
@@ -56,6 +57,7 @@ class LoopRequest:
     profile: bool
     info: Mapping[str, Any]
     interrupted_at: LoopProgress | None = None
+    rows_known: int = 0
 
 
 @dataclass(frozen=True)

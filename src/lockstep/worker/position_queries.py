@@ -25,15 +25,14 @@ class RunCounts(NamedTuple):
 @remote_method(Communication.NONE, OnFailure.REPEAT)
 def position(worker: Worker) -> RunCounts:
     """How far the run has come."""
-    cursor, steps = worker.cursors.get("train"), worker.operator._lockstep.committed
-    if cursor is None:
-        return RunCounts(0, 0, steps)
-    return RunCounts(cursor.epochs_entered, cursor.epochs_finished, steps)
+    steps = worker.operator._lockstep.committed
+    return RunCounts(worker.epochs_entered, worker.epochs_finished, steps)
 
 
 def run_position(worker: Worker) -> RunPosition:
     """How far the worker's state has come."""
-    epoch = worker.cursors["train"].epoch if "train" in worker.cursors else 0
+    cursor = worker.cursors.get("train")
+    epoch = worker.epochs_finished if cursor is None else cursor.epoch
     return RunPosition(worker.operator._lockstep.committed, epoch)
 
 

@@ -16,6 +16,7 @@ from lockstep.operator.registration import registered_parts
 from lockstep.tensor_tree import leaves_of
 from lockstep.worker import state_dict as state_dicts
 from lockstep.worker.data_cursor import Cursor
+from lockstep.worker.dataset_switch import DATASET, DatasetSwitch
 from lockstep.worker.loader_sharding import make_sharded_loader
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lockstep.operator.training_parts import TrainingParts
-    from lockstep.worker.dataset_switch import DatasetSwitch
     from lockstep.worker.rollback import Rollback
     from lockstep.worker.spec import WorkerSpec
 
@@ -64,6 +64,18 @@ class StateAccess:
     def has_own_epoch(self) -> bool:
         """Whether a user's `train_epoch` runs: it alone knows its state between batches."""
         return self.operator._lockstep_overrides(TrainingOperator.train_epoch)
+
+    @property
+    def epochs_entered(self) -> int:
+        """Passes over the training data that were begun."""
+        cursor = self.cursors.get("train")
+        return self._dataset_switch.epochs_finished if cursor is None else cursor.epochs_entered
+
+    @property
+    def epochs_finished(self) -> int:
+        """Passes over the training data that were completed."""
+        cursor = self.cursors.get("train")
+        return self._dataset_switch.epochs_finished if cursor is None else cursor.epochs_finished
 
     @property
     def reads_dataset(self) -> bool:
@@ -106,11 +118,8 @@ class StateAccess:
             take: see `lockstep.worker.state_dict.collect`.
         """
         state = state_dicts.collect(self.operator, self.run, take)
-        state["epoch"] = self.cursors["train"].epochs_entered if "train" in self.cursors else 0
-        state["position"] = {
-            purpose: {"epoch": cursor.epoch, "step": cursor.step}
-            for purpose, cursor in self.cursors.items()
-        }
+        state["epoch"] = self.epochs_entered
+        state["position"] = self._dataset_switch.positions(self.cursors)
         self._rewind_to_window(state)
         assignment = self.operator._lockstep.context.shard_assignment
         state["seed"], state["num_shards"] = assignment.seed, assignment.num_shards
@@ -136,7 +145,8 @@ class StateAccess:
         """Set the position to the start of an open window, whose gradients are not saved."""
         if "train" in self.cursors:
             cursor = self.cursors["train"]
-            state["position"]["train"]["step"] = cursor.window_start
+            key = DATASET if self.reads_dataset else "train"
+            state["position"][key]["step"] = cursor.window_start
             state["global_step"] -= cursor.step - cursor.window_start
             before = self.operator._lockstep.window.buffers_before
             if before is not None and cursor.has_open_window:
@@ -211,11 +221,7 @@ class StateAccess:
         places = state.get("position", {})
         if not places and "epoch" in state:
             places = {"train": {"epoch": int(state["epoch"]), "step": 0}}  # a state of RaySGD's
-        for purpose, place in places.items():
-            if purpose in self.cursors:
-                self.cursors[purpose].move_to(place["epoch"], place["step"])
-            elif purpose == "train":
-                self._dataset_switch.position = place
+        self._dataset_switch.move_to(places, self.cursors)
 
     @property
     def mesh(self) -> DataParallelMesh:

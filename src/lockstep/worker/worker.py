@@ -465,7 +465,7 @@ class Worker(StateAccess):
             self.num_batches_to_recompute = 0
             self.snapshots.begin()
             if self.operator._lockstep.step_log is not None:
-                self.operator._lockstep.step_log.begin_call()
+                self.operator._lockstep.step_log.begin_call(request.rows_known)
         if training or self._rollback is not None:
             call.committed.before_batch = self._before_batch
         return call

@@ -158,6 +158,28 @@ def test_a_number_of_steps_that_cannot_be_is_refused(every):
         CSVLogger("never.csv", every=every)
 
 
+def test_the_steps_of_a_call_that_fails_are_told_of_by_the_next_one():
+    class FailsOnce(Regression):
+        def compute_loss(self, batch, batch_info):
+            if batch_info["global_step"] == 6 and not self.config["failed"]:
+                self.config["failed"].append(True)
+                raise RuntimeError("no such luck")
+            return super().compute_loss(batch, batch_info)
+
+    one, two = Steps(1), Steps(2)
+    with trainer(FailsOnce, callbacks=[one, two], config={"failed": []}) as run:
+        run.train()
+        with pytest.raises(RuntimeError, match="no such luck"):
+            run.train()
+        run.train(num_steps=3)
+        run.train(num_steps=1)
+    expected = losses(10)
+    assert one.steps == [*range(1, 11)]
+    assert two.steps == [2, 4, 6, 8, 10]
+    for (_, metrics), pair in zip(one.told, expected, strict=True):
+        assert metrics["train_loss"] == pytest.approx(pair[0], rel=1e-12)
+
+
 def test_an_error_of_on_step_reaches_the_caller_and_the_workers_live():
     class Fails(Steps):
         def on_step(self, trainer, step, metrics):
