@@ -21,7 +21,7 @@ TORCH := 2.13.0
 # Python 3.11 brings an older one, which knows no dependency groups.
 PIP := pip>=25.1
 
-.PHONY: help setup demo check fix test test-all soak mutants browser bench bench-full bench-gpu bench-growth \
+.PHONY: help setup demo check fix test test-all soak soak-tests mutants browser bench bench-full bench-gpu bench-growth \
   bench-page docs docs-refresh release matrix constraints lock clean
 
 help: ## list the targets
@@ -47,13 +47,16 @@ test: $(VENV)/.installed ## the tests, without the slow ones
 	$(BIN)/python -m pytest -q -n 2 -m "not slow"
 
 test-all: $(VENV)/.installed $(VENV)/.audited $(VENV)/.documented browser ## all tests, with the libraries and the browser they need; times: out/test-all.xml
-	$(BIN)/python -m pytest -q -n 2 --durations=30 --junitxml=out/test-all.xml
+	$(BIN)/python -m pytest -q -n 2 -m "not soak" --durations=30 --junitxml=out/test-all.xml
 
 soak: $(VENV)/.installed ## random training programs beside one process: SECONDS=600 COUNT= SEED= SYNC= WORKERS=
 	PYTHONPATH=tests $(BIN)/python -m soak $(if $(SECONDS)$(COUNT),,--seconds 600) \
 	  $(if $(SECONDS),--seconds $(SECONDS)) $(if $(COUNT),--count $(COUNT)) \
 	  $(if $(SEED),--seed $(SEED)) $(if $(SYNC),--sync $(SYNC)) $(if $(WORKERS),--workers $(WORKERS)) \
 	  $(if $(PROGRAM),--program $(PROGRAM))
+
+soak-tests: $(VENV)/.installed ## the seeds of random kills, and the long runs, that test-all leaves out
+	$(BIN)/python -m pytest -q -m soak
 
 mutants: $(VENV)/.installed ## random changes of a package's source, of which its tests should notice each: PACKAGE=sync COUNT=300 SEED= SECONDS=
 	$(BIN)/python -m tests.random_mutants $(or $(PACKAGE),$(error PACKAGE=sync, data, checkpoint, recovery or audit)) \

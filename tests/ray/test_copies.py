@@ -198,7 +198,10 @@ def test_after_an_error_of_the_programs_own_the_run_goes_on():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "seed",
+    [0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 5))],
+)
 def test_random_kills(seed):
     """One in each of four calls, in a random phase of a random step; a spare takes each place."""
     draw, steps = random.Random(seed), 5

@@ -297,7 +297,10 @@ def test_the_server_holds_nothing_of_earlier_generations():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed",
+    [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 3))],
+)
 def test_random_kills(seed, tmp_path):
     """Eighteen in all, of the digits' workers; a stopped worker is found after a second."""
     generator = random.Random(seed)

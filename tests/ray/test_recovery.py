@@ -387,7 +387,10 @@ def _train_validate_save(trainer, workers, path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", range(9))
+@pytest.mark.parametrize(
+    "seed",
+    [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, 9))],
+)
 def test_random_kills(seed, tmp_path):
     """Fifty-four in all, of the digits' workers; a stopped worker is found after a second."""
     strikes = _random_strikes(random.Random(seed))

@@ -79,7 +79,10 @@ def test_a_flipped_bit_is_seen_named_and_changes_nothing(steps, step):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed",
+    [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 3))],
+)
 def test_three_times_a_hundred_flips(seed):
     """Each flip that changes a bit of the shard is found, and the run has the bits without it."""
     rng = random.Random(seed)
@@ -248,6 +251,7 @@ def test_workers_that_die_beside_it_change_no_bit():
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_ten_thousand_clean_steps_alarm_nobody():
     _, found = weights_of(steps=10_000)
