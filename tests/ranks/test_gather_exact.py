@@ -7,8 +7,11 @@ or looking at the encoder alone, wrong gathers come out right.
 
 import pytest
 
-from harness import assert_equal_on_all_ranks, assert_same
-from ranks.contrastive import LOSSES, SPLITS, SYNCS, on_ranks, one_process
+import lockstep
+from harness import assert_equal_on_all_ranks, assert_same, cut, gradients, rows, run_ranks
+from lockstep.reduction_context import ReductionContext, activate
+from lockstep.sync import GradientSync
+from ranks.contrastive import LOSSES, SPLITS, SYNCS, on_ranks, one_process, towers
 
 
 def compare(loss, sizes, sync, *, weighted):
@@ -59,3 +62,35 @@ def test_a_plain_backward(loss, sizes, sync):
         # Not the objective: the loss of each rank counts alike, its rows do not. A gather warns.
         with pytest.raises((AssertionError, UserWarning)):
             compare(loss, sizes, sync, weighted=False)
+
+
+@pytest.mark.parametrize("way", ["plain", "weighted"])
+@pytest.mark.parametrize("backward", ["adjoint", "replicated"])
+@pytest.mark.parametrize("sizes", [[11, 10], [14, 7], [12, 0, 9]], ids=str)
+def test_losses_that_are_added_up(sizes, backward, way):
+    """The samples of a batch do not weigh its sum, which counts once on each rank that has any."""
+    features, true = rows(21, 5, seed=21), towers()
+    counting = sum(size > 0 for size in sizes)
+
+    def loss_of(model, encoded):
+        return model.head(encoded).square().mean() * model.scale
+
+    (counting * loss_of(true, true.left(features))).backward()
+    replicas = [towers() for _ in sizes]
+
+    def body(group):
+        model, mine = replicas[group.rank], cut(21, sizes)[group.rank]
+        weight = sizes[group.rank]
+        sync = GradientSync([model], group, averages=False)
+        sync.set_delivered_weight(weight)
+        try:
+            with activate(ReductionContext(group, weight, averages=False)):
+                everyone = lockstep.gather(model.left(features[mine]), backward=backward)
+                loss = loss_of(model, everyone)
+                loss.backward() if way == "plain" else sync.backward(loss, weight=weight)
+        finally:
+            sync.detach()
+        return gradients(model)
+
+    for found in run_ranks(len(sizes), body):
+        assert_same(found, gradients(true))

@@ -44,7 +44,7 @@ class BackwardInfo(NamedTuple):
 
     Attributes:
         call_id: the number that the rank gave the call in its forward.
-        weight: of the rank's loss.
+        weight: of the rank's loss; of a loss that is a sum only whether it counts, as 1.0 or 0.0.
         at_root: 1.0 if the rank's loss was multiplied by the weight, else 0.0.
         scalar: this rank's gradient of the function's result, if that is a number; zero with
             weight zero.
@@ -156,7 +156,9 @@ class BackwardCheck:
         current = reduction_context.active()
         if current is not None and current.at_root:
             return (1.0 if current.weight is None else current.weight), True
-        return (1.0 if self._weight is None else self._weight), False
+        weight = 1.0 if self._weight is None else self._weight
+        # Gradients that are added up are not multiplied by a weight: only zero drops them.
+        return (weight if self.averages else float(weight > 0)), False
 
     def _compare_weights(self, infos: Sequence[BackwardInfo]) -> None:
         weights = [one.weight for one in infos]
@@ -172,7 +174,7 @@ class BackwardCheck:
             )
         on_roots = {one.at_root for one in infos}
         counting = {weight for weight in weights if weight != 0.0}
-        if on_roots == {1.0} or (on_roots == {0.0} and (len(counting) < 2 or not self.averages)):
+        if on_roots == {1.0} or (on_roots == {0.0} and len(counting) < 2):
             return
         listed = ", ".join(
             f"{one.weight:g} {'at the root' if one.at_root else 'at the reduction'} on rank {rank}"
