@@ -30,6 +30,7 @@ class ReductionContext:
         weight: of the delivered batch (samples, tokens); None: one per rank.
         per_shard: the loss is computed shard by shard, so that a function which needs the
             whole global batch (a gather, a contrastive loss) must refuse.
+        is_borrowed: this rank has no samples in the batch that it computes on, and brings no rows.
         averages: the losses of the ranks are averaged by weight; False: added.
         at_root: the loss of the backward that runs was multiplied by `weight`. False: the weight
             is applied where the gradients are reduced.
@@ -40,6 +41,7 @@ class ReductionContext:
     group: Group
     weight: float | None = None
     per_shard: bool = False
+    is_borrowed: bool = False
     averages: bool = True
     at_root: bool = False
     earlier: Mapping[int, torch.Tensor] = field(default_factory=dict)

@@ -60,7 +60,6 @@ def require_mean_reduction(function: str) -> None:
 
 
 def has_no_samples() -> bool:
-    """Whether this rank has no samples in this step: its batch is borrowed (see
-    `lockstep.data.sharded_loader`)."""
+    """Whether this rank computes on a borrowed batch now (see `lockstep.data.sharded_loader`)."""
     current = reduction_context.active()
-    return current is not None and current.weight == 0.0
+    return current is not None and current.is_borrowed

@@ -150,7 +150,13 @@ class GlobalBatchContext:
         shard.seed_randomness()
         whole = self.reduction
         return activate(
-            ReductionContext(whole.group, shard.num_samples, per_shard, averages=whole.averages)
+            ReductionContext(
+                whole.group,
+                shard.num_samples,
+                per_shard,
+                shard.is_borrowed,
+                averages=whole.averages,
+            )
         )
 
     def num_samples_of(self, metrics: Mapping[str, Any]) -> int:

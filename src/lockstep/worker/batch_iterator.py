@@ -132,6 +132,8 @@ class BatchIterator:
             state.forget_counts()
         self._num_open_samples = None
         state.global_batch = global_batch.between_batches()
+        # The weight stays, for a plain backward behind the last batch.
+        self._reduction.is_borrowed = False
         if training:
             state.committed += 1
             self._operator.global_step = state.committed
@@ -187,6 +189,7 @@ class BatchIterator:
         state.global_batch = global_batch
         # In the default loops `GlobalBatchContext.activate_shard` sets the weight of each shard.
         self._reduction.weight = shards[0].num_samples if is_joint else None
+        self._reduction.is_borrowed = global_batch.is_borrowed
         if not is_joint:
             return global_batch
         if training and global_batch.is_borrowed:

@@ -86,6 +86,14 @@ def test_inside_the_computation_of_a_shard_its_weight_and_seed_hold():
         assert torch.equal(drawn, torch.rand(1))
 
 
+def test_inside_the_computation_of_a_borrowed_batch_this_rank_has_no_samples():
+    context = step(ShardBatch(ROWS, 0, seed=1), is_joint=True)
+    for shard, is_borrowed in ((context.shards[0], True), (ShardBatch(ROWS, 3, seed=1), False)):
+        with context.activate_shard(shard, per_shard=False) as reduction:
+            assert reduction.is_borrowed == is_borrowed
+    assert not context.reduction.is_borrowed
+
+
 def test_between_two_batches_nothing_of_the_step_is_left():
     context = step(ShardBatch(ROWS, 3, seed=1), is_joint=True, closes_window=False)
     context.num_train_batch_calls, context.has_scheduled = 1, True

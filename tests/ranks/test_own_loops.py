@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loops of the user's own on workers that have unequally many batches: who counts what, and when.
+
+Workers are threads over real gloo, and read loaders of their own (``add_dist_sampler=False``).
+"""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import lockstep
+from harness import reset, rows
+from lockstep import TrainingOperator
+from lockstep.operator import Options
+from lockstep.worker import LoopRequest, Worker, WorkerSpec
+from ranks.table import as_threads
+from ranks.table_operators import mlp, sgd
+
+PER_BATCH = 2
+BATCHES = [5, 3]
+"""Of each rank: rank 1 repeats its third batch twice, with weight 0."""
+FEATURES = [rows(PER_BATCH * count, 4, seed=30 + rank) for rank, count in enumerate(BATCHES)]
+EVERYONE = torch.cat(FEATURES)
+
+
+class OwnRows(TrainingOperator):
+    def setup(self, config):
+        model = reset(mlp(), 7)
+        self.model, self.optimizer = self.register(models=model, optimizers=sgd(model))
+        loader = DataLoader(TensorDataset(FEATURES[self.world_rank]), PER_BATCH)
+        self.register_data(train_loader=loader, validation_loader=loader)
+
+
+def on_workers(operator_cls, purpose, num_steps=None, **options):
+    """The report of each worker's call."""
+    options = Options(add_dist_sampler=False, **options)
+    spec = WorkerSpec(operator_cls, {}, 2, num_shards=2, seed=0, options=options)
+
+    def one_rank(rank, make_group):
+        worker = Worker(spec, rank, rank)
+        worker._group = make_group()
+        try:
+            worker._build_operator(torch.device("cpu"))
+            request = LoopRequest(purpose, num_steps, False, {})
+            return worker.train(request) if purpose == "train" else worker.validate(request)
+        finally:
+            worker.stop()
+
+    results = as_threads(2, one_rank)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+class GathersAround(OwnRows):
+    """Gathers in each step, and also before and behind the loop."""
+
+    def train_epoch(self, iterator, info):
+        own, in_steps = FEATURES[self.world_rank], []
+        before = lockstep.gather(own)
+        for (features,) in iterator:
+            self.optimizer.zero_grad()
+            output = lockstep.gather(self.model(features))
+            in_steps.append(len(output))
+            self.backward(output.square().mean())
+            self.optimizer.step()
+        return {
+            "in_steps": in_steps,
+            "around": [before, lockstep.gather(own)],
+            "mean": lockstep.global_mean(own).item(),
+            "places": lockstep.rank_slice(own),
+        }
+
+
+def test_outside_of_a_batch_every_rank_brings_its_rows():
+    """Also where its last batch was borrowed, and before the first batch of the next pass."""
+    reports = on_workers(GathersAround, "train", num_steps=2 * max(BATCHES))
+    assert [len(report.passes) for report in reports] == [2, 2]
+    for rank, report in enumerate(reports):
+        for one in (done.metrics for done in report.passes):
+            assert one["in_steps"] == [4, 4, 4, 2, 2]
+            assert all(torch.equal(found, EVERYONE) for found in one["around"])
+            assert one["mean"] == pytest.approx(EVERYONE.mean().item(), rel=1e-12)
+            assert one["places"] == [slice(0, 10), slice(10, 16)][rank]
