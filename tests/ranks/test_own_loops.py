@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from harness import reset, rows
 from lockstep import TrainingOperator
+from lockstep.errors import NotAvailableError
 from lockstep.operator import Options
 from lockstep.worker import LoopRequest, Worker, WorkerSpec
 from ranks.table import as_threads
@@ -83,3 +84,40 @@ def test_outside_of_a_batch_every_rank_brings_its_rows():
             assert all(torch.equal(found, EVERYONE) for found in one["around"])
             assert one["mean"] == pytest.approx(EVERYONE.mean().item(), rel=1e-12)
             assert one["places"] == [slice(0, 10), slice(10, 16)][rank]
+
+
+class Evaluates(OwnRows):
+    """A `validate` that cannot tell a repeated batch."""
+
+    def validate(self, val_iterator, info):
+        seen = torch.cat([features for (features,) in val_iterator])
+        return {"seen": seen, "everyone": lockstep.gather(seen)}
+
+
+def test_a_validation_of_ones_own_sees_each_sample_once():
+    for rank, report in enumerate(on_workers(Evaluates, "validation")):
+        (done,) = report.passes
+        assert torch.equal(done.metrics["seen"], FEATURES[rank])
+        assert torch.equal(done.metrics["everyone"], EVERYONE)
+        assert (report.samples, report.steps) == (len(FEATURES[rank]), max(BATCHES))
+
+
+class EvaluatesBatches(OwnRows):
+    def validate_batch(self, batch, batch_info):
+        (features,) = batch
+        return {"val_loss": features.mean(), "rows": len(lockstep.gather(features))}
+
+
+def test_a_worker_that_has_run_out_takes_part_where_nothing_counts_its_batch_twice():
+    reports = on_workers(EvaluatesBatches, "validation")
+    (first,), (second,) = (report.passes for report in reports)
+    assert (first.samples, second.samples) == (10, 6)
+    assert (first.metrics["rows"], second.metrics["rows"]) == (pytest.approx(3.2), 4)
+    for done, features in zip((first, second), FEATURES, strict=True):
+        assert done.metrics["val_loss"] == pytest.approx(features.mean().item(), rel=1e-12)
+
+
+def test_a_model_in_shards_is_not_evaluated_by_a_loop_of_ones_own():
+    """A rank without batches has to run the forwards of its peers."""
+    with pytest.raises(NotAvailableError, match="override validate_batch instead"):
+        on_workers(Evaluates, "validation", sync="fsdp")

@@ -39,6 +39,8 @@ class UserShardedLoader:
         loader: a ``DataLoader``, or a re-iterable of ready batches. The loader itself is iterated,
             not a copy.
         assignment: the worker's shards.
+        borrows: a worker whose loader has ended repeats its last batch. False: it has steps without
+            parts.
 
     Raises:
         NotShardableError: `loader` is an iterator, which cannot start again at the next epoch.
@@ -49,10 +51,11 @@ class UserShardedLoader:
     has_exact_length = False
     global_batch_size: int | None = None
 
-    def __init__(self, loader: Any, assignment: ShardAssignment) -> None:
+    def __init__(self, loader: Any, assignment: ShardAssignment, *, borrows: bool = True) -> None:
         if not isinstance(loader, DataLoader):
             check_reiterable(loader, allow_already_sharded=True)
         self.assignment = assignment
+        self._borrows = borrows
         self._loader = loader
         self._agreed_steps: int | None = None
         self._shards = tuple(assignment.shards)
@@ -113,15 +116,15 @@ class UserShardedLoader:
             start_step: the first step. Batches before it are read and dropped: only the user's
                 loader knows what they hold.
             num_steps: steps of the whole epoch. If None: the steps on which the workers agreed,
-                if they have. A worker with fewer batches repeats its last one, with weight 0; a
-                worker without any batch has steps without parts. A worker with more batches has
-                more steps, which `lockstep.worker.data_cursor` refuses.
+                if they have. A worker with fewer batches repeats its last one, with weight 0, or
+                has steps without parts. A worker with more batches has more steps, which
+                `lockstep.worker.data_cursor` refuses.
         """
         num_steps = self._agreed_steps if num_steps is None else num_steps
         last: Any = None
         step = 0
         for batch in self._read(epoch):
-            last = (batch,)
+            last = (batch,) if self._borrows else None
             if step >= start_step:
                 yield Step(step, [LoadedPart(batch, leading_length(batch), self._shards)], None)
             step += 1

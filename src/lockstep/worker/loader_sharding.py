@@ -18,8 +18,6 @@ def make_sharded_loader(operator: TrainingOperator, loader: Any, purpose: str) -
     """Cut `loader` the way `operator`'s loop for `purpose` ("train", "validation") wants it."""
     context = operator._lockstep.context
     assignment = context.shard_assignment
-    if not context.options.add_dist_sampler:
-        return UserShardedLoader(loader, assignment)
     if purpose == "validation":
         _refuse_own_validation(operator)
     # A user's own `validate` would count the samples of a borrowed batch (see `ShardedLoader`'s
@@ -29,6 +27,8 @@ def make_sharded_loader(operator: TrainingOperator, loader: Any, purpose: str) -
         or operator.joint_loss
         or not operator._lockstep_overrides(TrainingOperator.validate)
     )
+    if not context.options.add_dist_sampler:
+        return UserShardedLoader(loader, assignment, borrows=borrows)
     parts = BatchParts.JOINT_OR_BORROWED if borrows else BatchParts.JOINT
     if not wants_joint(operator, purpose):
         parts = BatchParts.BY_SHARD

@@ -46,6 +46,12 @@ def test_a_worker_that_has_run_out_borrows_its_last_batch() -> None:
     assert [s.parts for s in UserShardedLoader([], SECOND).batches(0, num_steps=2)] == [[], []]
 
 
+def test_a_worker_that_is_not_to_borrow_has_steps_without_parts() -> None:
+    unsharded = UserShardedLoader([torch.tensor([1, 2]), torch.tensor([3])], SECOND, borrows=False)
+    steps = unsharded.batches(0, num_steps=4)
+    assert [[plain(part.batch) for part in step.parts] for step in steps] == [[[1, 2]], [[3]], [], []]
+
+
 def test_the_users_distributed_sampler_is_told_the_epoch() -> None:
     loader = DataLoader(range(8), batch_size=2, sampler=DistributedSampler(range(8), 2, 1))
     first, second = _steps(loader, 0), _steps(loader, 1)
