@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import wraps
+from functools import update_wrapper
 from typing import Any, Final
 
 import torch
 
 from lockstep.errors import ConfigurationError, WrongTypeError
-from lockstep.metrics.torchmetrics_merge import metrics_in
+from lockstep.metrics.torchmetrics_merge import is_metric, metrics_in
 
 _PREFIXES: Final = {"train": "train_", "validation": "val_"}
 
@@ -77,7 +77,11 @@ class RegisteredMetrics:
             for each in metrics_in(metric):
                 # The driver merges the states: no rank waits for another in the middle of a loop.
                 each.distributed_available_fn = _never
-                each.update = _skip_uncounted(counts_nothing, each.update)
+                each.update = _CountedUpdate(each, counts_nothing)
+            if not is_metric(metric):
+                # After its first update a collection lets metrics of equal states share them for
+                # good: after one that was skipped all would be equal.
+                metric.update = _CountedUpdate(metric, counts_nothing)
         self._by_purpose[purpose] = named
 
     def reset(self) -> None:
@@ -131,15 +135,25 @@ def _flatten_collections(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name or type(metric).__name__, metric
 
 
-def _skip_uncounted(
-    counts_nothing: Callable[[], bool], update: Callable[..., Any]
-) -> Callable[..., Any]:
-    @wraps(update)
-    def counted(*args: Any, **kwargs: Any) -> None:
-        if not counts_nothing():
-            update(*args, **kwargs)
+class _CountedUpdate:
+    """The `update` of a registered object, without effect while `counts_nothing`.
 
-    return counted
+    A copy of the object, pickled or not, has the `update` of its class: that of the original would
+    count for the original.
+    """
+
+    def __init__(self, metric: Any, counts_nothing: Callable[[], bool]) -> None:
+        update_wrapper(self, metric.update)
+        self._metric = metric
+        self._counts_nothing = counts_nothing
+        self._update = metric.update
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if not self._counts_nothing():
+            self._update(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._metric, "update")
 
 
 def _states_of(metric: Any) -> dict[str, Any]:

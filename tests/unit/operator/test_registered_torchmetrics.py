@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """torchmetrics objects of an operator, held to the same objects over the whole data at once."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -156,3 +159,41 @@ def test_a_step_can_be_taken_back():
     twice.observe("validation", output[20:], target[20:])
     values = [compute_merged([each.copy_to_cpu("validation")]) for each in (once, twice)]
     assert values[1] == pytest.approx(values[0], rel=1e-6)
+
+
+def collection():
+    """Metrics with states of one shape, which are equal only while they have counted nothing."""
+    return MetricCollection({f"top{k}": MulticlassAccuracy(CLASSES, top_k=k) for k in (1, 2)})
+
+
+@pytest.mark.parametrize("purposes", [("train",), ("train", "validation")])
+def test_a_batch_that_does_not_count_never_reaches_a_collection(purposes):
+    """Not its choice of metrics that share states either, which it makes by its first update."""
+    output, target = FEATURES[:, :CLASSES].softmax(dim=1), TARGETS
+    registered, ours, plain = RegisteredMetrics(), collection(), collection()
+    counts_nothing = True
+    for purpose in purposes:
+        registered.register(purpose, ours, torch.device("cpu"), lambda: counts_nothing)
+    registered.observe("train", output, target)
+    ours.update(output, target)
+    assert compute_merged([registered.copy_to_cpu("train")]) == {}
+    counts_nothing = False
+    plain.update(output, target)
+    registered.observe("train", output, target)
+    counts_nothing = True
+    registered.observe("train", output, target)
+    assert compute_merged([registered.copy_to_cpu("train")]) == {
+        f"train_{name}": value.item() for name, value in plain.compute().items()
+    }
+    assert ours.compute_groups == plain.compute_groups == {0: ["top1"], 1: ["top2"]}
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_of_a_registered_collection_counts_for_itself(copied):
+    output, target = FEATURES[:, :CLASSES].softmax(dim=1), TARGETS
+    ours = collection()
+    RegisteredMetrics().register("train", ours, torch.device("cpu"), lambda: True)
+    other = copied(ours)
+    other.update(output, target)
+    assert [each.update_count for each in other.values()] == [1, 1]
+    assert [each.update_count for each in ours.values()] == [0, 0]
