@@ -10,7 +10,7 @@ import pytest
 import lockstep
 from harness import assert_equal_on_all_ranks, assert_same, cut, gradients, rows, run_ranks
 from lockstep.reduction_context import ReductionContext, activate
-from lockstep.sync import GradientSync
+from lockstep.sync import GradientSync, replicate
 from ranks.contrastive import LOSSES, SPLITS, SYNCS, on_ranks, one_process, towers
 
 
@@ -94,3 +94,34 @@ def test_losses_that_are_added_up(sizes, backward, way):
 
     for found in run_ranks(len(sizes), body):
         assert_same(found, gradients(true))
+
+
+@pytest.mark.parametrize("sizes", [[12], [7, 5]], ids=["alone", "2 uneven"])
+def test_gathered_rows_that_are_written_to(sizes):
+    """They are a copy at any number of ranks, so that the rank's own rows stay as they were."""
+    features, true = rows(12, 5, seed=22), towers()
+
+    def loss_of(own, everyone):
+        everyone.sub_(everyone.mean(dim=0))
+        return (own @ everyone.T).square().mean()
+
+    encoded = true.left(features)
+    value = loss_of(encoded, encoded.clone())
+    value.backward()
+    replicas = [towers() for _ in sizes]
+
+    def body(group):
+        model, mine = replicas[group.rank], cut(12, sizes)[group.rank]
+        sync = replicate(model, group=group)
+        try:
+            own = model.left(features[mine])
+            loss = loss_of(own, lockstep.gather(own, group=group))
+            sync.backward(loss, weight=sizes[group.rank])
+        finally:
+            sync.detach()
+        return gradients(model), loss.item() * sizes[group.rank] / 12
+
+    results = run_ranks(len(sizes), body)
+    for found, _ in results:
+        assert_same(found, gradients(true))
+    assert sum(share for _, share in results) == pytest.approx(value.item(), rel=1e-12)

@@ -81,7 +81,7 @@ def gather(
     settings = [dim, uneven, backward]
     layout = agree_on_rows(ranks, name, [x], dim=dim, uneven=uneven, settings=settings)
     if ranks.size == 1:
-        return x
+        return x.clone()  # as from several ranks: what the caller writes to it does not change `x`
     mine = x.movedim(dim, 0)
     mine = mine[:0] if has_no_samples() else mine
     communication = None
