@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.keys import BATCH_COUNT, NUM_SAMPLES, WEIGHT
 from lockstep.metrics.merge_over_workers import merge
-from lockstep.metrics.metric_values import as_number
+from lockstep.metrics.metric_values import addable, as_number
 from lockstep.metrics.weighted_mean import WeightedMean, as_weight, read_means
 
 if TYPE_CHECKING:
@@ -40,12 +40,15 @@ class AverageMeter:
         self.count: float = 0
 
     def update(self, val: Any, n: float = 1) -> None:
-        """Count `val` with weight `n`; a weight of 0 changes nothing."""
+        """Count `val` with weight `n`; a weight of 0 changes nothing.
+
+        Of a tensor, `val`, `avg` and `sum` are tensors on its device, in float64 and without graph.
+        """
         n = as_weight(n)
         if n == 0:
             return
-        self.val = val
-        self.sum = self.sum + val * n  # not in place: `val` may be a tensor of the caller's
+        self.val = addable(val)
+        self.sum = self.sum + self.val * n
         self.count += n
         self.avg = self.sum / self.count
 

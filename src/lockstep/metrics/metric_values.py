@@ -39,8 +39,21 @@ def _tensor_as_number(tensor: Tensor) -> Any:
     if tensor.device.type == "cpu":
         return tensor.item()
     # `.item()` would stop the host until the device has caught up, once per metric and batch.
-    widest = torch.float32 if tensor.device.type == "mps" else torch.float64
-    return tensor.detach().reshape(()).to(widest)
+    number: Tensor = addable(tensor)
+    return number.reshape(())
+
+
+def addable(value: Any) -> Any:
+    """`value` in a dtype in which many of its kind can be added up.
+
+    Of a tensor, a copy on its device without its graph: the caller may write to the tensor before
+    the sum is read.
+    """
+    if isinstance(value, Tensor):
+        widest = torch.float32 if value.device.type == "mps" else torch.float64
+        return value.detach().to(value.dtype if value.is_complex() else widest, copy=True)
+    number = as_number(value)
+    return value if number is None else number
 
 
 def read_numbers(values: Iterable[Any]) -> list[Any]:

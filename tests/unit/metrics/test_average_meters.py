@@ -57,6 +57,33 @@ def test_average_meter_leaves_the_callers_tensor_alone() -> None:
     assert meter.avg == 2.0
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor(60000.0, dtype=torch.float16),
+        torch.tensor(60000.0, dtype=torch.float16, requires_grad=True),
+        torch.tensor([60000.0, 1.0], dtype=torch.float16),
+        np.float16(60000.0),
+    ],
+    ids=["scalar", "graph", "vector", "numpy"],
+)
+def test_average_meter_adds_up_in_more_than_16_bits(value: Any) -> None:
+    meter = AverageMeter()
+    for _ in range(1000):
+        meter.update(value * 1)
+    first = meter.avg[0] if value.shape else meter.avg
+    assert (first, meter.count) == (60000.0, 1000)
+    kept = [each for each in (meter.val, meter.avg, meter.sum) if isinstance(each, torch.Tensor)]
+    assert not any(each.requires_grad for each in kept)
+
+
+def test_average_meter_keeps_a_tensor_a_tensor() -> None:
+    meter = AverageMeter()
+    meter.update(torch.tensor(1 + 2j))
+    meter.update(torch.tensor(3 + 2j))
+    assert meter.avg.item() == 2 + 2j
+
+
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_samples", [1, 7, 37])
 def test_uneven_shards_give_the_mean_over_all_samples(num_workers: int, num_samples: int) -> None:
