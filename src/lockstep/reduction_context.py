@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from lockstep.errors import WeightError
     from lockstep.group import Group
 
 
@@ -30,7 +31,8 @@ class ReductionContext:
         weight: of the delivered batch (samples, tokens); None: one per rank.
         per_shard: the loss is computed shard by shard, so that a function which needs the
             whole global batch (a gather, a contrastive loss) must refuse.
-        is_borrowed: this rank has no samples in the batch that it computes on, and brings no rows.
+        is_borrowed: this rank has no samples in the batch that it computes on, and brings no rows;
+            the error to raise where this cannot be known.
         averages: the losses of the ranks are averaged by weight; False: added.
         at_root: the loss of the backward that runs was multiplied by `weight`. False: the weight
             is applied where the gradients are reduced.
@@ -41,7 +43,7 @@ class ReductionContext:
     group: Group
     weight: float | None = None
     per_shard: bool = False
-    is_borrowed: bool = False
+    is_borrowed: bool | WeightError = False
     averages: bool = True
     at_root: bool = False
     earlier: Mapping[int, torch.Tensor] = field(default_factory=dict)

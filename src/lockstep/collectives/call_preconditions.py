@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep import reduction_context
-from lockstep.errors import ConfigurationError, PerShardLossError, WrongUseError
+from lockstep.errors import ConfigurationError, PerShardLossError, WeightError, WrongUseError
 from lockstep.group import Group, resolve_group
 
 
@@ -60,6 +60,13 @@ def require_mean_reduction(function: str) -> None:
 
 
 def has_no_samples() -> bool:
-    """Whether this rank computes on a borrowed batch now (see `lockstep.data.sharded_loader`)."""
+    """Whether this rank computes on a borrowed batch now (see `lockstep.data.sharded_loader`).
+
+    Raises:
+        WeightError: the loop has read ahead, and on which batch it computes is unknown.
+    """
     current = reduction_context.active()
-    return current is not None and current.is_borrowed
+    is_borrowed = current is not None and current.is_borrowed
+    if isinstance(is_borrowed, WeightError):
+        raise is_borrowed
+    return is_borrowed

@@ -28,6 +28,11 @@ class ReadAheadBatches:
         """Whether all these batches have the same number of samples."""
         return len(set(self._samples)) <= 1
 
+    @property
+    def has_borrowed_batch(self) -> bool:
+        """Whether one of these batches is borrowed."""
+        return 0 in self._samples
+
     def note_read(self, samples: int, rounds: int) -> None:
         """Note that a batch of `samples` was read, after `rounds` reductions of the run."""
         self._note_trained(rounds)
@@ -75,6 +80,16 @@ class ReadAheadBatches:
             self._samples.remove(next(n for n in self._samples if (n > 0) == (weight > 0)))
             self._has_guessed = True
         return weight
+
+    def unknown_rows_error(self, where: str) -> WeightError:
+        """The error of a gather whose rows may be of a borrowed batch, and may not."""
+        return WeightError(
+            "whether this rank brings rows is not known",
+            where=where,
+            got=f"batches of {self._samples} samples, read and not yet trained on",
+            cause=_CAUSE,
+            fix="override train_batch instead",
+        )
 
     def unknown_weight_error(self, where: str) -> WeightError:
         """The error of a backward whose batch may be any of several with different weights."""

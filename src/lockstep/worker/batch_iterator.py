@@ -226,7 +226,10 @@ class BatchIterator:
         ahead.note_read(samples, sync.rounds)
         if ahead.has_equal_batches or not sync.needs_guard:
             return samples
-        return ahead.unknown_weight_error(rank_and_step(self._operator))
+        where = rank_and_step(self._operator)
+        if ahead.has_borrowed_batch:
+            self._reduction.is_borrowed = ahead.unknown_rows_error(where)
+        return ahead.unknown_weight_error(where)
 
     def _note_end_of_data(self) -> None:
         if self._read_ahead is not None and self._state.sync is not None:
