@@ -111,7 +111,10 @@ class StepLog:
 
     def add(self, metrics: Mapping[str, Any], n: float, partial: Mapping[str, float]) -> None:
         """Store the metrics of the current batch; see `AverageMeterCollection.update`."""
-        self._current.reports.append((dict(metrics), n, dict(partial)))
+        # Numbers are read now: the program may write to a tensor before the step enters a row.
+        numbers = {key: as_number(value) for key, value in metrics.items()}
+        known = {key: number for key, number in numbers.items() if number is not None}
+        self._current.reports.append(({**metrics, **known}, n, dict(partial)))
 
     def note_loss(self, shard: int, loss: Any) -> None:
         """Store the loss of one shard of the current batch, if it is a number."""

@@ -4,6 +4,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from lockstep import Callback
 from lockstep.metrics.step_log import StepLog
@@ -76,3 +77,13 @@ def test_a_driver_that_asks_while_weights_are_hashed_gets_the_step_later(driver,
     driver.take_live_rows([rows_after(each, driver.written) for each in (fast, slow)])
     assert asks == [1, 2, 3]
     assert losses.told == [(1, 2.0), (2, 2.0), (3, 2.0)]
+
+
+def test_a_metric_is_read_when_it_is_reported():
+    """The program goes on writing to its tensor while the window of its step is open."""
+    log, running = StepLog(1), torch.zeros(())
+    for step in (1, 2, 3):
+        log.add({"running": running.add_(1.0)}, 1, {})
+        log.commit(step, 1, (0, step - 1), is_settled=step == 3)
+    _, rows = log.rows_after(0)
+    assert [row.sums["sums"]["running"].total for row in rows] == [1.0, 2.0, 3.0]
