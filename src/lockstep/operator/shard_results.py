@@ -24,6 +24,7 @@ from lockstep.errors import (
     WeightError,
 )
 from lockstep.keys import NUM_SAMPLES, WEIGHT
+from lockstep.metrics.metric_values import addable
 from lockstep.operator.criterion_targets import count_targets
 
 if TYPE_CHECKING:
@@ -150,8 +151,8 @@ class ShardResults:
 def mean_over_shards(results: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, Any]:
     """One step's metrics from its shards': each the mean over the shards that report it.
 
-    Stays on the tensors' device. What is not a number is the first shard's. A shard of weight
-    zero (without tokens, and so often without a loss) counts only if all are.
+    Stays on the tensors' device, in float64. What is not a number is the first shard's. A shard of
+    weight zero (without tokens, and so often without a loss) counts only if all are.
     """
     results = [pair for pair in results if pair[1] > 0] or [(each, 1) for each, _ in results]
     if len(results) == 1:
@@ -161,7 +162,7 @@ def mean_over_shards(results: Sequence[tuple[Mapping[str, Any], float]]) -> dict
         values = [(metrics[key], weight) for metrics, weight in results if key in metrics]
         if all(_is_scalar(value) for value, _ in values):
             total = sum(weight for _, weight in values)
-            merged[key] = sum(value * (weight / total) for value, weight in values)
+            merged[key] = sum(addable(value) * (weight / total) for value, weight in values)
         else:
             merged[key] = values[0][0]
     return merged

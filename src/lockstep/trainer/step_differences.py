@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 _ROUNDING: Final = 1e-6
-"""Workers add up means of losses in float32, in an order of their own."""
+"""Means depend on the order in which the workers add up, and some logs have them in float32."""
 
 
 @dataclass(frozen=True)

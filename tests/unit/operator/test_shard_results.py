@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import TorchTrainer
 from lockstep.errors import ConfigurationError, MixedWeightsError, NotAvailableError, WeightError
 from lockstep.keys import BATCH_SIZE, NUM_SAMPLES, WEIGHT
+from lockstep.operator.shard_results import mean_over_shards
 
 CONFIG = {BATCH_SIZE: 5}
 
@@ -231,3 +232,13 @@ def test_a_weight_that_nobody_would_apply_is_refused():
         trained.train()
         trained.train()
         assert farthest(trained.get_model(), by_hand().model) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_metrics_of_shards_are_added_up_in_float64(dtype):
+    values = torch.tensor([1.0, 1.5, 0.0078125, 40000.0], dtype=dtype, requires_grad=True)
+    results = [({"x": value}, weight) for value, weight in zip(values, (3, 1, 4, 5), strict=True)]
+    mean = mean_over_shards(results)["x"]
+    true = sum(value.item() * weight for value, weight in zip(values, (3, 1, 4, 5), strict=True))
+    assert mean.item() == pytest.approx(true / 13, rel=1e-15)
+    assert not mean.requires_grad
