@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from harness import reset, rows
 from lockstep import TrainingOperator
-from lockstep.errors import NotAvailableError, PeerLostError, WeightError
+from lockstep.errors import PeerLostError, WeightError
 from lockstep.operator import Options
 from lockstep.worker import LoopRequest, Worker, WorkerSpec
 from ranks.table import as_threads
@@ -32,9 +32,9 @@ class OwnRows(TrainingOperator):
         self.register_data(train_loader=loader, validation_loader=loader)
 
 
-def on_workers(operator_cls, purpose, num_steps=None, **options):
+def on_workers(operator_cls, purpose, num_steps=None):
     """The report of each worker's call."""
-    options = Options(add_dist_sampler=False, **options)
+    options = Options(add_dist_sampler=False)
     spec = WorkerSpec(operator_cls, {}, 2, num_shards=2, seed=0, options=options)
 
     def one_rank(rank, make_group):
@@ -138,9 +138,3 @@ def test_a_worker_that_has_run_out_takes_part_where_nothing_counts_its_batch_twi
     assert (first.metrics["rows"], second.metrics["rows"]) == (pytest.approx(3.2), 4)
     for done, features in zip((first, second), FEATURES, strict=True):
         assert done.metrics["val_loss"] == pytest.approx(features.mean().item(), rel=1e-12)
-
-
-def test_a_model_in_shards_is_not_evaluated_by_a_loop_of_ones_own():
-    """A rank without batches has to run the forwards of its peers."""
-    with pytest.raises(NotAvailableError, match="override validate_batch instead"):
-        on_workers(Evaluates, "validation", sync="fsdp")

@@ -48,8 +48,8 @@ def test_a_worker_that_has_run_out_borrows_its_last_batch() -> None:
 
 def test_a_worker_that_is_not_to_borrow_has_steps_without_parts() -> None:
     unsharded = UserShardedLoader([torch.tensor([1, 2]), torch.tensor([3])], SECOND, borrows=False)
-    steps = unsharded.batches(0, num_steps=4)
-    assert [[plain(part.batch) for part in step.parts] for step in steps] == [[[1, 2]], [[3]], [], []]
+    batches = [[plain(part.batch) for part in s.parts] for s in unsharded.batches(0, num_steps=4)]
+    assert batches == [[[1, 2]], [[3]], [], []]
 
 
 def test_the_users_distributed_sampler_is_told_the_epoch() -> None:
