@@ -15,7 +15,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from lockstep._torch_compat import compiled_from
+
 _FUNCTIONS: Final = (functional.cross_entropy, functional.nll_loss)
+_FORWARDS: Final = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 _IGNORED: Final = -100
 """The default `ignore_index` of both."""
 
@@ -45,9 +48,12 @@ def count_targets(call: CriterionCall) -> float | None:
 
 def _settings(criterion: Any) -> tuple[torch.Tensor | None, int] | None:
     """`weight` and `ignore_index`, of a criterion that is a mean over targets."""
-    if isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss):
-        is_mean = criterion.reduction == "mean"
-        return (criterion.weight, criterion.ignore_index) if is_mean else None
+    if isinstance(criterion, nn.Module):
+        plain: Any = compiled_from(criterion)
+        # A subclass with a `forward` of its own (a focal loss) may take another mean.
+        is_torchs = getattr(plain.forward, "__func__", None) in _FORWARDS
+        is_mean = is_torchs and plain.reduction == "mean"
+        return (plain.weight, plain.ignore_index) if is_mean else None
     given = criterion.keywords if isinstance(criterion, partial) else {}
     function = criterion.func if isinstance(criterion, partial) else criterion
     if function not in _FUNCTIONS or given.get("reduction", "mean") != "mean":

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The default loss is that of one process where the criterion's mean is over targets."""
 
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -39,6 +41,18 @@ class LogScores(Transposed):
         return super().forward(x).log_softmax(dim=1)
 
 
+class Focal(nn.CrossEntropyLoss):
+    """As it is widely written: a mean over samples, with the weights of classes within it."""
+
+    def __init__(self, alpha):
+        super().__init__(weight=alpha, reduction="none")
+        self.reduction = "mean"
+
+    def forward(self, scores, target):
+        each = functional.cross_entropy(scores, target, weight=self.weight, reduction="none")
+        return ((1 - torch.exp(-each)).square() * each).mean()
+
+
 CASES = {
     "class weights": (Transposed, nn.CrossEntropyLoss(weight=WEIGHT), X, CLASSES),
     "ignored": (Transposed, nn.CrossEntropyLoss(), X, SOME),
@@ -59,6 +73,7 @@ CASES = {
         CLASSES,
     ),
     "probabilities": (Transposed, nn.CrossEntropyLoss(weight=WEIGHT), X, OF_CLASSES),
+    "a forward of its own": (Transposed, Focal(WEIGHT), X, CLASSES),
 }
 
 
@@ -163,3 +178,12 @@ def test_a_sum_that_both_say():
     nn.CrossEntropyLoss(reduction="sum")(model(X), CLASSES).backward()
     expected = model.linear.weight.detach() - 0.5 * model.linear.weight.grad
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_compiled_criterion_counts_as_the_one_that_was_compiled():
+    program = (
+        "import torch; from lockstep.operator.criterion_targets import *;"
+        "made = torch.compile(torch.nn.CrossEntropyLoss(ignore_index=0), backend='eager');"
+        "assert count_targets(CriterionCall(made, torch.tensor([0, 1, 1]))) == 2"
+    )  # in a process of its own: it imports the compiler
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=50)
