@@ -47,6 +47,17 @@ def test_a_loss_that_is_no_mean_is_found_and_shown():
     assert isinstance(caught.value, LockstepError)
 
 
+def test_the_error_of_a_step_is_told_and_not_that_its_peers_lost_the_rank():
+    def needs_pairs(model, batch):
+        if len(batch[0]) % 2:
+            raise ValueError("rows come in pairs")
+        return step(model, batch)
+
+    rows = FEATURES.repeat(2, 1)[:10]  # over 3 ranks 4, 3, 3
+    with pytest.raises(ValueError, match="rows come in pairs"):
+        assert_parity(needs_pairs, make_model, [(rows, rows[:, :2])], world_size=3)
+
+
 TRUE = {"w": torch.tensor([3.0, 4.0], dtype=torch.float64)}
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
+from lockstep.errors import PeerLostError
 from lockstep.group import Group
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ def run_ranks(world_size: int, body: Callable[[Group], Result]) -> list[Result]:
 
     Raises:
         The error of the first failing rank, of any type. Closing that rank's group ends the
-            collectives in which the other ranks wait.
+            collectives in which the other ranks wait; their `PeerLostError` only if there is no
+            other.
     """
     store = dist.HashStore()
     barrier = threading.Barrier(world_size)
@@ -44,4 +46,8 @@ def run_ranks(world_size: int, body: Callable[[Group], Result]) -> list[Result]:
 
     with ThreadPoolExecutor(world_size) as ranks:
         runs = [ranks.submit(run, rank) for rank in range(world_size)]
+    failures = [error for run in runs if (error := run.exception()) is not None]
+    # A rank that lost its peer says less than the peer.
+    for failure in sorted(failures, key=lambda one: isinstance(one, PeerLostError)):
+        raise failure
     return [run.result() for run in runs]
