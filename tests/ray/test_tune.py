@@ -102,11 +102,14 @@ def test_what_a_trial_asks_for():
     assert bundles(num_workers=2) == [{"CPU": 1}] * 2
     assert bundles(num_workers=2, use_gpu="auto", use_local=True) == [{"CPU": 1}] * 2
     assert bundles({"num_workers": 3}, num_cpus_per_worker=2) == [{"CPU": 2}] * 3
+    assert bundles(num_workers=2, spare_workers=1) == [{"CPU": 1}] * 3
+    assert bundles(num_workers=2, spare_workers=1, use_local=True) == [{"CPU": 1}] * 3
     gpus = {"use_gpu": True, "resources_per_worker": {"lane": 1}}
     assert bundles(**gpus) == [{"CPU": 1, "GPU": 1, "lane": 1}]
     replicas = bundles(use_gpu=True, num_workers=4, sync="data_parallel")
     assert replicas == [{"CPU": 1, "GPU": 4}]
     assert resources(2, num_gpus_per_worker=1).bundles == [{"CPU": 1, "GPU": 1}] * 2
+    assert resources(2, spare_workers=1).bundles == [{"CPU": 1}] * 3
 
 
 def test_a_trial_that_can_not_be_placed_is_told_of(caplog):
@@ -187,20 +190,21 @@ def test_two_workers_live_in_the_room_of_their_trial(tmp_path):
 
 @pytest.mark.slow
 @needs_room
-@pytest.mark.parametrize("is_function", [False, True])
-def test_a_trial_may_take_all_of_a_cluster(is_function, tmp_path):
-    """Four workers on four CPUs: the process that drives them holds none."""
+@pytest.mark.parametrize(("is_function", "spares"), [(False, 0), (True, 0), (False, 1), (True, 1)])
+def test_a_trial_may_take_all_of_a_cluster(is_function, spares, tmp_path):
+    """Four workers and spares on four CPUs: the process that drives them holds none."""
+    count = {"num_workers": 4 - spares, "spare_workers": spares}
 
     def function(config):
-        with TorchTrainer(**ARGUMENTS, num_workers=4) as trainer:
+        with TorchTrainer(**ARGUMENTS, **count) as trainer:
             report(trainer, described(trainer, {"iteration": 1}))
 
-    trainable = TorchTrainer.as_trainable(**ARGUMENTS, num_workers=4, override_tune_step=described)
-    asked = tune.with_resources(function, resources(4)) if is_function else trainable
+    trainable = TorchTrainer.as_trainable(**ARGUMENTS, **count, override_tune_step=described)
+    asked = tune.with_resources(function, resources(**count)) if is_function else trainable
     found = fit(asked, {"lr": 0.04}, tmp_path, iterations=1)
     assert found[0].error is None
     assert found[0].metrics["rooms"] == 1
-    assert len(found[0].metrics["rates"]) == 4
+    assert len(found[0].metrics["rates"]) == 4 - spares
 
 
 class Stumbles(Tuned):

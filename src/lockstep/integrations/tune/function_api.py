@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 def resources(
     num_workers: int,
     *,
+    spare_workers: int = 0,
     num_cpus_per_worker: float = 1,
     num_gpus_per_worker: float = 0,
     resources_per_worker: Mapping[str, float] | None = None,
 ) -> Any:
-    """The resources of a trial: one bundle for each worker; the function itself needs none.
+    """A trial's resources: one bundle for each worker and spare; the function itself needs none.
 
     ::
 
@@ -34,8 +35,9 @@ def resources(
     """
     tune = import_optional("ray.tune", extra="tune", by="lockstep.integrations.tune")
     bundle = bundle_for(num_cpus_per_worker, num_gpus_per_worker, resources_per_worker)
-    warn_of_missing_resources(bundle, num_workers, "a trial")
-    return tune.PlacementGroupFactory([{}, *([bundle] * num_workers)], strategy="PACK")
+    num_processes = num_workers + spare_workers
+    warn_of_missing_resources(bundle, num_processes, "a trial")
+    return tune.PlacementGroupFactory([{}, *([bundle] * num_processes)], strategy="PACK")
 
 
 def report(trainer: TorchTrainer, metrics: Mapping[str, Any], *, checkpoint: bool = True) -> None:

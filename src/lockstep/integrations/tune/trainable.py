@@ -44,15 +44,17 @@ class TorchTrainable(Trainable):
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory:
-        """One bundle for each worker; a trial that only drives workers needs no resources."""
+        """One bundle for each worker and spare; a trial that only drives them needs nothing."""
         given = cls.arguments
         num_workers = config.get("num_workers", given.get("num_workers", 1))
+        spares = given.get("spare_workers", 0)
         require_count("num_workers", num_workers)
+        require_count("spare_workers", spares, least=0)
         custom_resources = given.get("resources_per_worker")
         in_one_process = given.get("sync") == "data_parallel"
         gpus = int(given["use_gpu"]) * (num_workers if in_one_process else 1)
         worker = bundle_for(given.get("num_cpus_per_worker", 1), gpus, custom_resources)
-        num_processes = 1 if in_one_process else num_workers
+        num_processes = 1 if in_one_process else num_workers + spares
         local = given.get("use_local") or (num_processes == 1 and not gpus and not custom_resources)
         warn_of_missing_resources(worker, num_processes, f"a trial of {cls.__name__}")
         # The first bundle is for the trial's own process, which may be rank 0.
