@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigurationError
-from lockstep.keys import BATCH_COUNT
 from lockstep.metrics.metric_values import as_number
 from lockstep.trainer.argument_checks import require, require_choice, require_count
 from lockstep.trainer.callbacks import Callback
@@ -152,31 +151,23 @@ class KeepBest(MetricMonitor):
 
     def _begin(self) -> None:
         super()._begin()
-        self._steps_here = 0
         self._has_looked = False
 
-    def on_train_end(self, trainer: TorchTrainer, result: dict[str, Any]) -> None:
-        self._steps_here += result.get(BATCH_COUNT, 0)
-        super().on_train_end(trainer, result)
-
     def judge(self, trainer: TorchTrainer, value: float) -> None:
-        step = trainer.status()["step"]
         if not self._has_looked:
             self._has_looked = True
-            self._look_back(step)
+            self._look_back(trainer)
         if self.is_better(value):
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            step = trainer.status()["step"]
             trainer.save(self.path)
             self.best = value
             note = {"metric": self.metric, "mode": self.mode, "value": value, "step": step}
             self._note.write_text(json.dumps(note) + "\n")
 
-    def _look_back(self, step: int) -> None:
-        """Read the best value of an earlier program, if this run was resumed.
-
-        A run with more steps than this callback has counted began in an earlier program.
-        """
-        if step > self._steps_here and self._note.exists() and self.path.exists():
+    def _look_back(self, trainer: TorchTrainer) -> None:
+        """Read the best value of an earlier program, if this run goes on from a state of one."""
+        if trainer._steps.loaded > 0 and self._note.exists() and self.path.exists():
             note = json.loads(self._note.read_text())
             if (note["metric"], note["mode"]) == (self.metric, self.mode):
                 self.best = note["value"]

@@ -35,6 +35,7 @@ class StepMetrics:
     Attributes:
         every: steps for each row of the workers; 0 if no callback asks for steps.
         written: the latest step of the run that was reported to callbacks.
+        loaded: the step of the state that was loaded last; 0: the run began anew.
     """
 
     def __init__(self, callbacks: CallbackList) -> None:
@@ -45,6 +46,7 @@ class StepMetrics:
             require_count("every", each.every, optional=True)
         self._listeners = [each for each in listening if each.every is not None]
         self.every = math.gcd(*(each.every or 0 for each in self._listeners))
+        self.loaded = 0
         self._restart_at(0)
 
     def adjust_spec(self, spec: WorkerSpec) -> WorkerSpec:
@@ -57,6 +59,7 @@ class StepMetrics:
 
     def restart_at(self, step: int) -> None:
         """Restart at `step`, after a state was loaded."""
+        self.loaded = step
         self._restart_at(step)
         self.note_change("load_state_dict")
 

@@ -26,6 +26,7 @@ class Told(TrainingOperator):
             train_loader=DataLoader(data, 20), validation_loader=DataLoader(data, 20)
         )
         self.left = list(config["losses"])
+        self.stumbles_at = config.get("stumbles_at")
 
     def validate(self, val_iterator, info):
         list(val_iterator)
@@ -34,6 +35,9 @@ class Told(TrainingOperator):
     def compute_loss(self, batch, batch_info):
         if self.config.get("fails"):
             raise LookupError("on purpose")
+        if batch_info["global_step"] == self.stumbles_at:
+            self.stumbles_at = None
+            raise LookupError("once")
         return super().compute_loss(batch, batch_info)
 
 
@@ -89,6 +93,24 @@ def test_the_best_is_kept_and_a_run_that_goes_on_does_not_replace_it(tmp_path):
         trainer.train(num_steps=1)
         trainer.validate()
         assert anew.best == 7.0
+
+
+def test_a_run_that_begins_anew_replaces_the_best_also_after_a_call_that_failed(tmp_path):
+    """The steps of that call count, and no callback was told of them."""
+    path = tmp_path / "best.pt"
+    with start([1], KeepBest(path, "val_loss", mode="min")) as trainer:
+        trainer.train()
+        trainer.validate()
+    keep = KeepBest(path, "val_loss", mode="min")
+    with start([7], keep, stumbles_at=1) as trainer:
+        with pytest.raises(LookupError, match="once"):
+            trainer.train()
+        trainer.train()
+        trainer.train()
+        trainer.validate()
+        assert keep.best == 7.0
+        trainer.load(path)
+        assert trainer.status()["step"] == 4
 
 
 def test_a_metric_that_is_in_no_result():
