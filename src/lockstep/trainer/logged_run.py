@@ -34,7 +34,8 @@ class LoggedRun:
     """The log of a run.
 
     Attributes:
-        programs: what each program that went on with the run has told of itself.
+        programs: what each program that computed steps of the run, and the latest one, have told of
+            themselves; one that loaded a state in between is another one from there on.
         steps: the steps of the run, by number; of an abandoned continuation there are none.
         changes: the steps after which something else than training may have changed the state, and
             what did.
@@ -56,8 +57,9 @@ class LoggedRun:
         for line in _lines(os.path.join(folder, FILE_NAME)):
             if "run" in line:
                 _refuse_later_format(line["run"], folder)
-                run.programs.append(line["run"])
                 run._go_back_to(line["run"]["from"])
+                run._forget_idle_program()
+                run.programs.append(line["run"])
             elif "changed" in line:
                 run._go_back_to(line["changed"])
                 run.changes.append((line["changed"], line["by"]))
@@ -76,6 +78,12 @@ class LoggedRun:
         for later in [each for each in self.steps if each > step]:
             del self.steps[later]
         self.changes[:] = [each for each in self.changes if each[0] <= step]
+
+    def _forget_idle_program(self) -> None:
+        """Forget the latest program if it has computed no step: it began with another state."""
+        latest = len(self.programs) - 1
+        if self.programs and all(each.program < latest for each in self.steps.values()):
+            self.programs.pop()
 
     def steps_around(self, step: int, most: int) -> range:
         """A step with at most so many before and after it, which the same program computed.

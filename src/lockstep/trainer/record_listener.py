@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.trainer.callbacks import Callback
 
@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lockstep.metrics.step_log import StepRecord
+
+ON_LOAD: Final = "load_state_dict"
+"""What has changed the state of the run, where another state was loaded."""
 
 
 class RecordListener(Callback):

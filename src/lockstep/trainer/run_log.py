@@ -3,7 +3,8 @@
 
 JSON lines, only ever appended to. A line is written at once, and read only if it is whole, so that
 a kill at any byte costs the line that was being written. Each program that goes on with the run
-adds a line ``{"run": ...}``; what stands below a line supersedes earlier lines of the same steps.
+adds a line ``{"run": ...}``, and another one where it loads a state, with which another seed may
+come; what stands below such a line supersedes earlier lines of the same steps.
 
 - ``{"run": {...}}``: versions, processor, and the arguments of the trainer.
 - ``{"step": 17, "at": [1, 5], ...}``: the step is global batch 5 of epoch 1. ``n`` is its number of
@@ -37,7 +38,7 @@ from lockstep._version import __version__
 from lockstep.hardware import describe_hardware
 from lockstep.installed_versions import version_of
 from lockstep.trainer.ray_dataset_feed import ON_RAY_DATASET
-from lockstep.trainer.record_listener import RecordListener
+from lockstep.trainer.record_listener import ON_LOAD, RecordListener
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -69,19 +70,18 @@ class RunLog(RecordListener):
 
     def __init__(self, folder: str) -> None:
         self._path = os.path.join(folder, FILE_NAME)
+        self._workers: Any = None
         self._is_on = False
         self._rates: Sequence[float] = ()
         self._num_recoveries = self._num_wrong = 0
         self._wrong: Sequence[Mapping[str, Any]] = ()
 
     def on_start(self, trainer: Any) -> None:
-        workers, step = trainer._workers, trainer._steps.written
+        self._workers = trainer._workers
+        self._wrong = self._workers.shadow.wrong
         self._is_on = True
-        self._wrong = workers.shadow.wrong
         self._end_torn_line()
-        run = describe_run(workers.spec, workers.start_reports[0].device, step)
-        self._write({"run": run})
-        for limit in _limits_of_replays(run):
+        for limit in _limits_of_replays(self._write_run(trainer._steps.written)):
             _log.info("a replay of this run's steps %s", limit)
 
     def on_record(
@@ -98,6 +98,8 @@ class RunLog(RecordListener):
     def on_change(self, step: int, what: str) -> None:
         self._rates = ()
         self._write({"changed": step, "by": what})
+        if what == ON_LOAD and self._is_on:
+            self._write_run(step)
         if what == ON_RAY_DATASET:
             _log.info("the steps after %d are on a Ray dataset, and cannot be replayed", step)
 
@@ -110,6 +112,12 @@ class RunLog(RecordListener):
 
     def on_failure(self, trainer: Any, error: BaseException) -> None:
         self._write_wrong()
+
+    def _write_run(self, step: int) -> Mapping[str, Any]:
+        device = self._workers.start_reports[0].device
+        run = describe_run(self._workers.spec, device, step)
+        self._write({"run": run})
+        return run
 
     def _write_wrong(self) -> None:
         for each in self._wrong[self._num_wrong :]:

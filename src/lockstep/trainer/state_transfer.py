@@ -98,7 +98,7 @@ class StateTransfer:
                 self._workers.call(Worker.settle_state.with_args(keep=False))
             raise
         self._workers.call(Worker.settle_state.with_args(keep=True))
-        self._workers.set_num_shards(int(state.get("num_shards", self._workers.spec.num_shards)))
+        self._workers.note_loaded(state)
         self._steps.restart_at(int(state.get("global_step", 0)))
         self.update_users_objects()
 

@@ -12,7 +12,7 @@ from lockstep.keys import BATCH_COUNT
 from lockstep.metrics import merge
 from lockstep.trainer.argument_checks import require, require_count
 from lockstep.trainer.callbacks import Callback
-from lockstep.trainer.record_listener import RecordListener
+from lockstep.trainer.record_listener import ON_LOAD, RecordListener
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,7 +61,7 @@ class StepMetrics:
         """Restart at `step`, after a state was loaded."""
         self.loaded = step
         self._restart_at(step)
-        self.note_change("load_state_dict")
+        self.note_change(ON_LOAD)
 
     def _restart_at(self, step: int) -> None:
         self.written = step

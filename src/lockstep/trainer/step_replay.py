@@ -23,7 +23,7 @@ from lockstep.checkpoint.rotation import Rotation
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.operator.replayed_class import replayed_class
 from lockstep.trainer.logged_run import LoggedRun
-from lockstep.trainer.record_listener import RecordListener
+from lockstep.trainer.record_listener import ON_LOAD, RecordListener
 from lockstep.trainer.run_log import MOST_CHECKSUMS, describe_machine, step_line
 from lockstep.trainer.step_differences import LineComparison, StepDifference, compare_lines
 from lockstep.trainer.step_inspection import StepInspection
@@ -365,7 +365,7 @@ def _reasons(
 ) -> Iterator[str]:
     """Why bits may differ, as far as the log tells."""
     for changed, by in logged.changes:
-        if first <= changed < step and (changed or by != "load_state_dict"):
+        if first <= changed < step and (changed or by != ON_LOAD):
             yield f"after step {changed} the program called {by}, which a replay does not"
     if first + 1 in logged.steps and logged.program_of(first + 1) is not program:
         yield f"another program computed step {first + 1}, maybe with another config"

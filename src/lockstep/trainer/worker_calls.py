@@ -18,7 +18,7 @@ from lockstep.trainer.shadow_summary import ShadowSummary
 from lockstep.worker import position
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from lockstep.engine import Engine
     from lockstep.engine.engine_protocol import CallListener
@@ -32,7 +32,7 @@ class WorkerCalls:
     """Calls the workers' remote methods; raises the reason if the workers have ended.
 
     Attributes:
-        spec: the spec of the workers; `num_shards` is that of a loaded state.
+        spec: the spec of the workers; `num_shards` and `seed` are those of a loaded state.
         is_open: `shutdown` has not begun to end the workers.
         shadow: what ``shadow_every`` has found.
     """
@@ -132,9 +132,12 @@ class WorkerCalls:
             raise no_local_operator_error()
         return operator
 
-    def set_num_shards(self, num_shards: int) -> None:
-        """Note that a loaded state cuts global batches into `num_shards` shards."""
-        self.spec = replace(self.spec, num_shards=num_shards)
+    def note_loaded(self, state: Mapping[str, Any]) -> None:
+        """Note the `num_shards` and the `seed` of a state that was loaded."""
+        before = self.spec
+        num_shards = int(state.get("num_shards", before.num_shards))
+        seed = int(state.get("seed", before.seed))
+        self.spec = replace(before, num_shards=num_shards, seed=seed)
         self.open_engine().set_num_shards(num_shards)
 
     @property

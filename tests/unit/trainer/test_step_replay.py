@@ -309,6 +309,27 @@ def _halve(operator):
             parameter.mul_(0.5)
 
 
+def test_steps_behind_a_state_of_another_run_are_computed_with_its_seed_and_its_shards(tmp_path):
+    other = trained(tmp_path / "other", epochs=2, seed=7)
+    folder = tmp_path / "run"
+    with TorchTrainer(
+        training_operator_cls=Noisy,
+        config={"lr": 0.01},
+        checkpoint_dir=folder,
+        checkpoint_every=3,
+        scheduler_step_freq="batch",
+        reproducible=True,
+    ) as trainer:
+        trainer.load(other / "step-0000000005.ckpt")
+        trainer.train(num_steps=5)
+        assert trainer.replay(8).same_bits
+    assert replayed(folder, 8, shard=3).same_bits
+    assert LoggedRun.read(folder).program_of(8)["arguments"]["seed"] == 7
+    with pytest.raises(CheckpointError, match="no checkpoint is left") as caught:
+        replayed(folder, 6)
+    assert "went on from step 5 of another one" in str(caught.value)
+
+
 def test_a_log_that_a_kill_has_torn_is_read_and_gone_on_with(tmp_path):
     folder = trained(tmp_path / "torn", epochs=2)
     log = folder / "run.jsonl"
