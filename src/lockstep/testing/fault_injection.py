@@ -23,12 +23,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
+from torch.utils.data import IterableDataset
+
 from lockstep.errors import ConfigurationError
 from lockstep.tensor_copies import is_shard
 from lockstep.tensor_tree import tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
@@ -118,9 +120,10 @@ def struck(operator_cls: type[TrainingOperator], *strikes: Strike) -> type[Train
 
         def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
             self._read: Callable[..., None] = do_nothing
-            if hasattr(train_loader, "dataset"):
+            strikes_reads = any(each.phase == "data" for each in strikes)
+            if strikes_reads and hasattr(train_loader, "dataset"):
                 # DataLoader forbids assigning its dataset; this is safe before the first read.
-                watched = _TriggeringDataset(train_loader.dataset, lambda: self._read())
+                watched = _watch_reads(train_loader.dataset, lambda: self._read())
                 object.__setattr__(train_loader, "dataset", watched)
             super().register_data(train_loader=train_loader, validation_loader=validation_loader)
 
@@ -218,8 +221,32 @@ def _call_after(layer: nn.Module, call: Callable[..., Any]) -> None:
     layer.register_forward_hook(watch)
 
 
+def _watch_reads(dataset: Any, read: Callable[[], None]) -> Any:
+    """`dataset` as a loader sees it, with a call of `read` whenever samples are read."""
+    if isinstance(dataset, IterableDataset):
+        return _watch_stream(dataset, read)
+    return _TriggeringDataset(dataset, read)
+
+
+def _watch_stream(stream: IterableDataset[Any], read: Callable[[], None]) -> Any:
+    """A second object of a subclass, which shares all attributes with `stream`.
+
+    Rejected: a stream around the user's, whose generators would not be found among its attributes.
+    """
+    kind: Any = type(stream)
+
+    def iterate(self: Any) -> Iterator[Any]:
+        for sample in kind.__iter__(self):
+            read()
+            yield sample
+
+    watched: Any = object.__new__(type(kind.__name__, (kind,), {"__iter__": iterate}))
+    watched.__dict__ = vars(stream)
+    return watched
+
+
 class _TriggeringDataset:
-    """A dataset that calls `read` before each sample."""
+    """A dataset that calls `read` before each sample, or each batch that is read at once."""
 
     def __init__(self, dataset: Any, read: Callable[[], None]) -> None:
         self._dataset = dataset
@@ -235,4 +262,10 @@ class _TriggeringDataset:
     def __getattr__(self, name: str) -> Any:
         if name in ("_dataset", "_trigger"):
             raise AttributeError(name)  # unpickling asks before the attributes are set
-        return getattr(self._dataset, name)
+        found = getattr(self._dataset, name)
+        # No method of the class: loaders ask whether a dataset has it.
+        return partial(self._read_at_once, found) if name == "__getitems__" and found else found
+
+    def _read_at_once(self, read: Callable[[Any], Any], indices: Any) -> Any:
+        self._trigger()
+        return read(indices)
