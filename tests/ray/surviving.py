@@ -186,6 +186,68 @@ class Windows(Classifier):
         return {"train_loss": loss.item()}
 
 
+class SAM(torch.optim.Optimizer):
+    """As it is widely written: the loop calls two steps, and an optimizer within takes the second.
+
+    What it perturbs the weights by is a mean over steps, in a state of its own.
+    """
+
+    def __init__(self, params, base_optimizer, rho=0.05, **settings):
+        super().__init__(params, {"rho": rho, **settings})
+        self.base_optimizer = base_optimizer(self.param_groups, **settings)
+        self.param_groups = self.base_optimizer.param_groups
+        self.defaults.update(self.base_optimizer.defaults)
+
+    def _each(self):
+        return [(group, p) for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def first_step(self):
+        norm = torch.stack([p.grad.norm() for _, p in self._each()]).norm()
+        for group, p in self._each():
+            mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+            mean.lerp_(p.grad / norm, 0.5)
+            self.state[p]["old_p"] = p.data.clone()
+            p.add_(mean, alpha=group["rho"])
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for _, p in self._each():
+            p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+        self.zero_grad()
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self.base_optimizer.param_groups = self.param_groups
+
+
+class SharpnessAware(Classifier):
+    """The `step` of its optimizer is never called."""
+
+    def setup(self, config):
+        model = _network()
+        optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+        self.model, self.optimizer, self.criterion, _, self.ema = self.register(
+            models=model,
+            optimizers=optimizer,
+            criterion=nn.CrossEntropyLoss(),
+            schedulers=scheduler,
+            ema=0.9,
+        )
+        self.register_data(train_loader=DataLoader(_data(), config[BATCH_SIZE], shuffle=True))
+
+    def train_batch(self, batch, batch_info):
+        features, classes = batch
+        for step in (self.optimizer.first_step, self.optimizer.second_step):
+            loss = self.criterion(self.model(features), classes)
+            loss.backward()
+            step()
+        return {"train_loss": loss.item()}
+
+
 def digits_of(strikes=(), **arguments):
     """A trainer of the example that classifies digits."""
     operator_cls = struck(Digits, *strikes) if strikes else Digits

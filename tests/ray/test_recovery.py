@@ -15,6 +15,7 @@ from tests.ray.surviving import (
     FreezesInTurn,
     LearnsABaseline,
     OwnEpoch,
+    SharpnessAware,
     TwoPlayers,
     Windows,
     digest,
@@ -88,11 +89,21 @@ def test_five_workers_die_one_after_the_other_and_no_bit_changes():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "operator_cls",
-    [TwoPlayers, OwnEpoch, Windows, LearnsABaseline, CountsItsLosses, FreezesInTurn],
+    [
+        TwoPlayers,
+        OwnEpoch,
+        Windows,
+        LearnsABaseline,
+        CountsItsLosses,
+        FreezesInTurn,
+        SharpnessAware,
+    ],
 )
 def test_loops_of_ones_own_are_computed_again(operator_cls):
     """A spare in the place of the dead: the same bits without any further promise."""
-    strikes = [Strike("kill", rank=1, step=5, phase="buckets")]
+    # Between two steps of one that perturbs the weights first.
+    phase = "optimizer" if operator_cls is SharpnessAware else "buckets"
+    strikes = [Strike("kill", rank=1, step=5, phase=phase)]
     expected, bits = undisturbed(operator_cls)
     with trainer_of(operator_cls, strikes, spare_workers=1) as trainer:
         results, got = run(trainer)

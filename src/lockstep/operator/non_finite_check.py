@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch.optim import Optimizer
-    from torch.utils.hooks import RemovableHandle
 
     from lockstep.operator.loop_protocols import Operator
+    from lockstep.operator.optimizer_step_hooks import OptimizerStepHooks
     from lockstep.operator.training_parts import TrainingParts
 
 SKIP_CHECK: Final = "TorchTrainer(check_finite=False) steps all the same"
@@ -40,44 +40,42 @@ FIX: Final = (
 )
 
 
-def add_non_finite_checks(operator: Operator, run: TrainingParts) -> list[RemovableHandle]:
-    """Add hooks to each optimizer of `run` that refuse a step which is not finite."""
-    if not operator._lockstep.context.options.check_finite:
-        return []
-    handles: list[RemovableHandle] = []
-    for optimizer in run.optimizers:
+def add_non_finite_checks(
+    operator: Operator, run: TrainingParts, hooks: OptimizerStepHooks
+) -> None:
+    """Let `hooks` refuse a step which is not finite."""
+    if operator._lockstep.context.options.check_finite:
         check = _StepCheck(operator, run)
-        handles.append(optimizer.register_step_pre_hook(check.before))
-        handles.append(optimizer.register_step_post_hook(check.after))
-    return handles
+        hooks.add(before=check.before, after=check.after)
 
 
 class _StepCheck:
-    """The check before, and where it is needed after, each step of one optimizer."""
+    """The check before, and where it is needed after, each step."""
 
     def __init__(self, operator: Operator, run: TrainingParts) -> None:
         self._operator = operator
         self._run = run
-        self._before: StateCopy | None = None
+        # More than one where a step begins within the closure of another one's.
+        self._copies: dict[Optimizer, StateCopy] = {}
 
     def before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        self._before = None
+        self._copies.pop(optimizer, None)
         if getattr(optimizer, "found_inf", None) is not None:
             return  # a fused optimizer, which skips a step with infinities by itself
         if is_given_closure(args, kwargs):
-            self._before = StateCopy(optimizer_parameters(optimizer), [optimizer])
+            self._copies[optimizer] = StateCopy(optimizer_parameters(optimizer), [optimizer])
             return
         gradients = [p.grad for p in optimizer_parameters(optimizer) if p.grad is not None]
         norm = _norm(gradients)
         if not math.isfinite(norm) and not _are_finite(gradients):
             self._refuse_gradients(optimizer)
         if _may_overflow(optimizer, norm):
-            self._before = StateCopy(optimizer_parameters(optimizer), [optimizer])
+            self._copies[optimizer] = StateCopy(optimizer_parameters(optimizer), [optimizer])
 
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        before, self._before = self._before, None
+        before = self._copies.pop(optimizer, None)
         if before is None or _are_finite(optimizer_parameters(optimizer)):
             return
         found = [p for p in optimizer_parameters(optimizer) if not _are_finite([p])]

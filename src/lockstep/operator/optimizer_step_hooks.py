@@ -1,51 +1,142 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on an operator's optimizers that record each step and call `after_step`.
+"""Hooks on the steps of all optimizers that hold an operator's parameters, in every loop.
 
-The hooks sit on the optimizers themselves, so that they see the steps of every loop: the default
-one, a user's own and Lightning's. A step that a GradScaler leaves out calls no hook.
+Who steps need not be registered: a loop of the user's own may call the step of an optimizer within
+the registered one, as SAM's `second_step` does. So a global hook of torch's, as the guard's, looks
+at each optimizer that is about to step. The hooks themselves it puts on the optimizer: there they
+come behind the guard's and behind the user's own, and do not see a step that one of these refuses.
+
+A wrapper's `step` may call the step of the optimizer within it (Lookahead): that is one step. A
+step that a GradScaler leaves out calls no hook.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lockstep.compiler_disable import disable_dynamo
 from lockstep.operator.custom_loop_refusals import refuse_own_step, requested_loop_options
 from lockstep.operator.loop_protocols import Operator
 from lockstep.randomness import derive_seed, preserve_rng_state
+from lockstep.sync.optimizer_inspection import optimizer_parameters, share_parameters
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from lockstep.operator.training_parts import TrainingParts
 
+StepListener: TypeAlias = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
+"""Is called with the arguments of a hook on ``Optimizer.step``."""
 
-def add_step_hooks(operator: Operator, run: TrainingParts) -> list[RemovableHandle]:
-    """Add hooks that record each step of the optimizers of `run` and then call `after_step`."""
+
+class OptimizerStepHooks:
+    """Calls listeners before and after each step, in the order in which they were added.
+
+    Args:
+        operator: after its `setup`.
+        run: what it registered.
+    """
+
+    def __init__(self, operator: Operator, run: TrainingParts) -> None:
+        self._state = operator._lockstep
+        self._run = run
+        self._before: list[StepListener] = []
+        self._after: list[StepListener] = []
+        self._hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._handles: list[RemovableHandle] = []
+        for optimizer in run.optimizers:
+            self._hook(optimizer)
+        # Weakly: the process keeps a global hook, also of a trainer that nobody has shut down.
+        found = weakref.WeakMethod(self._hook_if_ours)
+
+        def look(optimizer: Optimizer, *_: Any) -> None:
+            hook_if_ours = found()
+            if hook_if_ours is not None:
+                hook_if_ours(optimizer)
+
+        self._handles.append(register_optimizer_step_pre_hook(disable_dynamo(look)))
+
+    def add(self, *, before: StepListener | None = None, after: StepListener | None = None) -> None:
+        """Call `before` and `after` from now on; what `before` raises refuses the step."""
+        self._before += [] if before is None else [before]
+        self._after += [] if after is None else [after]
+
+    def close(self) -> None:
+        """Take the hooks off; an optimizer may be the user's own, and outlive the operator."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook_if_ours(self, optimizer: Optimizer) -> None:
+        if optimizer in self._hooked:
+            return
+        # Looked up anew: weights that are cut into shards are other parameters.
+        own = set(map(id, self._run.parameters()))
+        if any(id(parameter) in own for parameter in optimizer_parameters(optimizer)):
+            self._hook(optimizer)
+
+    def _hook(self, optimizer: Optimizer) -> None:
+        # Not traced: a compiled step would guard on all that the listeners read.
+        before = disable_dynamo(lambda *arguments: self._before_step(*arguments))
+        after = disable_dynamo(lambda *arguments: self._after_step(*arguments))
+        self._hooked.add(optimizer)
+        self._handles.append(optimizer.register_step_pre_hook(before))
+        self._handles.append(optimizer.register_step_post_hook(after))
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._is_within_another(optimizer):
+            return
+        for listener in self._before:
+            listener(optimizer, args, kwargs)
+        self._state.global_batch.running_steps.append(optimizer)
+
+    def _after_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._is_within_another(optimizer):
+            return
+        running = self._state.global_batch.running_steps
+        if optimizer in running:  # unless its closure has read the next batch
+            running.remove(optimizer)
+        for listener in self._after:
+            listener(optimizer, args, kwargs)
+
+    def _is_within_another(self, optimizer: Optimizer) -> bool:
+        """Whether a step is a part of the step of another optimizer of its parameters."""
+        running = self._state.global_batch.running_steps
+        return any(each is not optimizer and share_parameters(each, optimizer) for each in running)
+
+
+def add_step_listeners(operator: Operator, hooks: OptimizerStepHooks) -> None:
+    """Let each step be recorded, and then `after_step` be called."""
     state = operator._lockstep
 
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not state.global_batch.is_stepping:
             refuse_own_step(operator)
 
-    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if _was_taken(optimizer):
             _note_step(operator, optimizer)
 
-    handles = [optimizer.register_step_post_hook(after) for optimizer in run.optimizers]
-    if operator._lockstep_overrides_loop() and requested_loop_options(state.context.options):
-        handles += [optimizer.register_step_pre_hook(before) for optimizer in run.optimizers]
-    return handles
+    refuses = operator._lockstep_overrides_loop() and requested_loop_options(state.context.options)
+    hooks.add(before=before if refuses else None, after=after)
 
 
-def _was_taken(optimizer: torch.optim.Optimizer) -> bool:
+def _was_taken(optimizer: Optimizer) -> bool:
     # The scaler tells a fused optimizer of infinities, and the optimizer skips the step itself.
     found = getattr(optimizer, "found_inf", None)
     return found is None or not bool(found)
 
 
-def _note_step(operator: Operator, optimizer: torch.optim.Optimizer) -> None:
+def _note_step(operator: Operator, optimizer: Optimizer) -> None:
     state = operator._lockstep
     number = len(state.global_batch.stepped_optimizers)
     # Before `after_step`, which may fail: the step was taken.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep.sync.optimizer_inspection import inner_optimizers, optimizers_with_state
 from lockstep.tensor_copies import TensorCopies
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class StateCopy:
-    """Copies of tensors, and of the states of optimizers.
+    """Copies of tensors, and of the states of optimizers and of those within them.
 
     Args:
         tensors: parameters and buffers, of any shape, on any device.
@@ -27,8 +28,15 @@ class StateCopy:
         self._tensors = list(tensors)
         self._copies = TensorCopies()
         self._copies.take(self._tensors)
-        self._optimizers = list(optimizers)
+        self._optimizers = optimizers_with_state(optimizers)
         self._states = [copy.deepcopy(each.state_dict()) for each in self._optimizers]
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy the state of one more optimizer, unless it is copied already."""
+        known = len(self._optimizers)
+        if not any(optimizer is each for each in self._optimizers):
+            self._optimizers = optimizers_with_state([*self._optimizers, optimizer])
+        self._states += [copy.deepcopy(each.state_dict()) for each in self._optimizers[known:]]
 
     def restore(self) -> None:
         """Write the copies over the tensors, and load the states."""
@@ -41,7 +49,8 @@ def load_state(stepper: Any, state: Mapping[str, Any]) -> None:
     """``stepper.load_state_dict(state)``; an optimizer keeps the very `param_groups` it had.
 
     torch puts new ones in their place. A user who has kept ``optimizer.param_groups[0]`` to set
-    the learning rate by hand would from then on set that of a group which no step reads.
+    the learning rate by hand would from then on set that of a group which no step reads. So would
+    a scheduler of a wrapper that shares its groups with the optimizer within it.
 
     Args:
         stepper: an optimizer or a scheduler.
@@ -50,9 +59,15 @@ def load_state(stepper: Any, state: Mapping[str, Any]) -> None:
     if not isinstance(stepper, torch.optim.Optimizer):
         stepper.load_state_dict(state)
         return
-    groups = stepper.param_groups
+    inner = inner_optimizers(stepper)
+    sharing = [each for each in inner if each.state is stepper.state]
+    held = [(each, each.param_groups) for each in (stepper, *inner)]
     stepper.load_state_dict(dict(state))
-    for group, settings in zip(groups, stepper.param_groups, strict=True):
-        group.clear()
-        group.update(settings)
-    stepper.param_groups = groups
+    for optimizer, groups in held:
+        for group, settings in zip(groups, optimizer.param_groups, strict=True):
+            if group is not settings:
+                group.clear()
+                group.update(settings)
+        optimizer.param_groups = groups
+    for optimizer in sharing:
+        optimizer.state = stepper.state

@@ -12,6 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from lockstep._torch_compat import buffers_of, compiled_from, is_persistent
 from lockstep.errors import UnknownParameterError
 from lockstep.sync import DataParallelModel, is_local
+from lockstep.sync.optimizer_inspection import optimizers_with_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -149,6 +150,10 @@ class TrainingParts:
             for key, buffer in buffers_of(owner).items()
             if buffer is not None and not is_persistent(owner, key)
         ]
+
+    def inner_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers within the registered ones (SAM's) that have a state of their own."""
+        return optimizers_with_state(self.optimizers)[len(self.optimizers) :]
 
     def shared_parameters(self) -> Iterator[nn.Parameter]:
         """`parameters()`, without those that `lockstep.local` leaves to each rank."""

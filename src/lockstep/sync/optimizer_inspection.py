@@ -12,6 +12,8 @@ import torch
 from lockstep._torch_compat import AMP_SCALING_ATTR, WAS_STEPPED_ATTR
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch.optim import Optimizer
 
 _ATTRIBUTES_OF_STEPPING: Final = frozenset(
@@ -23,6 +25,43 @@ _ATTRIBUTES_OF_STEPPING: Final = frozenset(
 def optimizer_parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     """The parameters in all groups of `optimizer`, in their order."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def share_parameters(one: Optimizer, other: Optimizer) -> bool:
+    """Whether two optimizers hold a parameter that is the same tensor."""
+    own = set(map(id, optimizer_parameters(one)))
+    return any(id(parameter) in own for parameter in optimizer_parameters(other))
+
+
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that `optimizer` holds as attributes of its own, to step its parameters.
+
+    SAM and Lookahead hold one. Its state need not be in their ``state_dict``.
+    """
+    found, waiting = [optimizer], [optimizer]
+    while waiting:
+        for each in _held_by(waiting.pop()):
+            if not any(each is known for known in found) and share_parameters(optimizer, each):
+                found.append(each)
+                waiting.append(each)
+    return found[1:]
+
+
+def _held_by(optimizer: Optimizer) -> list[Optimizer]:
+    held: list[Any] = []
+    for value in own_attributes(optimizer).values():
+        items = [*value.values()] if isinstance(value, dict) else value
+        held += items if isinstance(items, list | tuple) else [items]
+    return [each for each in held if isinstance(each, torch.optim.Optimizer)]
+
+
+def optimizers_with_state(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """`optimizers`, and behind them those within them that have a state of their own."""
+    found = list(optimizers)
+    for each in [inner for optimizer in found for inner in inner_optimizers(optimizer)]:
+        if not any(each is known or each.state is known.state for known in found):
+            found.append(each)
+    return found
 
 
 def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:

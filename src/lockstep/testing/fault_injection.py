@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 from torch.utils.data import IterableDataset
 
 from lockstep.errors import ConfigurationError
+from lockstep.sync.optimizer_inspection import inner_optimizers
 from lockstep.tensor_copies import is_shard
 from lockstep.tensor_tree import tensors_in
 
@@ -192,8 +193,10 @@ def _register_triggers(operator: Any, armed: Sequence[_OneTimeStrike]) -> None:
             call_in_backward(trained[-1], trigger("backward")),
             call_in_backward(trained[0], trigger("buckets")),
         ]
-    run.optimizers[0].register_step_pre_hook(trigger("optimizer"))
-    run.optimizers[0].register_step_post_hook(trigger("applied"))
+    first = run.optimizers[0]
+    for optimizer in (first, *inner_optimizers(first)):
+        optimizer.register_step_pre_hook(trigger("optimizer"))
+        optimizer.register_step_post_hook(trigger("applied"))
     operator._read = trigger("data")
 
 

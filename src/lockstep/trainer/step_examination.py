@@ -22,6 +22,7 @@ import torch
 
 from lockstep._torch_compat import sparse_indices_and_values
 from lockstep.data.batch_rows import leading_length, slice_rows
+from lockstep.operator.optimizer_step_hooks import OptimizerStepHooks
 from lockstep.operator.preserved_state import preserve_state
 from lockstep.operator.registration import registered_parts
 from lockstep.operator.step_actions import StepActions
@@ -123,14 +124,14 @@ class StepExamination(StepInspection):
 
         operator.compute_loss = compute
         state.step_actions = _StepActionsAfter(note_norms, actions)
-        hooks = [each.register_step_pre_hook(before_step) for each in run.optimizers]
+        hooks = OptimizerStepHooks(operator, run)
+        hooks.add(before=before_step)
         try:
             yield
         finally:
             del operator.compute_loss
             state.step_actions = actions
-            for hook in hooks:
-                hook.remove()
+            hooks.close()
 
     def on_record(
         self, step: int, metrics: Mapping[str, Any], records: Sequence[StepRecord | None]

@@ -39,7 +39,8 @@ class OpenStep:
         stepped_at: the number of reductions when the first optimizer of this step stepped; None: no
             optimizer has stepped.
         num_stepped: steps of optimizers that have begun in this step.
-        copies: copies from before the first optimizer's step; None where none were needed.
+        copies: copies from before the first optimizer's step, or from before the batch; None where
+            none were needed.
         gradients: the gradients of earlier steps, where the loop adds to them.
     """
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lockstep.operator import TrainingOperator
+    from lockstep.operator.optimizer_step_hooks import OptimizerStepHooks
     from lockstep.operator.training_parts import TrainingParts
 
 
@@ -47,16 +48,17 @@ class StepRecord:
 
 
 class OptimizerRecorder:
-    """Puts recording hooks on the optimizers of `operator`; `take` returns the record of a step."""
+    """Records the steps of the optimizers of `operator`; `take` returns the record of a step."""
 
-    def __init__(self, operator: TrainingOperator, run: TrainingParts) -> None:
+    def __init__(
+        self, operator: TrainingOperator, run: TrainingParts, hooks: OptimizerStepHooks
+    ) -> None:
         self._operator = operator
         self._names = parameter_names(run)
         self._current = StepRecord()
+        hooks.add(before=self._before, after=self._after)
         linear = set()
         for optimizer in run.optimizers:
-            optimizer.register_step_pre_hook(self._before)
-            optimizer.register_step_post_hook(self._after)
             if type(optimizer) is torch.optim.SGD:
                 linear |= {name for name, _ in self._named_parameters(optimizer)}
         self._linear = frozenset(linear)

@@ -116,7 +116,7 @@ class _TrialCopy:
         self.copy = copy
         try:
             with copy.as_default_group():
-                copy.build_as_trial(device)
+                hooks = copy.build_as_trial(device)
             run = copy.run
             self._pinned = [
                 note
@@ -124,7 +124,7 @@ class _TrialCopy:
                 for note in freeze_batch_dependent_layers(module)
             ]
             self._dropout = NoDropoutMode()
-            self._recorder = OptimizerRecorder(copy.operator, run)
+            self._recorder = OptimizerRecorder(copy.operator, run, hooks)
         except BaseException:
             copy.stop()
             raise

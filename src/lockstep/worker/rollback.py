@@ -17,7 +17,9 @@ What has to be copied depends on when a rank can still be interrupted:
    optimizers). Then weights, averages, optimizers and schedulers are copied before the first of
    the step's optimizers steps. The first steps show whether the loop does so
    (`_communicates_after_optimizer`); in them everything is copied in any case, until each optimizer
-   has stepped once, for an optimizer may step in few batches only.
+   has stepped once, for an optimizer may step in few batches only. One that holds another optimizer
+   (SAM) may change weights and its own state where no step is seen: then the copies are from before
+   the batch.
 4. Optimizers that step elsewhere, at a parameter server, keep an undo log there. The server is told
    to which step it may have to go back (`_tell_server`). Their step communicates; therefore the
    worker copies the weights before each.
@@ -39,10 +41,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep._torch_compat import buffers_of
-from lockstep.compiler_disable import disable_dynamo
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator import TrainingOperator
 from lockstep.operator.state_copy import StateCopy
+from lockstep.sync.optimizer_inspection import inner_optimizers, share_parameters
 from lockstep.tensor_copies import TensorCopies
 from lockstep.worker.in_place_writes import InPlaceWriteTracker
 from lockstep.worker.open_step import OpenStep, StepStart
@@ -118,19 +120,9 @@ class Rollback:
             operator._lockstep_overrides_loop()
             or operator._lockstep_overrides(TrainingOperator.after_step)
         )
+        # Whether optimizers may change something before any of their steps is seen.
+        self._copies_before_batch = False
         operator._lockstep.put_buffers_back = self.put_buffers_back
-        # Not traced: a compiled step would guard on every version counter.
-        before = disable_dynamo(lambda each, *_: self._before_optimizer(each))
-        after = disable_dynamo(lambda each, *_: self._after_optimizer(each))
-        self._handles: list[Any] = []
-        for each in run.optimizers:
-            self._handles += [each.register_step_pre_hook(before)]
-            self._handles += [each.register_step_post_hook(after)]
-
-    def close(self) -> None:
-        """Take the hooks off the optimizers."""
-        for handle in self._handles:
-            handle.remove()
 
     def begin_call(self, cursor: Cursor) -> None:
         """Find the modules' parameters and buffers, which takes too long for every step."""
@@ -160,6 +152,8 @@ class Rollback:
             for key, buffer in buffers_of(owner).items()
             if buffer is not None
         ]
+        can_copy = self._has_own_loop and self._copies_weights
+        self._copies_before_batch = can_copy and any(map(inner_optimizers, self._run.optimizers))
         self._settings_at_call = None if self._call_began is None else self._settings()
 
     def end_call(self) -> None:
@@ -261,13 +255,14 @@ class Rollback:
             # A loop of the user's own may let schedulers step between the batches of a window.
             settings=self._settings() if has_own_loop else None,
             gradients=self._earlier_gradients(),
+            copies=self._copy_all() if self._copies_before_batch else None,
         )
         if self._sync is not None:
             self._sync.watch_gradients()
         self._buffers.take(opened.buffers)
         if self._user_state is not None:
             self._user_state.take()
-        self._in_place_writes.take(self._parameters)
+        self._in_place_writes.take(self._parameters if opened.copies is None else [])
         # Last: Ctrl-C may come in between, and an open step must have all its copies.
         self._open = opened
 
@@ -315,7 +310,8 @@ class Rollback:
         waits = opened.stepped_at is None and self._num_rounds > opened.rounds
         return waits or self._sync.has_open_window
 
-    def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Before an optimizer steps: copy what the step will change, or note that it is taken."""
         self._in_place_writes.find_writes()
         opened = self._open
         if self._has_own_loop:
@@ -324,7 +320,8 @@ class Rollback:
         if opened is not None and not self._steps_elsewhere(optimizer):
             opened.num_stepped += 1
 
-    def _after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """After a step: note one that has happened in another process."""
         if self._open is not None and self._steps_elsewhere(optimizer):
             self._open.num_stepped += 1
 
@@ -332,18 +329,36 @@ class Rollback:
         return self._sync is not None and self._sync.has_state_of(optimizer)
 
     def _copy_before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._stepped_once.add(id(optimizer))
+        self._note_first_steps(optimizer)
         opened = self._open
-        if opened is None or opened.stepped_at is not None:
+        if opened is None:
             return
-        if not self._copies_weights:
+        if opened.copies is None and opened.stepped_at is None and self._copies_weights:
+            is_elsewhere = any(map(self._steps_elsewhere, self._run.optimizers))
+            if self._communicates_after_optimizer is not False or is_elsewhere:
+                opened.copies = self._copy_all()
+        if opened.copies is not None and not self._steps_elsewhere(optimizer):
+            opened.copies.add(optimizer)  # it may be registered nowhere
+        if opened.stepped_at is None:
             opened.stepped_at = self._num_rounds
+
+    def _note_first_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note which registered optimizers have stepped, if one within them did it."""
+        if len(self._stepped_once) == len(self._run.optimizers):
             return
-        optimizers = self._run.optimizers
-        here = [each for each in optimizers if not self._steps_elsewhere(each)]
-        if self._communicates_after_optimizer is not False or len(here) < len(optimizers):
-            opened.copies = _copy_weights_and_optimizers(self._run, here)
-        opened.stepped_at = self._num_rounds
+        is_registered = any(optimizer is each for each in self._run.optimizers)
+        for each in self._run.optimizers:
+            if each is optimizer or (not is_registered and share_parameters(each, optimizer)):
+                self._stepped_once.add(id(each))
+
+    def _copy_all(self) -> StateCopy:
+        """Copy weights, their averages, and the states of optimizers that step here."""
+        run = self._run
+        averages = [
+            each for average in run.averages for each in (*average.parameters(), *average.buffers())
+        ]
+        here = [each for each in run.optimizers if not self._steps_elsewhere(each)]
+        return StateCopy((*run.parameters(), *averages), here)
 
     @property
     def has_irreversible_step(self) -> bool:
@@ -464,13 +479,3 @@ def _counts_to_keep(
 ) -> AverageMeterCollection:
     # Batches before the call's own first step do not count.
     return AverageMeterCollection() if committed.steps < 0 else meters.copy()
-
-
-def _copy_weights_and_optimizers(
-    run: TrainingParts, optimizers: list[torch.optim.Optimizer]
-) -> StateCopy:
-    """Copy weights, their averages, and optimizer states; `SettingsCopy` has schedulers."""
-    averages = [
-        each for average in run.averages for each in (*average.parameters(), *average.buffers())
-    ]
-    return StateCopy((*run.parameters(), *averages), optimizers)

@@ -146,7 +146,7 @@ def _shared_tensors(run: TrainingParts, with_optimizers: bool) -> Iterator[torch
         yield from (averaged for parameter, averaged in pairs if not is_local(parameter))
     if not with_optimizers:
         return
-    for optimizer in run.optimizers:
+    for optimizer in (*run.optimizers, *run.inner_optimizers()):
         states = (optimizer.state.get(parameter, {}) for parameter in shared)
         values = chain.from_iterable(state.values() for state in states)
         yield from (value for value in values if isinstance(value, torch.Tensor))

@@ -42,6 +42,12 @@ if TYPE_CHECKING:
 _AVERAGES: Final = "ema"
 """The key of the averages, which a state may lack: averages then begin at the state's weights."""
 
+_INNER: Final = "inner_optimizers"
+"""The key of the optimizers within optimizers. States of earlier versions lack them."""
+
+_OPTIONAL: Final = (_AVERAGES, _INNER)
+_PLURALS: Final = {_AVERAGES: "averages (ema)", _INNER: "inner optimizers"}
+
 
 def _parts(run: TrainingParts) -> dict[str, tuple[str, Sequence[Any]]]:
     """For each key of a state that holds a list of ``state_dict``s: the noun for one member in
@@ -50,6 +56,7 @@ def _parts(run: TrainingParts) -> dict[str, tuple[str, Sequence[Any]]]:
         "models": ("model", run.plain_models()),
         _AVERAGES: ("average (ema)", run.averages),
         "optimizers": ("optimizer", run.optimizers),
+        _INNER: ("inner optimizer", run.inner_optimizers()),
         "schedulers": ("scheduler", run.schedulers),
     }
 
@@ -67,7 +74,7 @@ def collect(
     state: dict[str, Any] = {
         key: [take(member.state_dict()) for member in members]
         for key, (_, members) in _parts(run).items()
-        if members or key != _AVERAGES
+        if members or key not in _OPTIONAL
     }
     is_module = isinstance(run.criterion, nn.Module)
     state["criterion"] = take(run.plain_criterion().state_dict()) if is_module else None
@@ -207,12 +214,11 @@ def _kind_problems(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:
     """Problems with the kinds and numbers of the parts of `state`."""
     found: list[str] = []
     for key, (_, members) in _parts(run).items():
-        saved, plural = state.get(key) or [], "averages (ema)" if key == _AVERAGES else key
+        saved, plural = state.get(key) or [], _PLURALS.get(key, key)
         is_list = isinstance(saved, list | tuple)
         if not is_list or not all(isinstance(each, Mapping) for each in saved):
             found.append(f"its {plural} are no list of state_dicts")
-        # A state without averages fits, for they begin at its weights.
-        elif len(saved) != len(members) and (saved or key != _AVERAGES):
+        elif len(saved) != len(members) and (saved or key not in _OPTIONAL):
             found.append(f"it holds {len(saved)} {plural}, the operator registered {len(members)}")
     for key in ("criterion", "precision"):
         if not isinstance(state.get(key) or {}, Mapping):
@@ -272,8 +278,9 @@ def check(run: TrainingParts, state: Mapping[str, Any]) -> None:
 def apply(operator: TrainingOperator, run: TrainingParts, state: Mapping[str, Any]) -> None:
     """Load `state` into models, optimizers, schedulers, criterion and operator."""
     for key, (_, members) in _parts(run).items():
-        if key == _AVERAGES and not state.get(key):
-            _begin_averages(run)
+        if key in _OPTIONAL and not state.get(key):
+            if key == _AVERAGES:
+                _begin_averages(run)
             continue
         for member, saved in zip(members, state.get(key) or [], strict=True):
             if isinstance(member, nn.Module):

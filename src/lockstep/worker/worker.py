@@ -17,7 +17,7 @@ from lockstep.group import Group
 from lockstep.operator.mixed_precision import forget_unscaled
 from lockstep.operator.non_finite_check import add_non_finite_checks
 from lockstep.operator.optimizer_comparison import compare_optimizers
-from lockstep.operator.optimizer_step_hooks import add_step_hooks
+from lockstep.operator.optimizer_step_hooks import OptimizerStepHooks, add_step_listeners
 from lockstep.operator.rank_context import RankContext
 from lockstep.operator.registration import conclude_setup, registered_parts, update_schedulers
 from lockstep.randomness import derive_seed, preserve_rng_state
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch.distributed as dist
-    from torch.utils.hooks import RemovableHandle
 
     from lockstep.data import RayBatches
     from lockstep.operator import TrainingOperator
@@ -119,7 +118,7 @@ class Worker(StateAccess):
         self._is_asked_to_leave = False
         self.is_warm = False
         self._closing: threading.Thread | None = None
-        self._handles: list[RemovableHandle] = []
+        self._hooks: OptimizerStepHooks | None = None
         self._threads_before: int | None = None
         self.has_state = False
         self.loop_run: LoopRun | None = None
@@ -184,7 +183,7 @@ class Worker(StateAccess):
 
     def _build_operator(
         self, device: torch.device, *, is_trial: bool = False, is_spare: bool = False
-    ) -> None:
+    ) -> OptimizerStepHooks:
         spec = self.spec
         if self._group_handle is None:
             self._group_handle = Group(self._group)
@@ -226,14 +225,17 @@ class Worker(StateAccess):
             compare_optimizers(context.group, run)
             operator._lockstep.compare_hardware()
         self._open_loaders(operator)
-        # First: the hooks that follow must not see a step that this one refuses.
-        self._handles = [] if is_trial else add_non_finite_checks(operator, run)
+        hooks = self._hooks = OptimizerStepHooks(operator, run)
+        if not is_trial:  # first: what follows must not see a step that this one refuses
+            add_non_finite_checks(operator, run, hooks)
         if spec.can_go_back and not is_trial:
             if spec.keeps_memory_checkpoints:
                 self.memory = MemoryCheckpoints(self)
             tracked = partial(tracked_weights, self)
             self._rollback = Rollback(operator, run, tracked, copies_weights=self.memory is None)
-        self._handles += add_step_hooks(operator, run)
+            hooks.add(before=self._rollback.before_step, after=self._rollback.after_step)
+        add_step_listeners(operator, hooks)
+        return hooks
 
     def join_group(self, rendezvous: Rendezvous, device: torch.device) -> Group:
         """Form the group of all ranks, and stay in it until `leave`.
@@ -278,10 +280,8 @@ class Worker(StateAccess):
         if self._operator is not None and self._operator._lockstep.sync is not None:
             self._operator._lockstep.sync.detach()
         # In the driver's process the optimizer may be the user's own, and outlives the trainer.
-        for handle in self._handles:
-            handle.remove()
-        if self._rollback is not None:
-            self._rollback.close()
+        if self._hooks is not None:
+            self._hooks.close()
         self._operator = None
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
@@ -393,9 +393,9 @@ class Worker(StateAccess):
             copy._rendezvous = self._rendezvous
         return copy
 
-    def build_as_trial(self, device: torch.device) -> None:
+    def build_as_trial(self, device: torch.device) -> OptimizerStepHooks:
         """Run `setup` again, for an operator that is dropped after a few steps."""
-        self._build_operator(device, is_trial=True)
+        return self._build_operator(device, is_trial=True)
 
     def as_default_group(self) -> AbstractContextManager[None]:
         """Inside, torch's default group is this worker's group, for the user's code."""

@@ -13,9 +13,11 @@ from tests.ray.surviving import (
     FreezesInTurnInItsOwnEpoch,
     LearnsABaseline,
     OwnEpoch,
+    SharpnessAware,
     TwoPlayers,
     Windows,
     digest,
+    digest_of,
     trainer_of,
 )
 from torch import nn
@@ -66,6 +68,7 @@ def undisturbed(operator_cls, **arguments):
         Classifier,
         pytest.param(TwoPlayers, marks=pytest.mark.slow),
         pytest.param(Windows, marks=pytest.mark.slow),
+        pytest.param(SharpnessAware, marks=pytest.mark.slow),
     ],
 )
 def test_the_run_ends_with_the_bits_of_one_that_nobody_left(operator_cls, action, phase):
@@ -78,6 +81,49 @@ def test_the_run_ends_with_the_bits_of_one_that_nobody_left(operator_cls, action
             run.train()
         assert run.status()["step"] == 4
         assert finished(run) == (batches - 4, expected)
+
+
+@pytest.mark.parametrize("phase", ["buckets", "optimizer", "applied"])
+def test_an_optimizer_within_another_one_goes_back_with_it(phase):
+    """Its momentum, and what the other one has changed before any step is seen."""
+    with one_worker(SharpnessAware) as run:
+        _, expected = finished(run)
+        average = digest_of(run.get_averaged_model())
+    with one_worker(SharpnessAware, Strike("raise", 0, 4, phase)) as run:
+        with pytest.raises(RuntimeError, match="struck"):
+            run.train()
+        assert run.status()["step"] == 4
+        assert finished(run)[1] == expected
+        assert digest_of(run.get_averaged_model()) == average
+
+
+class HoldsOneBack(TwoPlayers):
+    """The second player's optimizer is not registered."""
+
+    fails = False
+
+    def register(self, *, optimizers, **given):
+        return super().register(optimizers=optimizers[0], **given)[0], optimizers
+
+    def train_batch(self, batch, batch_info):
+        result = super().train_batch(batch, batch_info)
+        if self.fails and self.global_step == 1:
+            self.fails = False
+            raise LookupError("behind both")
+        return result
+
+
+class FailsHoldingOneBack(HoldsOneBack):
+    fails = True
+
+
+def test_an_optimizer_that_nobody_registered_goes_back_too():
+    expected = undisturbed(HoldsOneBack)[1]
+    with one_worker(FailsHoldingOneBack) as run:
+        with pytest.raises(LookupError, match="behind both"):
+            run.train()
+        assert run.status()["step"] == 1
+        assert finished(run)[1] == expected
 
 
 @pytest.mark.parametrize("operator_cls", [Classifier, Windows])
