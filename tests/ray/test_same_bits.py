@@ -5,6 +5,7 @@ import hashlib
 
 import pytest
 import torch
+from tests.ray.surviving import digest
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -70,3 +71,22 @@ def test_every_number_of_workers(optimizer, arguments):
 def test_without_it_the_bits_differ():
     """Otherwise the tests above would say nothing."""
     assert weights(1, "adam") != weights(3, "adam")
+
+
+@pytest.mark.slow
+def test_a_state_of_other_shards_goes_on_with_their_bits(tmp_path):
+    """The trainer that loads it was made for as many shards as it has workers."""
+    arguments = {
+        "training_operator_cls": Classifier,
+        "config": {BATCH_SIZE: 16, "optimizer": "momentum"},
+        "reproducible": True,
+    }
+    with TorchTrainer(num_shards=4, **arguments) as one:
+        one.train(num_steps=3)
+        path = one.save(tmp_path / "run.pt")
+        one.train(num_steps=5)
+        expected = digest(one)
+    with TorchTrainer(num_workers=2, **arguments) as two:
+        two.load(path)
+        two.train(num_steps=5)
+        assert digest(two) == expected

@@ -252,6 +252,11 @@ class BucketTransport(Transport):
         assert isinstance(self.reducer, OrderedReducer), "made without a shard order"
         return self.reducer
 
+    def set_order(self, order: ShardOrder) -> None:
+        """See `Transport`."""
+        self._order = order
+        self._make_buckets([slot for slot in self._slots if slot.param.requires_grad])
+
     @contextmanager
     def last_shard(self, shard: int) -> Iterator[None]:
         """See `Transport`."""

@@ -246,6 +246,21 @@ class GradientSync:
         """
         self._rounds.transport.ordered_reducer.add_shard(shard, gradient)
 
+    def set_shard_order(self, order: ShardOrder) -> None:
+        """With a shard order: the gradients are those of other shards from now on.
+
+        Gradient:
+            Those of an open window are dropped.
+
+        Collective:
+            None, and every rank between the same two steps.
+        """
+        rounds = self._rounds
+        if rounds.listener.is_listening:
+            rounds.num_shards = order.num_shards
+            rounds.join(rounds.attached_group())
+            rounds.transport.set_order(order)
+
     def bits_of(self, gradient: ShardGradient) -> dict[str, int]:
         """For each parameter, by name, a hash of the bits of its gradient in a shard's."""
         return self._rounds.transport.ordered_reducer.bits_of(gradient)

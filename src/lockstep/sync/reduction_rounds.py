@@ -93,7 +93,7 @@ class ReductionRounds:
         after_round: Callable[[], None] | None,
     ) -> None:
         self.place = group.place
-        self._num_shards = num_shards
+        self.num_shards = num_shards
         self.weights = BatchWeights(group, num_shards, averages=averages)
         self.num_rounds = self.last_full_round = self.digest = 0
         self.slots = [
@@ -428,7 +428,7 @@ class ReductionRounds:
     def join(self, group: Group) -> None:
         """Belong to `group`, after `leave`."""
         self.place = group.place
-        self.weights = BatchWeights(group, self._num_shards, averages=self.weights.averages)
+        self.weights = BatchWeights(group, self.num_shards, averages=self.weights.averages)
         self._grad_watch = AutogradGradWatch(self.slots)  # a step that is made again asks again
         self.step = self._steps_taken = 0  # a rank that is new has taken none
         self._group = group

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from lockstep.errors import WeightError
     from lockstep.group import Group
+    from lockstep.sync.shard_tree_sum import ShardOrder
 
 
 class SingleProcess:
@@ -161,6 +162,8 @@ class SingleProcess:
     def set_delivered_weight(self, weight: float | WeightError | None) -> None: ...
 
     def take_shard(self, shard: int) -> None: ...
+
+    def set_shard_order(self, order: ShardOrder) -> None: ...
 
     def last_shard(self, shard: int) -> AbstractContextManager[None]:
         return nullcontext()

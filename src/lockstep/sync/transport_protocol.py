@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lockstep.sync.buckets import Slot
     from lockstep.sync.ordered_reducer import OrderedReducer
     from lockstep.sync.round_contribution import Contribution, Fault, RoundTotals, UnreadTotals
+    from lockstep.sync.shard_tree_sum import ShardOrder
     from lockstep.sync.weighted_loss_scale import BatchWeights
 
 Gradients = dict["Slot", "torch.Tensor"]
@@ -188,6 +189,10 @@ class Transport(Protocol):
     @property
     def ordered_reducer(self) -> OrderedReducer:
         """Under a shard order: packs the gradients of shards, and adds them up."""
+        raise _no_shards()
+
+    def set_order(self, order: ShardOrder) -> None:
+        """Under a shard order: add up in another one, between two rounds."""
         raise _no_shards()
 
     def last_shard(self, shard: int) -> AbstractContextManager[None]:

@@ -12,6 +12,7 @@ from lockstep.data_parallel_mesh import DataParallelMesh
 from lockstep.host_memory import available_memory
 from lockstep.local_rows import LocalRows
 from lockstep.operator import TrainingOperator
+from lockstep.operator.rank_context import shard_order
 from lockstep.operator.registration import registered_parts
 from lockstep.tensor_tree import leaves_of
 from lockstep.worker import state_dict as state_dicts
@@ -217,6 +218,9 @@ class StateAccess:
             operator._lockstep.context = replace(
                 operator._lockstep.context, shard_assignment=assignment
             )
+            order, sync = shard_order(operator._lockstep.context), operator._lockstep.sync
+            if order is not None and sync is not None:
+                sync.set_shard_order(order)
             self._open_loaders(operator)
         places = state.get("position", {})
         if not places and "epoch" in state:

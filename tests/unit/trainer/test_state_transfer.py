@@ -132,14 +132,15 @@ def test_layout_versions_of_modules_travel():
         assert saved._metadata["1"] == one.get_model().state_dict()._metadata["1"]
 
 
-def test_seed_and_shards_come_from_the_state():
-    config = {BATCH_SIZE: 6, **SHUFFLED}
-    with trainer(config=config, seed=11, num_shards=3) as one:
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_seed_and_shards_come_from_the_state(reproducible):
+    arguments = {"config": {BATCH_SIZE: 6, **SHUFFLED}, "reproducible": reproducible}
+    with trainer(**arguments, seed=11, num_shards=3) as one:
         one.train(num_steps=2)
         state = one.state_dict()
         one.train(num_steps=7)
         expected = weights(one.get_model())
-    with trainer(config=config) as one:
+    with trainer(**arguments) as one:
         one.load_state_dict(state)
         assert one.state_dict()["seed"] == 11
         assert one.state_dict()["num_shards"] == 3
