@@ -10,6 +10,7 @@ worth.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -134,10 +135,17 @@ class Rotation:
         for step in self.steps():
             if step > newest:
                 path = self.path_of(step)
-                aside = os.path.join(self.folder, _SET_ASIDE + os.path.basename(path))
-                remove(aside)
+                aside = _free_name(path)
                 os.rename(path, aside)
                 _log.warning("%s is ahead of the run, which goes on without it: %s", path, aside)
+
+
+def _free_name(path: str) -> str:
+    """The name under which the checkpoint at `path` is set aside, beside all earlier ones."""
+    folder, name = os.path.split(path)
+    numbers = itertools.chain([""], (f"{number}-" for number in itertools.count(2)))
+    names = (os.path.join(folder, f"{_SET_ASIDE}{number}{name}") for number in numbers)
+    return next(each for each in names if not os.path.lexists(each))
 
 
 def _one_line_of(error: CheckpointError) -> str:

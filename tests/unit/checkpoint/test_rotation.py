@@ -118,12 +118,15 @@ def test_going_back_leaves_no_newer_state_to_go_on_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [FILE, DIRECTORY])
-def test_going_back_twice_sets_the_newer_one_aside(tmp_path: Path, write: Any) -> None:
+def test_going_back_again_keeps_what_was_set_aside_before(tmp_path: Path, write: Any) -> None:
     kept = rotation(tmp_path)
-    for _ in range(2):
-        fill(kept, 10, 20, write=write)
-        fill(kept, 10, write=write)
+    for weight in range(3):
+        kept.write(10, partial(write, state={"weight": weight}))
+        kept.write(20, partial(write, state={"weight": weight}))
+        kept.write(10, partial(write, state={"weight": weight}))
         assert kept.steps() == [10]
+    names = [f"set-aside-{number}step-0000000020.ckpt" for number in ("", "2-", "3-")]
+    assert [checkpoint.read(tmp_path / name)["weight"] for name in names] == [0, 1, 2]
 
 
 def test_if_none_can_be_read_nobody_starts_afresh_without_knowing(tmp_path: Path) -> None:
