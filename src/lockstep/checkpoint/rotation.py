@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps the last few checkpoints of one run in a directory, and finds the newest good one.
 
-The names sort by step, and the steps of a run only grow. A checkpoint with a larger step than the
-one just written is therefore of a continuation that was abandoned: the checkpoint could not be read
-when the run resumed, or the user took the run back to an older state. `Rotation` renames such a
-file, so that no run resumes from it, and does not delete it: only a person can know what it is
-worth.
+The names sort by step, and the steps of a run only grow, until the run goes back: the newest
+checkpoint could not be read when the run resumed, or the user loaded an older state. A checkpoint
+of a later step than the one to which the run went back, which the run has not written since, is
+therefore of a continuation that was abandoned. `Rotation` renames such a file, so that no run
+resumes from it, and does not delete it: only a person can know what it is worth.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class Rotation:
         self.folder = folder
         self._keep = keep
         self._read_one = read
+        self._origin = 0
+        self._written: set[int] = set()
 
     def prepare_folder(self) -> None:
         """Create the folder, and try to write to it.
@@ -106,6 +108,13 @@ class Rotation:
             fix="bring a good copy back, or give an empty checkpoint_dir to start afresh",
         ) from refused[0]
 
+    def go_on_from(self, step: int) -> None:
+        """Note that the run goes on from a state of `step`, which it has read.
+
+        The next `write` sets the checkpoints of later steps aside.
+        """
+        self._origin, self._written = step, set()
+
     def write(self, step: int, write: Callable[[str], str]) -> str:
         """Write a checkpoint, then remove those that are not among the last `keep` any more.
 
@@ -119,25 +128,32 @@ class Rotation:
         Raises:
             Exception: what `write` raised; no older checkpoint was removed.
         """
-        path = write(self.path_of(step))
+        self._written = {each for each in self._written if each <= step}
+        # The others stay until the new one is there: a folder without any would start a run afresh.
+        path = self.path_of(step)
+        if os.path.lexists(path) and self._is_abandoned(step) and len(self.steps()) > 1:
+            self._set_aside(step)
+        write(path)
+        self._written.add(step)
         try:
-            self._remove_old(step)
+            for each in filter(self._is_abandoned, self.steps()):
+                self._set_aside(each)
+            for each in self.steps()[: -self._keep]:
+                remove(self.path_of(each))
         # The new checkpoint is on the disk: an older one that stays must not fail the run.
         except OSError as error:
             _log.warning("an older checkpoint in %s could not be removed: %s", self.folder, error)
         return path
 
-    def _remove_old(self, newest: int) -> None:
-        """Delete all but the last `keep` checkpoints up to `newest`; rename those after it."""
-        own_steps = [step for step in self.steps() if step <= newest]
-        for step in own_steps[: -self._keep]:
-            remove(self.path_of(step))
-        for step in self.steps():
-            if step > newest:
-                path = self.path_of(step)
-                aside = _free_name(path)
-                os.rename(path, aside)
-                _log.warning("%s is ahead of the run, which goes on without it: %s", path, aside)
+    def _is_abandoned(self, step: int) -> bool:
+        """Whether a checkpoint of `step` is one that the run neither came from nor wrote."""
+        return step > self._origin and step not in self._written
+
+    def _set_aside(self, step: int) -> None:
+        path = self.path_of(step)
+        aside = _free_name(path)
+        os.rename(path, aside)
+        _log.warning("%s is not of this run, which goes on without it: %s", path, aside)
 
 
 def _free_name(path: str) -> str:

@@ -17,6 +17,7 @@ from lockstep.errors import (
 )
 from lockstep.operator import TrainingOperator
 from lockstep.trainer.argument_checks import require, require_count
+from lockstep.trainer.checkpoint_writer import CheckpointWriter
 from lockstep.trainer.run_log import RunLog
 from lockstep.trainer.snapshot_files import write_snapshot
 from lockstep.trainer.state_transfer import refuse_another_run
@@ -24,6 +25,7 @@ from lockstep.trainer.state_transfer import refuse_another_run
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from lockstep.engine import Engine
     from lockstep.trainer.snapshot_files import WriteParts
     from lockstep.worker import Snapshot, WorkerSpec
 
@@ -57,6 +59,7 @@ class CheckpointDirectory:
         self.every: int | None = every
         self.resume_state: dict[str, Any] | None = None
         self._rotation: Rotation | None = None
+        self._writer: CheckpointWriter | None = None
         if folder is not None:
             self._rotation = Rotation(os.path.abspath(folder), keep, self._read)
             self._rotation.prepare_folder()
@@ -69,11 +72,6 @@ class CheckpointDirectory:
     def run_logs(self) -> list[RunLog]:
         """The run's log, if there is a directory for it."""
         return [] if self._rotation is None else [RunLog(self._rotation.folder)]
-
-    @property
-    def is_on(self) -> bool:
-        """Whether there is a directory to write to."""
-        return self._rotation is not None
 
     @property
     def log_folder(self) -> str:
@@ -137,9 +135,22 @@ class CheckpointDirectory:
         # Under fsdp each worker reads its rows: the whole state may fit nowhere.
         return checkpoint.open_checkpoint(path) if self._sync == "fsdp" else checkpoint.read(path)
 
+    def start_writer(self, engine: Engine) -> CheckpointWriter | None:
+        """What writes the checkpoints of the workers; None without a directory."""
+        if self._rotation is not None:
+            write = partial(self.write, write_parts=engine.write_parts)
+            self._writer = CheckpointWriter(write, engine)
+        return self._writer
+
+    def go_on_from(self, step: int) -> None:
+        """Note that the run goes on from a state of `step` that was loaded."""
+        if self._rotation is not None and self._writer is not None:
+            self._writer.drop_unwritten()
+            self._rotation.go_on_from(step)
+
     def write(self, snapshot: Snapshot, write_parts: WriteParts) -> str:
         """Write a checkpoint, and let go of the oldest; returns its path."""
-        assert self._rotation is not None, "asked for only where `is_on`"
+        assert self._rotation is not None, "`start_writer` makes no writer without a directory"
         write = partial(
             write_snapshot, snapshot, in_shards=self._sync == "fsdp", write_parts=write_parts
         )

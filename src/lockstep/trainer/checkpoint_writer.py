@@ -98,6 +98,15 @@ class CheckpointWriter:
         if self._running is not None and not self._is_paused:
             wait([self._running], within_s)
 
+    def drop_unwritten(self) -> None:
+        """Drop the snapshot that waits, and wait for the one that is being written."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.give_back()
+        if self._running is not None:
+            wait([self._running])
+
     def note_failure(self, error: Exception) -> None:
         """Note that a checkpoint could not be written; the next success clears the failure."""
         _log.error("a checkpoint could not be written: %s", error)

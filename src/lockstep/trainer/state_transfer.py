@@ -17,6 +17,8 @@ from lockstep.trainer.snapshot_files import write_snapshot
 from lockstep.worker import Snapshot, Worker, begin_load, hold_part, receive_state
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
     from lockstep.trainer.ray_dataset_feed import RayDatasetFeed
@@ -33,6 +35,7 @@ class StateTransfer:
         explicit: the user's `num_shards` and `seed`; None if not given.
         dataset: the dataset that the workers train on.
         steps: the metrics of single steps, which restart at the state's step.
+        on_load: called with the step of each state that was loaded.
     """
 
     def __init__(
@@ -41,11 +44,13 @@ class StateTransfer:
         explicit: Mapping[str, Any],
         dataset: RayDatasetFeed,
         steps: StepMetrics,
+        on_load: Callable[[int], None],
     ) -> None:
         self._workers = workers
         self._explicit = explicit
         self._dataset = dataset
         self._steps = steps
+        self._on_load = on_load
 
     def take(self) -> dict[str, Any]:
         """See `TorchTrainer.state_dict`."""
@@ -99,7 +104,9 @@ class StateTransfer:
             raise
         self._workers.call(Worker.settle_state.with_args(keep=True))
         self._workers.note_loaded(state)
-        self._steps.restart_at(int(state.get("global_step", 0)))
+        step = int(state.get("global_step", 0))
+        self._steps.restart_at(step)
+        self._on_load(step)
         self.update_users_objects()
 
     def _send_what_is_not_seen(self, state: Mapping[str, Any]) -> None:

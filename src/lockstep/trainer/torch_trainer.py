@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lockstep.engine import Resources
@@ -16,7 +15,6 @@ from lockstep.trainer.argument_checks import DEFAULT_SEED
 from lockstep.trainer.audit_comparison import AuditComparison
 from lockstep.trainer.callback_list import CallbackList
 from lockstep.trainer.checkpoint_directory import CheckpointDirectory
-from lockstep.trainer.checkpoint_writer import CheckpointWriter
 from lockstep.trainer.launch import Placement, start_workers
 from lockstep.trainer.loader_checks import check_loader
 from lockstep.trainer.loop_calls import loop_request, reduce_reports, run_loop
@@ -207,15 +205,13 @@ class TorchTrainer:
         engine = start_workers(spec, placement)
         self._workers = WorkerCalls(spec, engine)
         self._dataset = RayDatasetFeed()
-        self._state = StateTransfer(self._workers, explicit, self._dataset, self._steps)
-        self._writer: CheckpointWriter | None = None
+        on_load = disk.go_on_from
+        self._state = StateTransfer(self._workers, explicit, self._dataset, self._steps, on_load)
+        self._writer = disk.start_writer(engine)
         try:
             if disk.resume_state is not None:
                 self._state.load(disk.resume_state)
                 disk.finish_resume()
-            if disk.is_on:
-                write = partial(disk.write, write_parts=engine.write_parts)
-                self._writer = CheckpointWriter(write, engine)
             self._callbacks.start()
         except BaseException:
             # No trainer is returned that the caller could shut down.

@@ -118,6 +118,47 @@ def test_going_back_leaves_no_newer_state_to_go_on_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [FILE, DIRECTORY])
+def test_a_continuation_that_was_abandoned_is_not_the_runs_own(tmp_path: Path, write: Any) -> None:
+    """Also between two checkpoints of the run, and none of it makes an ancestor old."""
+    fill(rotation(tmp_path, 100), 900, 1000, 1100, 1200, 1300, 1400, write=write)
+    kept = rotation(tmp_path, 3)
+    kept.go_on_from(1000)
+    fill(kept, 1250, write=write)
+    assert kept.steps() == [900, 1000, 1250]
+    aside = {f"set-aside-{Path(kept.path_of(step)).name}" for step in (1100, 1200, 1300, 1400)}
+    assert {name for name in os.listdir(tmp_path) if name.startswith("set-aside-")} == aside
+    fill(kept, 1500, write=write)
+    assert kept.steps() == [1000, 1250, 1500]
+    kept.go_on_from(1250)
+    fill(kept, 1600, write=write)
+    assert kept.steps() == [1000, 1250, 1600]
+
+
+@pytest.mark.parametrize("write", [FILE, DIRECTORY])
+def test_an_abandoned_checkpoint_of_the_same_step_is_not_replaced(
+    tmp_path: Path, write: Any
+) -> None:
+    kept = rotation(tmp_path)
+    for step in (10, 20):
+        kept.write(step, partial(write, state={"weight": 0}))
+    kept.go_on_from(10)
+    for weight in (1, 2):  # the second time it is the run's own
+        kept.write(20, partial(write, state={"weight": weight}))
+    aside = tmp_path / "set-aside-step-0000000020.ckpt"
+    assert [checkpoint.read(path)["weight"] for path in (aside, kept.path_of(20))] == [0, 2]
+    assert len(os.listdir(tmp_path)) == 3
+
+
+def test_until_the_new_one_is_there_the_last_one_is_not_set_aside(tmp_path: Path) -> None:
+    kept = rotation(tmp_path, 1)
+    fill(kept, 20)
+    kept.go_on_from(10)  # from a file elsewhere
+    with pytest.raises(ZeroDivisionError):
+        kept.write(20, lambda path: str(1 / 0))
+    assert found(kept) == 20
+
+
+@pytest.mark.parametrize("write", [FILE, DIRECTORY])
 def test_going_back_again_keeps_what_was_set_aside_before(tmp_path: Path, write: Any) -> None:
     kept = rotation(tmp_path)
     for weight in range(3):

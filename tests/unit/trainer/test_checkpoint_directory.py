@@ -93,6 +93,21 @@ def test_which_steps_are_kept(tmp_path):
     assert (state["global_step"], state["position"]["train"]) == (8, {"epoch": 1, "step": 4})
 
 
+@pytest.mark.parametrize("way", ["resume", "load"])
+def test_after_going_back_the_checkpoints_of_the_abandoned_steps_are_set_aside(tmp_path, way):
+    with trainer(checkpoint_dir=tmp_path, checkpoint_every=1, keep_checkpoints=100) as one:
+        for _ in range(8):
+            one.train(num_steps=1)
+    third = tmp_path / "step-0000000003.ckpt"
+    resume = third if way == "resume" else "auto"
+    with trainer(checkpoint_dir=tmp_path, checkpoint_every=5, resume=resume) as one:
+        if way == "load":
+            one.load(third)
+        one.train(num_steps=3)
+    assert steps_in(tmp_path) == [2, 3, 5]
+    assert len(list(tmp_path.glob("set-aside-*"))) == 5
+
+
 def test_a_window_is_not_cut(tmp_path):
     with trainer(checkpoint_dir=tmp_path, checkpoint_every=1, accumulate=3) as one:
         one.train(num_steps=2)

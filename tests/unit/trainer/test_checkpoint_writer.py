@@ -92,3 +92,23 @@ def test_a_write_is_waited_for_and_not_for_ever(folder):
         writer.finish_writing(1000)
     writer.close(raises=True)
     assert folder.steps == [5, 10]
+
+
+def test_what_waits_is_dropped_and_what_is_being_written_is_waited_for(folder):
+    may_write, write = threading.Event(), folder.write
+
+    def slowly(snapshot):
+        folder.begun.set()
+        may_write.wait()
+        return write(snapshot)
+
+    folder.write = slowly
+    writer = writer_to(folder)
+    writer.keep(Snapshot(5, {}, call=0))
+    folder.begun.wait()
+    given_back = SimpleNamespace(put_back=lambda state: may_write.set())
+    writer.keep(Snapshot(10, {}, given_back, call=0))
+    writer.drop_unwritten()
+    assert folder.steps == [5]
+    writer.close(raises=True)
+    assert folder.steps == [5]
