@@ -118,6 +118,42 @@ def test_a_copy_that_was_made_before_a_failure_is_written(tmp_path):
     assert steps_in(tmp_path) == [5]
 
 
+class Interrupted(Classifier):
+    """Somebody presses Ctrl-C just after the state was copied for a checkpoint."""
+
+    was_there = False
+
+    def compute_loss(self, batch, batch_info):
+        if self.world_rank == 0 and batch_info["global_step"] == 5 and not self.was_there:
+            self.was_there = True
+            os.kill(self.config["driver"], signal.SIGINT)
+        return super().compute_loss(batch, batch_info)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_on_its_way", [False, True])
+def test_a_copy_of_steps_that_the_run_has_left_is_not_written(tmp_path, is_on_its_way):
+    folder = tmp_path / "run"
+    config = {"*batch_size": 16, "driver": os.getpid()}
+    arguments = {"config": config, "checkpoint_dir": folder, "checkpoint_every": 5}
+    with trainer_of(Interrupted, **arguments) as trainer:
+        trainer.train(num_steps=2)
+        path = trainer.save(tmp_path / "two.pt")
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train(num_steps=8)
+        if is_on_its_way:
+            fetcher = trainer._writer._fetcher
+            if fetcher._asked is None or ray.get(fetcher._asked) is None:
+                fetcher.poll()
+            assert ray.get(fetcher._asked) is not None
+        trainer.load(path)
+        trainer.train(num_steps=2)
+        assert steps_in(folder) == []
+        trainer.train(num_steps=2)
+        assert steps_in(folder) == [5]
+        assert trainer.status()["step"] == 6
+
+
 class Warned(Classifier):
     def compute_loss(self, batch, batch_info):
         if self.world_rank == 1 and self.global_step == self.config.get("warned_at"):

@@ -100,6 +100,9 @@ class SnapshotFetcher(Protocol):
     def finish(self) -> None:
         """After a call, fetch the copy that is still on its way."""
 
+    def drop(self) -> None:
+        """Drop the copy that is still on its way, of steps that the run has left."""
+
 
 class Engine(Protocol):
     """Starts workers, calls their remote methods, ends the workers.

@@ -65,6 +65,10 @@ class RemoteSnapshotFetcher:
             self._asked = first.actor.snapshot.remote(self._is_requested)
             self._is_requested = False
 
+    def drop(self) -> None:
+        """See `SnapshotFetcher`."""
+        self._asked = None
+
     def finish(self, timeout_s: float | None = None) -> None:
         """See `SnapshotFetcher`.
 

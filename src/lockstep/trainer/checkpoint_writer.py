@@ -99,13 +99,16 @@ class CheckpointWriter:
             wait([self._running], within_s)
 
     def drop_unwritten(self) -> None:
-        """Drop the snapshot that waits, and wait for the one that is being written."""
+        """Drop snapshots that are not written yet, and failures: the run has left their steps.
+
+        Waits for one that is being written.
+        """
+        self._fetcher.drop()
         with self._lock:
             waiting, self._waiting = self._waiting, None
         if waiting is not None:
             waiting.give_back()
-        if self._running is not None:
-            wait([self._running])
+        self._wait()
 
     def note_failure(self, error: Exception) -> None:
         """Note that a checkpoint could not be written; the next success clears the failure."""

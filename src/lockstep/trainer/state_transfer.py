@@ -93,7 +93,7 @@ class StateTransfer:
                 got=f"{type(state).__name__}: {state!r:.60}",
             )
         refuse_another_run(state, self._explicit)
-        self._send_what_is_not_seen(state)
+        self._begin(state)
         self._workers.call(Worker.check_state.with_args(state))
         self._dataset.set_dataset(None, self._workers)
         try:
@@ -109,10 +109,8 @@ class StateTransfer:
         self._on_load(step)
         self.update_users_objects()
 
-    def _send_what_is_not_seen(self, state: Mapping[str, Any]) -> None:
-        """Send its part of a state to each worker whose host does not see the directory."""
-        if not self._workers.spec.saves_parts:
-            return
+    def _begin(self, state: Mapping[str, Any]) -> None:
+        """Send its part of `state` to each worker whose host does not see the directory."""
         stored = next((leaf for leaf in leaves_of(state) if isinstance(leaf, StoredTensor)), None)
         for rank, place in enumerate(self._workers.call(begin_load.with_args(stored))):
             if place is not None:

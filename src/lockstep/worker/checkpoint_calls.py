@@ -25,7 +25,7 @@ def hold_part(worker: Worker) -> int:
 
 @remote_method(Communication.NONE, OnFailure.REPEAT)
 def begin_load(worker: Worker, stored: StoredTensor | None) -> tuple[int, int] | None:
-    """Forget what an earlier load or save has left.
+    """Forget what an earlier load or save has left, and copies of steps that the run leaves.
 
     Args:
         stored: a tensor of the directory that is loaded; None if it is none.
@@ -35,7 +35,7 @@ def begin_load(worker: Worker, stored: StoredTensor | None) -> tuple[int, int] |
         tensors out, and their number: its host does not see the directory.
     """
     worker.incoming = None
-    worker.snapshots.part.drop()
+    worker.snapshots.drop()
     is_seen = stored is None or checkpoint.is_here(stored)
     return None if is_seen else worker.place_in_shards
 

@@ -97,6 +97,11 @@ class SnapshotTaker:
     def finish(self) -> None:
         """Do nothing (see `SnapshotFetcher`): in the driver's process no snapshot is in transit."""
 
+    def drop(self) -> None:
+        """Drop the copies that nobody has fetched or begun to write: the run leaves their steps."""
+        self.part.drop()
+        self._hold(None)
+
     # --------------------------------------------------------------------------- training
 
     def begin(self) -> None:
@@ -240,7 +245,10 @@ class SnapshotTaker:
         self._is_requested = False
         if self.give is not None:
             self.give(snapshot)
-            return
+        else:
+            self._hold(snapshot)
+
+    def _hold(self, snapshot: Snapshot | None) -> None:
         with self._lock:
             unfetched, self._latest = self._latest, snapshot
         if unfetched is not None:

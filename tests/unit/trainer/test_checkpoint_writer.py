@@ -26,7 +26,7 @@ def folder(tmp_path):
 
 
 def writer_to(folder):
-    fetcher = SimpleNamespace(finish=lambda: None, request=lambda: None)
+    fetcher = SimpleNamespace(finish=lambda: None, request=lambda: None, drop=lambda: None)
     return CheckpointWriter(
         folder.write, SimpleNamespace(start_snapshot_fetcher=lambda to: fetcher)
     )
@@ -112,3 +112,11 @@ def test_what_waits_is_dropped_and_what_is_being_written_is_waited_for(folder):
     assert folder.steps == [5]
     writer.close(raises=True)
     assert folder.steps == [5]
+
+
+def test_the_failure_of_a_checkpoint_of_steps_that_were_left_is_no_later_calls(folder):
+    writer = writer_to(folder)
+    writer.note_failure(OSError("full"))
+    writer.drop_unwritten()
+    assert writer.result("of the next call") == "of the next call"
+    writer.close(raises=True)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a snapshot is due after a recovery: a checkpoint that was being written may be missing."""
+"""When a snapshot is due after a recovery, and what becomes of one that nobody has fetched."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from lockstep.worker.checkpoint_snapshot import SnapshotTaker
+from lockstep.worker.checkpoint_snapshot import Snapshot, SnapshotTaker
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,11 @@ def test_one_that_is_not_on_the_disk_is_due_again(committed, last_written, is_du
     )
     taker.forget(last_written)
     assert taker._is_due == is_due
+
+
+def test_one_that_nobody_has_fetched_is_dropped_and_its_memory_is_free():
+    taker, freed = SnapshotTaker(SimpleNamespace()), []
+    taker._keep(Snapshot(100, {"weight": 1}, SimpleNamespace(put_back=freed.append)))
+    taker.drop()
+    assert freed == [{"weight": 1}]
+    assert taker.pop_latest() is None
