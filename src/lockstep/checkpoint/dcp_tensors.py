@@ -142,9 +142,19 @@ def read_tensors(folder: str, targets: Tensors, files: Mapping[str, str]) -> Non
         files: the checksums of the checkpoint's files. Each file is verified before it is read.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or would run code; or a value is nowhere.
+        CheckpointError: a file is missing, damaged, or would run code; or a value is nowhere; or
+            the checkpoint was replaced while it was read.
     """
-    verify_files(folder, {METADATA: files.get(METADATA, "none was written")})
+    index = {METADATA: files.get(METADATA, "none was written")}
+    verify_files(folder, index)
+    try:
+        _read_verified(folder, targets, files)
+    finally:
+        # A directory that was saved anew has files of the same names and sizes, and another index.
+        verify_files(folder, index)
+
+
+def _read_verified(folder: str, targets: Tensors, files: Mapping[str, str]) -> None:
     reader = FileSystemReader(folder)
     metadata = _read_metadata(folder)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
@@ -168,15 +178,19 @@ def verify_files(folder: str, files: Mapping[str, str]) -> None:
     """
     for name, expected in files.items():
         file = os.path.join(folder, name)
-        got = sha256(file) if os.path.isfile(file) else "no such file"
+        try:
+            got = sha256(file)
+        except (FileNotFoundError, IsADirectoryError):
+            got = "no such file"
         if got != expected:
             raise CheckpointError(
-                "the checkpoint is damaged",
+                "the checkpoint is damaged, or was saved anew while it was read",
                 where=file,
                 expected=f"sha256 {expected}",
                 got=got,
                 cause="it was cut off, changed or left out after it was written",
-                fix="load an older checkpoint, or copy this one again from where it was written",
+                fix="read it again; load an older checkpoint, or copy this one again from where it"
+                " was written",
             )
 
 

@@ -145,6 +145,27 @@ def test_a_rank_verifies_the_files_that_it_reads(tmp_path):
         checkpoint.read_own_tensors(opened, 1, 2)
 
 
+@pytest.mark.parametrize("becomes", ["another", "none"])
+def test_a_directory_that_is_replaced_while_it_is_read_is_refused(tmp_path, monkeypatch, becomes):
+    """By one of another step: its files have the same names and sizes."""
+    path, real = tmp_path / "latest", distributed.FileSystemReader.read_data
+    checkpoint.write_directory(path, {"weight": torch.zeros(3)})
+
+    def read_data(*arguments):
+        if becomes == "another":
+            checkpoint.write_directory(path, {"weight": torch.ones(3)})
+        else:
+            path.rename(tmp_path / "elsewhere")
+        return real(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(distributed.FileSystemReader, "read_data", read_data)
+        with pytest.raises(CheckpointError, match="saved anew while it was read"):
+            checkpoint.read(path)
+    if becomes == "another":
+        assert checkpoint.read(path)["weight"].tolist() == [1.0] * 3
+
+
 def test_parts_that_do_not_make_a_whole_are_no_checkpoint(tmp_path):
     with (
         pytest.raises(CheckpointError, match="not written the whole"),
