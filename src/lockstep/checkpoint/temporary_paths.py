@@ -55,9 +55,9 @@ def _make_held(folder: str, make: Callable[[str], object]) -> tuple[str, int]:
 
 
 def remove(path: str) -> None:
-    """Remove a file or a folder; a folder is renamed first, so that none is there by half."""
+    """Remove a file, a link or a folder; a folder is renamed first: none is there by half."""
     with suppress(FileNotFoundError):
-        if not os.path.isdir(path):
+        if os.path.islink(path) or not os.path.isdir(path):
             os.unlink(path)
             return
         with held_path(os.path.dirname(path), partial(os.rename, path)) as doomed:
@@ -74,6 +74,9 @@ def remove_leftovers(folder: str) -> None:
 def _remove_unless_held(path: str) -> None:
     is_folder = os.path.isdir(path)
     try:
+        if os.path.islink(path):
+            os.unlink(path)  # no writer makes a link, so no writer holds one
+            return
         # Network file systems lock a file for one process alone only if that may write to it.
         found = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
     except (FileNotFoundError, PermissionError):

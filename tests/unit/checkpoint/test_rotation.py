@@ -191,6 +191,29 @@ def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
     assert found(kept) == 1
 
 
+@pytest.mark.parametrize("write", [FILE, DIRECTORY])
+def test_of_a_checkpoint_that_was_moved_behind_a_link_the_link_is_removed(
+    tmp_path: Path, write: Any
+) -> None:
+    kept, moved = rotation(tmp_path / "run", 1), tmp_path / "moved"
+    fill(kept, 1, write=write)
+    os.rename(kept.path_of(1), moved)
+    os.symlink(moved, kept.path_of(1))
+    fill(kept, 2, write=write)
+    assert os.listdir(kept.folder) == [Path(kept.path_of(2)).name]
+    assert checkpoint.read(moved)["step"] == 1
+
+
+def test_a_link_to_a_folder_among_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    checkpoint.write_directory(moved, STATE)
+    folder.mkdir()
+    (folder / f".lockstep-{'0' * 16}.tmp").symlink_to(moved)
+    rotation(folder)
+    assert os.listdir(folder) == []
+    assert torch.equal(checkpoint.read(moved)["weight"], STATE["weight"])
+
+
 def in_a_file(path: str, meanwhile: Callable[[], None]) -> str:
     def slowly(file: IO[bytes]) -> None:
         checkpoint.serialise({**STATE, "step": 2}, file)
