@@ -69,12 +69,7 @@ def publish(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], None]) -> 
                 with suppress(FileNotFoundError):
                     os.unlink(temporary)
                 raise
-        try:
-            _sync_folder(folder)
-        except OSError as error:
-            raise write_error(
-                path, error, "the new one is there, and a power cut may undo it"
-            ) from error
+        sync_new_name(folder, path)
     except CheckpointWriteError:
         raise
     except OSError as error:
@@ -146,13 +141,19 @@ def fsync_path(path: str) -> None:
         os.close(descriptor)
 
 
-def _sync_folder(folder: str) -> None:
+def sync_new_name(folder: str, path: str | os.PathLike[str]) -> None:
+    """Flush the name that the checkpoint `path` has just got in `folder` to the disk.
+
+    Raises:
+        CheckpointWriteError: the file system refused; the new checkpoint is there all the same.
+    """
     try:
         fsync_path(folder)
     except OSError as error:
         # Some network file systems cannot sync a folder: their server makes renames durable.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
+            left = "the new one is there, and a power cut may undo it"
+            raise write_error(path, error, left) from error
 
 
 def write_error(

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lockstep.checkpoint.atomic_write import fsync_path, write_error
+from lockstep.checkpoint.atomic_write import fsync_path, sync_new_name, write_error
 from lockstep.checkpoint.file_format import read_file, write
 from lockstep.checkpoint.plain_values import plain_state
 from lockstep.checkpoint.temporary_paths import held_path
@@ -154,6 +154,7 @@ def _renamed_to(path: str) -> Iterator[str]:
             if os.path.isdir(target):
                 os.rename(target, old)
             os.rename(temporary, target)
+            sync_new_name(os.path.dirname(target), path)
         except BaseException:
             if os.path.isdir(old) and not os.path.exists(target):
                 os.rename(old, target)

@@ -182,6 +182,29 @@ def test_a_new_directory_that_cannot_take_its_name_leaves_the_old_one(tmp_path, 
     assert os.listdir(tmp_path) == ["state"]
 
 
+@pytest.mark.parametrize("number", [None, errno.EINVAL, errno.EIO])
+def test_the_new_name_is_on_the_disk_before_the_old_directory_goes(tmp_path, monkeypatch, number):
+    """Some network file systems cannot flush a folder (EINVAL); any other error may lose it."""
+    path, real, seen = tmp_path / "state", os.fsync, []
+    checkpoint.write_directory(path, {"epoch": 1})
+
+    def fsync(descriptor):
+        if os.path.samestat(os.fstat(descriptor), os.stat(tmp_path)):
+            seen.append((checkpoint.read(path), len(os.listdir(tmp_path))))
+            if number is not None:
+                raise OSError(number, os.strerror(number))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if number == errno.EIO:
+        with pytest.raises(CheckpointWriteError, match="the new one is there"):
+            checkpoint.write_directory(path, {"epoch": 2})
+    else:
+        checkpoint.write_directory(path, {"epoch": 2})
+    assert seen == [({"epoch": 2}, 2)]
+    assert os.listdir(tmp_path) == ["state"]
+
+
 def test_what_is_in_the_way_stays(tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
