@@ -15,12 +15,14 @@ part.
 
 The directory is written under another name and then renamed, so it exists whole or not at all. To
 replace a directory takes two renames: a process that is killed between them leaves the old
-directory beside the path as ``.lockstep-*.old``.
+directory beside the path as ``.lockstep-*.old``. What a user has put into the old directory is
+linked into the new one before.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from contextlib import contextmanager
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
 INDEX: Final = "lockstep.ckpt"
 _MARK: Final = "\0tensor"
+_OWN_FILE: Final = re.compile(r"lockstep\.ckpt|\.metadata|__\d+_\d+\.distcp")
 
 
 @dataclass(frozen=True)
@@ -152,9 +155,11 @@ def _renamed_to(path: str) -> Iterator[str]:
         try:
             yield temporary
             if os.path.isdir(target):
+                _carry_over(target, temporary)
                 os.rename(target, old)
             os.rename(temporary, target)
-            sync_new_name(os.path.dirname(target), path)
+            for folder in (target, os.path.dirname(target)):
+                sync_new_name(folder, path)
         except BaseException:
             if os.path.isdir(old) and not os.path.exists(target):
                 os.rename(old, target)
@@ -162,6 +167,25 @@ def _renamed_to(path: str) -> Iterator[str]:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
             shutil.rmtree(old, ignore_errors=True)
+
+
+def _carry_over(old: str, new: str) -> None:
+    """Give the folder `new` what a user has put into the directory `old`, which goes."""
+    for name in os.listdir(old):
+        if _OWN_FILE.fullmatch(name):
+            continue
+        source, target = os.path.join(old, name), os.path.join(new, name)
+        if os.path.isdir(source) and not os.path.islink(source):
+            shutil.copytree(source, target, symlinks=True, copy_function=_link_or_copy)
+        else:
+            _link_or_copy(source, target)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def write_part(

@@ -205,6 +205,32 @@ def test_the_new_name_is_on_the_disk_before_the_old_directory_goes(tmp_path, mon
     assert os.listdir(tmp_path) == ["state"]
 
 
+@pytest.mark.parametrize("has_links", [True, False])
+def test_what_a_user_put_into_a_directory_stays_when_it_is_saved_anew(
+    tmp_path, monkeypatch, has_links
+):
+    def link(*_, **__):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    path = tmp_path / "state"
+    checkpoint.write_directory(path, STATE)
+    (path / "tokenizer.json").write_text("mine")
+    (path / "latest").symlink_to("tokenizer.json")
+    (path / "onnx" / "deep").mkdir(parents=True)
+    (path / "onnx" / "deep" / "__0_0.distcp").write_text("mine, too")
+    if not has_links:
+        monkeypatch.setattr(os, "link", link)
+    for epoch in (1, 2):
+        checkpoint.write_directory(path, {"epoch": epoch})
+        assert checkpoint.read(path) == {"epoch": epoch}
+        names = ["latest", "lockstep.ckpt", "onnx", "tokenizer.json"]
+        assert sorted(os.listdir(path)) == names
+        assert (path / "tokenizer.json").read_text() == "mine"
+        assert os.readlink(path / "latest") == "tokenizer.json"
+        assert (path / "onnx" / "deep" / "__0_0.distcp").read_text() == "mine, too"
+    assert os.listdir(tmp_path) == ["state"]
+
+
 def test_what_is_in_the_way_stays(tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
