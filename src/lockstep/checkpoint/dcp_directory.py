@@ -204,15 +204,14 @@ def write_part(
     """
     from lockstep.checkpoint.dcp_tensors import sha256, write_tensors
 
-    plain = plain_state(state)
+    common = plain_state(state)
+    mine = {key: common.pop(key) for key in own}
     tensors: dict[str, torch.Tensor | LocalRows] = {}
-    common = {key: value for key, value in plain.items() if key not in own}
     hollow = _take_tensors_out(common, tensors, "")
     in_rows = tuple(name for name, each in tensors.items() if isinstance(each, LocalRows))
     if rank > 0:
         rows = {name: each for name, each in tensors.items() if isinstance(each, LocalRows)}
         tensors = {name: each for name, each in rows.items() if len(each.rows)}
-    mine = {key: plain[key] for key in own}
     hollow |= _take_tensors_out(mine, tensors, f"rank-{rank}." if rank > 0 else "")
     written = write_tensors(folder, tensors, rank)
     files = {name: sha256(os.path.join(folder, name)) for name in sorted(written.files)}

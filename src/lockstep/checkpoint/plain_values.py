@@ -50,6 +50,8 @@ _MAPPINGS: Final = (dict, OrderedDict, Counter)
 _SEQUENCES: Final = (list, tuple, set)
 _SUBCLASSED: Final[tuple[type[Any], ...]] = (int, float, complex, bytes)
 _TENSORS: Final = (Tensor, torch.nn.Parameter)
+_NUMBERS: Final = "biufc"
+"""numpy's kinds of dtypes that hold numbers and bools."""
 _MAX_INT_BITS: Final = 255 * 8 - 1
 """Longer integers have a pickle code that torch's restricted reader does not know."""
 
@@ -65,7 +67,8 @@ def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
         raise WrongTypeError(
             "a checkpoint holds a dict", expected="a dict", got=type(state).__qualname__
         )
-    return _PlainConverter().convert_mapping(dict(state), "state")
+    root: Any = state if type(state) in _MAPPINGS else dict(state)
+    return _PlainConverter().convert_mapping(root, "state")
 
 
 class _PlainConverter:
@@ -160,7 +163,9 @@ def _plain_scalar(value: Any, where: str) -> Any:
     for kind in _SUBCLASSED:
         if isinstance(value, kind):
             return kind(value)
-    if isinstance(value, np.generic) and type(value.item()) in _ATOMS:
+    # Of a time in nanoseconds `item` gives an int, and of a missing one None.
+    is_number = isinstance(value, np.generic) and value.dtype.kind in _NUMBERS
+    if is_number and type(value.item()) in _ATOMS:
         return value.item()
     raise _not_plain_error(
         value, where, fix="store its parts: numbers, strings, tensors, lists, dicts"
@@ -169,7 +174,7 @@ def _plain_scalar(value: Any, where: str) -> Any:
 
 def _tensor_of_array(array: np.ndarray[Any, Any], where: str) -> Tensor:
     native = array.dtype.newbyteorder("=")
-    if array.dtype.kind in "biufc":
+    if array.dtype.kind in _NUMBERS:
         with suppress(TypeError):  # torch has no dtype of this width (longdouble, say)
             return torch.from_numpy(np.array(array, dtype=native, order="C", copy=True))
     raise _not_plain_error(

@@ -208,6 +208,18 @@ def test_modules_optimizers_and_schedulers(tmp_path: Path) -> None:
     assert restored.random() == np.random.RandomState(0).random()
 
 
+@pytest.mark.parametrize("write", [checkpoint.write, checkpoint.write_directory])
+def test_a_modules_own_state_keeps_its_layout_versions(tmp_path: Path, write: Any) -> None:
+    state = torch.nn.BatchNorm1d(3).state_dict()
+    read = checkpoint.read(write(tmp_path / "c", state))
+    assert type(read) is collections.OrderedDict
+    assert read._metadata == state._metadata
+    # Without them torch takes the layout for an old one, and sets the count to 0.
+    del read["num_batches_tracked"]
+    with pytest.raises(RuntimeError, match="num_batches_tracked"):
+        torch.nn.BatchNorm1d(3).load_state_dict(read)
+
+
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
@@ -228,6 +240,9 @@ def test_modules_optimizers_and_schedulers(tmp_path: Path) -> None:
         (np.longdouble(1), "longdouble"),
         (np.array([1], dtype=np.longdouble), "ndarray of float128"),
         (np.datetime64("2020-01-01"), "datetime64"),
+        (np.datetime64("2020-01-01", "ns"), "datetime64"),  # its `item` is an int
+        (np.timedelta64(5, "ns"), "timedelta64"),
+        (np.datetime64("NaT"), "datetime64"),  # its `item` is None
         (torch.ones(2, device="meta"), "Tensor"),
         (torch.nn.Linear(1, 1), "Linear"),
         (torch.nn.UninitializedParameter(), "UninitializedParameter"),
