@@ -272,3 +272,33 @@ def test_what_only_the_dead_had_gathered_is_not_made_up():
         with pytest.raises(LockstepError, match="checkpoint") as raised:
             trainer.train(num_steps=3)
     assert "had not been reduced" in "".join(raised.value.__notes__)
+
+
+class ZeroesInItsLoss(Classifier):
+    """A step begins in `compute_loss`: a worker that takes over a shard has gradients there."""
+
+    def compute_loss(self, batch, batch_info):
+        self.optimizer.zero_grad()
+        return super().compute_loss(batch, batch_info)
+
+
+@pytest.mark.slow
+def test_a_loss_that_zeroes_gradients_after_a_death_without_a_spare():
+    found = []
+    for operator_cls in (Classifier, ZeroesInItsLoss):
+        strikes = [Strike("kill", rank=1, step=2, phase="backward")]
+        with trainer_of(operator_cls, strikes) as trainer:
+            trainer.train(num_steps=7)
+            found.append(digest(trainer))
+            assert len(trainer.status()["recoveries"]) == 1
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_a_loss_that_zeroes_gradients_on_workers_with_two_shards():
+    found = []
+    for operator_cls in (Classifier, ZeroesInItsLoss):
+        with trainer_of(operator_cls, num_shards=4) as trainer:
+            trainer.train(num_steps=5)
+            found.append(digest(trainer))
+    assert found[0] == found[1]

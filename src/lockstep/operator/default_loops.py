@@ -192,6 +192,8 @@ def train_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> d
     results = ShardResults(operator, "train")
     for position, shard in enumerate(shards):
         buffers.begin_shard(position)
+        if sync is not None:
+            sync.keep_window()  # to `compute_loss` each shard is the first
         is_last = position == len(shards) - 1
         reduces = global_batch.closes_window and is_last and shadowed is None
         with global_batch.activate_shard(shard, per_shard=per_shard):

@@ -49,6 +49,7 @@ class AccumulationWindow:
         delivered: the weight of the batch that the first plain backward was for; None: no weight
             was delivered, and every rank's counts as 1.
         faults: reasons for all ranks to refuse the round.
+        hidden: the gradients that `hide_gradients` has taken out of ``parameter.grad``.
     """
 
     kind: str | None = None
@@ -56,6 +57,7 @@ class AccumulationWindow:
     packed_weight: float = 0.0
     delivered: float | None = None
     faults: list[Fault] = field(default_factory=list)
+    hidden: list[torch.Tensor | None] | None = None
     _remembered: list[_RememberedGradient | None] | None = None
 
     def enter(self, kind: str, weights: BatchWeights, where: str) -> None:
@@ -140,13 +142,50 @@ class AccumulationWindow:
         """After a backward of the window: remember the tensor in each ``parameter.grad``."""
         self._remembered = [_remember(slot.param.grad) for slot in slots]
 
-    def has_unchanged_gradients(self, slots: Sequence[Slot]) -> bool:
+    def hide_gradients(self, slots: Sequence[Slot]) -> None:
+        """Take the window's gradients out of ``parameter.grad``, until `check_gradients`."""
+        self.hidden = [slot.param.grad for slot in slots]
+        for slot in slots:
+            slot.param.grad = None
+
+    def _show_gradients(self, slots: Sequence[Slot]) -> None:
+        hidden, self.hidden = self.hidden, None
+        if hidden is None:
+            return
+        if any(slot.param.grad is not None for slot in slots):
+            self.faults.append(Fault("edited_in_window"))
+        for slot, grad in zip(slots, hidden, strict=True):
+            slot.param.grad = grad
+
+    def check_gradients(self, slots: Sequence[Slot], earlier: Iterable[Slot]) -> bool:
+        """Before the window's next backward: look at what the program did to its gradients.
+
+        Args:
+            earlier: the parameters whose gradients of earlier rounds are set aside.
+
+        Returns:
+            Whether it zeroed them: it gave the window up, with its weights. Other changes are a
+            fault: they cannot be told from the sum of the window's backwards, and no rank knows
+            their weight.
+        """
+        self._show_gradients(slots)
+        if self._has_unchanged_gradients(slots):
+            return False
+        grads = [slot.param.grad for slot in slots if slot.param.grad is not None]
+        # The program cannot zero gradients that were set aside: it may have meant to.
+        is_out_of_sight = not self._has_gradients_of(earlier)
+        if is_out_of_sight or any(bool(grad.any()) for grad in grads):
+            self.faults.append(Fault("edited_in_window"))
+            return False
+        return True
+
+    def _has_unchanged_gradients(self, slots: Sequence[Slot]) -> bool:
         """Whether each ``parameter.grad`` is the remembered tensor, in the same version."""
         if self._remembered is None:
             return True
         return all(map(_is_unchanged, self._remembered, (slot.param.grad for slot in slots)))
 
-    def has_gradients_of(self, slots: Iterable[Slot]) -> bool:
+    def _has_gradients_of(self, slots: Iterable[Slot]) -> bool:
         """Whether the window's backwards have left a gradient in each of these parameters."""
         return all(
             self._remembered is None or self._remembered[slot.number] is not None for slot in slots

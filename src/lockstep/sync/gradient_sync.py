@@ -213,6 +213,20 @@ class GradientSync:
         """Drop the gradients since the last round. Every rank does, or none; no collective."""
         self._rounds.forget_window()
 
+    def keep_window(self) -> None:
+        """Before code that is to know nothing of an open window: hide the window's gradients.
+
+        ``zero_grad`` finds none, and does not give the window up. Gradients that the program has
+        zeroed or changed since the last backward are refused on all ranks.
+
+        Gradient:
+            None in ``parameter.grad``, until the window's next backward or `reduce_pending`.
+
+        Collective:
+            None.
+        """
+        self._rounds.keep_window()
+
     def take_shard(self, shard: int) -> None:
         """With a shard order: the backwards since the last call were those of `shard`.
 

@@ -181,20 +181,17 @@ class ReductionRounds:
             self.has_added = True
 
     def _check_left_gradients(self) -> None:
-        """At the next backward of a window: check what the program did to its gradients.
-
-        If the program zeroed them, it gave the window up, with its weights. Other changes cannot
-        be told from the sum of the window's backwards, and no rank knows their weight.
-        """
-        if self._window.has_unchanged_gradients(self.slots):
-            return
-        grads = [slot.param.grad for slot in self.slots if slot.param.grad is not None]
-        # The program cannot zero gradients that were set aside: it may have meant to.
-        is_hidden = not self._window.has_gradients_of(self._earlier.by_slot)
-        if is_hidden or any(bool(grad.any()) for grad in grads):
-            self._window.faults.append(Fault("edited_in_window"))
-        else:
+        if self._window.check_gradients(self.slots, self._earlier.by_slot):
             self.forget_window()
+
+    def keep_window(self) -> None:
+        """See `GradientSync.keep_window`."""
+        if self._window.kind is None:
+            return
+        if self._window.check_gradients(self.slots, self._earlier.by_slot):
+            self._window.faults.append(Fault("edited_in_window"))
+            self._window.remember_gradients(self.slots)  # the window stays, to be refused
+        self._window.hide_gradients(self.slots)
 
     def forget_window(self) -> None:
         """Drop the gradients since the last round. Every rank does, or none; no collective."""
@@ -475,8 +472,9 @@ class ReductionRounds:
 
     @property
     def has_no_gradients(self) -> bool:
-        """Whether no parameter has a gradient, and none of earlier rounds is set aside."""
-        return not self._earlier.by_slot and all(slot.param.grad is None for slot in self.slots)
+        """Whether no parameter has a gradient, and none is hidden, or of earlier rounds aside."""
+        held = self._earlier.by_slot or self._window.hidden is not None
+        return not held and all(slot.param.grad is None for slot in self.slots)
 
     @property
     def has_open_window(self) -> bool:

@@ -52,8 +52,8 @@ _FAULTS: Final = {
     ),
     "edited_in_window": _FaultKind(
         "gradients were changed between the backwards of one accumulation window",
-        "clipped, scaled or assigned under no_sync(): this rank's part alone, of which nobody"
-        " knows afterwards what it counts for",
+        "clipped, scaled or assigned under no_sync(), or zeroed while the default loop accumulates:"
+        " this rank's part alone, of which nobody knows afterwards what it counts for",
         "change gradients after the window's last backward, which reduces them",
     ),
     "unfinished": _FaultKind(

@@ -43,6 +43,7 @@ class SingleProcess:
         self._averages = averages
         self._weight: float | None = None
         self._earlier: list[torch.Tensor | None] = []
+        self._hidden: list[torch.Tensor | None] | None = None
         self._is_paused = False
         self._watched: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self.rounds = 0
@@ -53,7 +54,7 @@ class SingleProcess:
 
     @property
     def has_open_window(self) -> bool:
-        return self._weight is not None
+        return self._weight is not None or self._hidden is not None
 
     def backward(
         self, loss: torch.Tensor, weight: float | None = None, **backward_kwargs: Any
@@ -66,6 +67,7 @@ class SingleProcess:
         Collective:
             None.
         """
+        self._show_gradients()
         is_whole = self._weight is None and not self._is_paused
         if weight is None or is_whole or not self._averages:
             if weight != 0:
@@ -105,6 +107,7 @@ class SingleProcess:
         Collective:
             None.
         """
+        self._show_gradients()
         if self._weight is None:
             return
         sums = [parameter.grad for parameter in self._parameters]
@@ -116,8 +119,20 @@ class SingleProcess:
 
     def forget_window(self) -> None:
         """Drop the gradients of the open window."""
-        self._weight, self._earlier = None, []
+        self._weight, self._earlier, self._hidden = None, [], None
         self._set_gradients([None] * len(self._parameters))
+
+    def keep_window(self) -> None:
+        """See `GradientSync.keep_window`."""
+        self._show_gradients()
+        self._hidden = [parameter.grad for parameter in self._parameters]
+        self._set_gradients([None] * len(self._parameters))
+
+    def _show_gradients(self) -> None:
+        hidden, self._hidden = self._hidden, None
+        if hidden is not None:
+            mine = [parameter.grad for parameter in self._parameters]
+            self._set_gradients([_add(*pair) for pair in zip(hidden, mine, strict=True)])
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lockstep import TorchTrainer, TrainingOperator
+from lockstep.errors import GradientNotReducedError
 from lockstep.keys import BATCH_SIZE
 
 SAMPLES, BATCH = 37, 5
@@ -57,9 +58,8 @@ def one_process(accumulate, epochs=2, clip=None):
 
 
 def trained(calls=(None, None), **arguments):
-    with TorchTrainer(
-        training_operator_cls=Regression, config={BATCH_SIZE: BATCH}, **arguments
-    ) as trainer:
+    defaults = {"training_operator_cls": Regression, "config": {BATCH_SIZE: BATCH}}
+    with TorchTrainer(**defaults | arguments) as trainer:
         for steps in calls:
             trainer.train(num_steps=steps)
         return trainer.get_model()
@@ -259,6 +259,80 @@ class Joint(Regression):
 def test_what_cannot_be_is_refused_with_what_to_write(operator, arguments, message):
     with pytest.raises(ValueError, match=message):
         TorchTrainer(training_operator_cls=operator, config={BATCH_SIZE: 4}, **arguments)
+
+
+class ZeroesInItsLoss(Regression):
+    """A step begins in `compute_loss`, as in a loop of one's own in one process."""
+
+    def compute_loss(self, batch, batch_info):
+        self.optimizer.zero_grad(set_to_none=self.config["set_to_none"])
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3)
+        return super().compute_loss(batch, batch_info)
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize(("num_shards", "accumulate"), [(1, 1), (1, 3), (4, 1), (4, 3)])
+def test_a_loss_sees_no_gradients_of_other_shards(
+    num_shards, accumulate, set_to_none, reproducible
+):
+    model = trained(
+        training_operator_cls=ZeroesInItsLoss,
+        config={BATCH_SIZE: BATCH, "set_to_none": set_to_none},
+        num_shards=num_shards,
+        accumulate=accumulate,
+        reproducible=reproducible,
+    )
+    assert_equal_weights(model, one_process(accumulate))
+
+
+def test_verify_sees_none_either():
+    with TorchTrainer(
+        training_operator_cls=ZeroesInItsLoss,
+        config={BATCH_SIZE: BATCH, "set_to_none": True},
+        num_shards=4,
+        accumulate=3,
+    ) as trainer:
+        assert trainer.verify().ok
+
+
+class ZeroesBetweenBatches(Regression):
+    def train_batch(self, batch, batch_info):
+        self.optimizer.zero_grad()
+        return super().train_batch(batch, batch_info)
+
+
+class AssignsZeros(Regression):
+    def compute_loss(self, batch, batch_info):
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        return super().compute_loss(batch, batch_info)
+
+
+@pytest.mark.parametrize(
+    ("operator", "arguments"),
+    [(ZeroesBetweenBatches, {"accumulate": 3}), (AssignsZeros, {"num_shards": 4})],
+)
+def test_a_window_of_the_default_loop_is_not_the_programs_to_give_up(operator, arguments):
+    with pytest.raises(GradientNotReducedError, match="LS101"):
+        trained(training_operator_cls=operator, **arguments)
+
+
+class DropsItsWindow(Regression):
+    """A window of its own, which it gives up by zeroing it."""
+
+    def train_batch(self, batch, batch_info):
+        features, targets = batch
+        with self.no_sync():
+            self.backward(5 * self.criterion(self.model(features), targets))
+        self.optimizer.zero_grad()
+        self.backward(self.criterion(self.model(features), targets))
+        self.optimizer.step()
+        return {}
+
+
+def test_a_window_of_ones_own_is():
+    assert_equal_weights(trained(training_operator_cls=DropsItsWindow), one_process(1))
 
 
 SEQUENCES = [torch.arange(3.0 * n, dtype=torch.float64).reshape(n, 3) / n for n in (3, 2, 9, 7)]
