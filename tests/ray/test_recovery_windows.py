@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from tests.ray.surviving import Classifier, Windows, digest, trainer_of
+from tests.ray.surviving import Classifier, Windows, _data, _network, digest, trainer_of
 from tests.ray.test_recovery import counts, train_by_parts
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -301,4 +301,34 @@ def test_a_loss_that_zeroes_gradients_on_workers_with_two_shards():
         with trainer_of(operator_cls, num_shards=4) as trainer:
             trainer.train(num_steps=5)
             found.append(digest(trainer))
+    assert found[0] == found[1]
+
+
+class TrainsItsHead(Classifier):
+    """Layers that no optimizer holds have gradients, too; nothing in the program clears those."""
+
+    def setup(self, config):
+        self.model = _network()
+        self.optimizer = torch.optim.Adam(self.model[-1].parameters(), lr=0.01)
+        self.criterion = nn.CrossEntropyLoss()
+        self.register(models=self.model, optimizers=self.optimizer, criterion=self.criterion)
+        self.register_data(train_loader=DataLoader(_data(), config[BATCH_SIZE], shuffle=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", ["in a step", "between calls"])
+def test_gradients_that_no_optimizer_holds(dies):
+    """A worker that joins has none of the steps before, and the survivors have none left."""
+    found = []
+    for is_struck in (False, True):
+        in_step = is_struck and dies == "in a step"
+        strikes = [Strike("kill", rank=1, step=2, phase="backward")] if in_step else []
+        arguments = {"clip_grad_norm": 0.1, "spare_workers": 1, "scheduler_step_freq": None}
+        with trainer_of(TrainsItsHead, strikes, **arguments) as trainer:
+            trainer.train(num_steps=4)
+            if is_struck and not in_step:
+                os.kill(trainer.apply_all_workers(os.getpid)[1], signal.SIGKILL)
+            trainer.train(num_steps=4)
+            found.append(digest(trainer))
+            assert len(trainer.status()["recoveries"]) == is_struck
     assert found[0] == found[1]

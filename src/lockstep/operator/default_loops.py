@@ -39,6 +39,7 @@ from lockstep.operator.shard_results import BY_SAMPLES, ShardResults
 from lockstep.operator.sync_batch_norm_refusal import refuse_norms_of_one_shard
 from lockstep.phases import Phase, in_phase
 from lockstep.sync import GradientSync
+from lockstep.sync.optimizer_inspection import optimizer_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -295,6 +296,14 @@ def _open_window(
     if run.sync is not None and run.sync.has_open_window:
         run.sync.forget_window()
     state.step_actions.zero_grad(optimizer)
+    # Nobody else clears what the optimizer does not hold: it would add up from step to step, in the
+    # norm that `clip_grad_norm` limits, and a worker that joins would not have it.
+    held = set(map(id, optimizer_parameters(optimizer)))
+    if state.parameters is None:
+        state.parameters = list(run.parameters())
+    for parameter in state.parameters:
+        if id(parameter) not in held:
+            parameter.grad = None
     if state.context.options.accumulate > 1:
         state.window.buffers_before = BufferSnapshot(run.plain_modules())
 

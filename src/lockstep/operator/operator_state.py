@@ -18,6 +18,8 @@ from lockstep.reduction_context import ReductionContext
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from torch import nn
+
     from lockstep.metrics.step_log import StepLog
     from lockstep.operator.rank_context import RankContext
     from lockstep.operator.shadow import ShadowedStep
@@ -85,6 +87,7 @@ class OperatorState:
         step_log: metrics of single steps; None unless the trainer asks for them. Set by the worker.
         sync_norms: names of the layers that share batch statistics between workers. Looked up once
             a call; None: not yet.
+        parameters: all that are registered. Listed once a call; None: not yet.
         steps_taken_back: optimizers' steps of the open step that `check_finite` undid. Reset by
             `Rollback` where a step opens.
         further_counts: what an integration counts itself. Set by its `setup`; marked by `Rollback`
@@ -126,6 +129,7 @@ class OperatorState:
         self.summary: dict[str, Any] | None = None
         self.latest: dict[str, Any] = {}
         self.sync_norms: list[str] | None = None
+        self.parameters: list[nn.Parameter] | None = None
 
     def mark_counts(self) -> list[Any]:
         """What has been counted so far, beside the call's `meters`, for `restore_counts`."""

@@ -335,6 +335,39 @@ def test_a_window_of_ones_own_is():
     assert_equal_weights(trained(training_operator_cls=DropsItsWindow), one_process(1))
 
 
+class HeadOnly(Regression):
+    """Its optimizer leaves out layers that have gradients all the same."""
+
+    def setup(self, config):
+        self.model = net()
+        self.optimizer, self.criterion = sgd(self.model[2]), nn.MSELoss()
+        self.register(models=self.model, optimizers=self.optimizer, criterion=self.criterion)
+        self.register_data(train_loader=DataLoader(TensorDataset(*problem()), config[BATCH_SIZE]))
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_gradients_that_no_optimizer_uses_do_not_add_up(num_shards):
+    """Their sum would be part of the norm, and the head's steps would become shorter."""
+    features, targets = problem()
+    model = net()
+    optimizer = sgd(model[2])
+    for start in range(0, SAMPLES, BATCH):
+        rows = slice(start, start + BATCH)
+        model.zero_grad()
+        nn.functional.mse_loss(model(features[rows]), targets[rows]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    arguments = {"training_operator_cls": HeadOnly, "num_shards": num_shards, "clip_grad_norm": 0.5}
+    assert_equal_weights(trained(calls=(3, 5), **arguments), model)
+    with TorchTrainer(config={BATCH_SIZE: BATCH}, **arguments) as trainer:
+        trainer.train(num_steps=3)
+        state = trainer.state_dict()
+    with TorchTrainer(config={BATCH_SIZE: BATCH}, **arguments) as trainer:
+        trainer.load_state_dict(state)
+        trainer.train()
+        assert_equal_weights(trainer.get_model(), model)
+
+
 SEQUENCES = [torch.arange(3.0 * n, dtype=torch.float64).reshape(n, 3) / n for n in (3, 2, 9, 7)]
 
 
