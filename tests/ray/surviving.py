@@ -325,3 +325,31 @@ class AveragedPlayers(TwoPlayers):
             models=[one, other], optimizers=optimizers, ema=0.9
         )
         self.register_data(train_loader=DataLoader(_data(), config[BATCH_SIZE], shuffle=True))
+
+
+class Follower(nn.Module):
+    """A second encoder follows the first in every forward, as in momentum contrast."""
+
+    def __init__(self):
+        super().__init__()
+        self.leading, self.following = nn.Linear(10, 5), nn.Linear(10, 5)
+        self.following.load_state_dict(self.leading.state_dict())
+        self.following.requires_grad_(False)
+
+    def forward(self, features):
+        if self.training:
+            pairs = zip(self.leading.parameters(), self.following.parameters(), strict=True)
+            for leader, follower in pairs:
+                follower.data = follower.data * 0.5 + leader.data * 0.5
+        return self.leading(features) + self.following(features)
+
+
+class Momentum(TrainingOperator):
+    def setup(self, config):
+        model = Follower()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.Adam(model.leading.parameters(), lr=0.01),
+            criterion=nn.CrossEntropyLoss(),
+        )
+        self.register_data(train_loader=DataLoader(_data(), config[BATCH_SIZE], shuffle=True))

@@ -14,7 +14,7 @@ first steps only, by the value.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -23,6 +23,8 @@ from lockstep.tensor_copies import TensorCopies, is_shard, overwrite
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from torch import nn
 
 
 _STEPS: Final = 3
@@ -69,9 +71,25 @@ class InPlaceWriteTracker:
 
     def restore(self) -> None:
         """Undo the writes of the batches since `take`; does not undo the steps of optimizers."""
-        for held, value in zip(self._held, self._copies.values, strict=True):
-            if self._is_ahead_of_step or held in self._found:
-                overwrite([_own_rows(held)], [value])
+        values = self._values_before()
+        overwrite([_own_rows(parameter) for parameter in values], list(values.values()))
+
+    def _values_before(self) -> dict[torch.Tensor, torch.Tensor]:
+        """By weight, its value at the last `take`, where forwards alone may have changed it."""
+        pairs = zip(self._held, self._copies.values, strict=True)
+        ahead = self._is_ahead_of_step
+        return {held: value for held, value in pairs if ahead or held in self._found}
+
+    def put_into(
+        self, modules: Iterable[nn.Module], states: Iterable[dict[str, Any] | None]
+    ) -> None:
+        """Put the values of the last `take` into the modules' `state_dict`s, on the CPU."""
+        values = self._values_before()
+        for module, state in zip(modules, states, strict=False):
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                value = None if is_shard(parameter) else values.get(parameter)
+                if state is not None and name in state and value is not None:
+                    state[name] = value.to("cpu", copy=True)
 
     def _has_no_copy(self, changed: Iterable[torch.Tensor]) -> bool:
         return any(parameter not in self._held for parameter in changed)

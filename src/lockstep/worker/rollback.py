@@ -50,6 +50,7 @@ from lockstep.worker.in_place_writes import InPlaceWriteTracker
 from lockstep.worker.open_step import OpenStep, StepStart
 from lockstep.worker.saved_gradients import SavedGradients
 from lockstep.worker.settings_copy import SettingsCopy
+from lockstep.worker.state_dict import copy_to_cpu
 from lockstep.worker.user_state_copy import UserStateCopy
 
 if TYPE_CHECKING:
@@ -451,6 +452,18 @@ class Rollback:
         for (owner, key), buffer in zip(self._buffer_places, self._open.buffers, strict=True):
             buffers_of(owner)[key] = buffer
         self._buffers.restore(self._open.buffers)
+
+    def put_window_start(self, state: dict[str, Any]) -> None:
+        """Put what the open step has changed so far, as it was before, into a `state_dict`.
+
+        Weights that forwards write, and the user's own state: the batches are computed again.
+        """
+        if self._open is None:
+            return
+        states = [*state["models"], state["criterion"]]
+        self._in_place_writes.put_into(self._run.plain_modules(), states)
+        if self._user_state is not None:
+            state["operator"] = copy_to_cpu(self._user_state.value())
 
     @property
     def written_parameters(self) -> list[int]:

@@ -143,7 +143,7 @@ class StateAccess:
         return state
 
     def _rewind_to_window(self, state: dict[str, Any]) -> None:
-        """Set the position to the start of an open window, whose gradients are not saved."""
+        """Set the state back to the start of an open window, whose gradients are not saved."""
         if "train" in self.cursors:
             cursor = self.cursors["train"]
             key = DATASET if self.reads_dataset else "train"
@@ -152,6 +152,8 @@ class StateAccess:
             before = self.operator._lockstep.window.buffers_before
             if before is not None and cursor.has_open_window:
                 before.put_into([*state["models"], state["criterion"]])
+            if self._rollback is not None and cursor.has_open_window:
+                self._rollback.put_window_start(state)
 
     @remote_method(Communication.RUN_GROUP, OnFailure.REPEAT)
     def gathered_state_dict(self) -> dict[str, Any] | None:

@@ -46,12 +46,15 @@ class UserStateCopy:
         except TypeError as error:
             raise uncopied_state_error(self._operator, error) from error
 
+    def value(self) -> Any:
+        """A copy of what the operator's `state_dict` returned at the last `take`."""
+        values = iter(self._tensors.values)
+        return tree_map(lambda leaf: _filled(leaf, values), self._rest)
+
     def restore(self) -> None:
         """Give the operator back what its `state_dict` returned at the last `take`."""
-        if self._rest is None:
-            return  # as where a checkpoint is loaded
-        values = iter(self._tensors.values)
-        self._operator.load_state_dict(tree_map(lambda leaf: _filled(leaf, values), self._rest))
+        if self._rest is not None:  # as where a checkpoint is loaded
+            self._operator.load_state_dict(self.value())
 
 
 class _Tensor:

@@ -12,6 +12,7 @@ from tests.ray.surviving import (
     FreezesInTurn,
     FreezesInTurnInItsOwnEpoch,
     LearnsABaseline,
+    Momentum,
     OwnEpoch,
     SharpnessAware,
     TwoPlayers,
@@ -259,6 +260,21 @@ def test_an_accumulation_window_is_begun_again(step):
         left, got = finished(run)
         assert left == batches - max(window, done)
         assert got == expected
+
+
+@pytest.mark.parametrize("steps", [3, 10])
+@pytest.mark.parametrize("operator_cls", [CountsItsLosses, Momentum])
+def test_a_state_that_is_saved_in_a_window_is_that_of_its_start(operator_cls, steps):
+    """The window's first batch is computed again, from what the second one had not seen yet."""
+    expected = undisturbed(operator_cls, accumulate=2)[1]
+    with one_worker(operator_cls, accumulate=2) as run:
+        run.train(num_steps=steps)
+        state = run.state_dict()
+        assert state["global_step"] == steps - 1
+    with one_worker(operator_cls, accumulate=2) as run:
+        run.load_state_dict(state)
+        run.train(num_steps=18 - (steps - 1))
+        assert digest(run) == expected
 
 
 def test_after_a_failed_validation_all_of_it_is_counted():
