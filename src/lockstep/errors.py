@@ -265,7 +265,7 @@ class ReplicasDifferError(LockstepError, ValueError):
 
 
 class LostUpdateError(LockstepError, RuntimeError):
-    """A forward wrote to a replica of the model, and the write would be lost."""
+    """A forward wrote to a replica of the model, or for one shard of several: it would be lost."""
 
     code = "LS310"
 

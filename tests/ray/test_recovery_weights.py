@@ -176,3 +176,35 @@ def test_a_death_between_calls_is_found_by_verify(use_local):
         os.kill(trainer.apply_all_workers(os.getpid)[1], signal.SIGKILL)
         assert trainer.verify().ok
         assert len(trainer.status()["recoveries"]) == 1
+
+
+@pytest.mark.parametrize("batch", [16, 103])
+def test_a_follower_moves_once_in_a_step_at_any_number_of_workers(batch):
+    """Of 104 rows one is left behind a batch of 103: workers without a row move it all the same."""
+    found = set()
+    for num_workers in (1, 2, 3):
+        arguments = {"num_workers": num_workers, "num_shards": 3, "config": {BATCH_SIZE: batch}}
+        with trainer_of(Momentum, reproducible=True, **arguments) as trainer:
+            trainer.train(num_steps=8)
+            found.add(digest(trainer))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("sync", ["replicate", "ddp", "parameter_server"])
+def test_a_follower_moves_once_in_a_step_under_every_sync(sync):
+    models = []
+    for arguments in ({"num_workers": 1, "num_shards": 4}, {"num_shards": 4, "sync": sync}):
+        with trainer_of(Momentum, config={BATCH_SIZE: 103}, **arguments) as trainer:
+            trainer.train(num_steps=6)
+            models.append(trainer.get_model().state_dict())
+    torch.testing.assert_close(*models)
+
+
+def test_a_follower_moves_once_in_a_step_after_a_death_without_a_spare():
+    found = []
+    for strikes in ([], [Strike("kill", rank=1, step=2, phase="backward")]):
+        with trainer_of(Momentum, strikes, reproducible=True) as trainer:
+            trainer.train(num_steps=7)
+            found.append(digest(trainer))
+            assert len(trainer.status()["recoveries"]) == len(strikes)
+    assert found[0] == found[1]

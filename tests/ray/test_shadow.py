@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from tests.ray.surviving import Classifier, digest, trainer_of
+from tests.ray.surviving import Classifier, Momentum, digest, trainer_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
@@ -189,6 +189,16 @@ def test_it_changes_no_bit_and_alarms_nobody(arguments):
 def counts_of(operator):
     """What the forwards of this worker have counted, in every place that has to be put back."""
     return operator.num_losses, len(operator.seen), int(operator.total), operator.model.forwards
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_shards", [3, 4])
+def test_a_forward_that_writes_to_weights_alarms_nobody(num_shards):
+    """The worker that computes another one's shard as well has moved them already."""
+    clean, _ = weights_of(Momentum, steps=20, shadow_every=0, num_shards=num_shards)
+    bits, found = weights_of(Momentum, steps=20, num_shards=num_shards)
+    assert bits == clean
+    assert found == {"checked": 20, "wrong": []}
 
 
 class Counting(nn.Sequential):

@@ -40,11 +40,13 @@ class StepPlan:
         index: the step's number within the epoch.
         requests: one for each batch that the rank reads.
         num_samples: samples of the global batch; None where only the collated batches show it.
+        has_empty_shards: it has fewer items than there are shards.
     """
 
     index: int
     requests: list[Request]
     num_samples: int | None
+    has_empty_shards: bool
 
 
 class _RequestStream:

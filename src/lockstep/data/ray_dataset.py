@@ -128,7 +128,8 @@ class RayDatasetShard:
                 parts = [LoadedPart(each, 0, shards) for each in self._borrowed]
             if self.joint and -1 in counts:
                 raise _no_batch_to_borrow_error(counts)
-            yield Step(index, parts, sum(max(count, 0) for count in counts))
+            total = sum(max(count, 0) for count in counts)
+            yield Step(index, parts, total, has_empty_shards=min(counts) <= 0)
             index += 1
 
     def close(self) -> None:

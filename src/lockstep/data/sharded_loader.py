@@ -66,11 +66,13 @@ class Step:
         index: the step's number within the epoch.
         parts: this worker's batches, in the order of their shards.
         num_samples: samples of all shards; None where only the ranks together can count them.
+        has_empty_shards: a shard, and so maybe a worker, has no samples; the same on every worker.
     """
 
     index: int
     parts: list[LoadedPart]
     num_samples: int | None
+    has_empty_shards: bool = False
 
 
 class BatchParts(Enum):
@@ -172,7 +174,7 @@ class ShardedLoader:
             offset = start_step * self._batches.per_step
         for plan, batches in self._read(self._plans(epoch, start_step, offset), epoch):
             parts = map(self._loaded_part, plan.requests, batches)
-            yield Step(plan.index, list(parts), plan.num_samples)
+            yield Step(plan.index, list(parts), plan.num_samples, plan.has_empty_shards)
 
     def _read(self, plans: Iterator[StepPlan], epoch: int) -> Iterator[tuple[StepPlan, list[Any]]]:
         if self._copy is not None:
@@ -245,7 +247,8 @@ class ShardedLoader:
                 Request(epoch, step, segments)
                 for segments in self._segments_by_batch(shards, batch)
             ]
-            yield StepPlan(step, requests, self._num_samples(batch))
+            is_short = len(batch) < self.assignment.num_shards
+            yield StepPlan(step, requests, self._num_samples(batch), is_short)
 
     def _segments_by_batch(
         self, shards: list[Segment], batch: GlobalBatch

@@ -36,6 +36,7 @@ from lockstep.operator.registration import registered_parts, step_schedulers
 from lockstep.operator.shadow import ShardComputation
 from lockstep.operator.shard_buffers import BufferSnapshot, ShardBuffers
 from lockstep.operator.shard_results import BY_SAMPLES, ShardResults
+from lockstep.operator.shard_weights import ShardWeights
 from lockstep.operator.sync_batch_norm_refusal import refuse_norms_of_one_shard
 from lockstep.phases import Phase, in_phase
 from lockstep.sync import GradientSync
@@ -189,7 +190,10 @@ def train_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> d
     may_weigh_nothing = state.weighed_by.get("train") != BY_SAMPLES
     shadowed = state.begin_shadow(shards)
     keeps_committed = may_weigh_nothing or shadowed is not None
-    buffers = ShardBuffers(run.modules(), len(shards), sync, keeps_committed=keeps_committed)
+    weights = _shard_weights(operator, len(shards), is_shadowed=shadowed is not None)
+    buffers = ShardBuffers(
+        run.modules(), len(shards), sync, weights, keeps_committed=keeps_committed
+    )
     results = ShardResults(operator, "train")
     for position, shard in enumerate(shards):
         buffers.begin_shard(position)
@@ -198,7 +202,7 @@ def train_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> d
         is_last = position == len(shards) - 1
         reduces = global_batch.closes_window and is_last and shadowed is None
         with global_batch.activate_shard(shard, per_shard=per_shard):
-            metrics, weight = _train_shard(operator, state, shard, batch_info, results, reduces)
+            metrics, weight = _train_shard(operator, buffers, shard, batch_info, results, reduces)
         results.add(shard, metrics, weight)
         buffers.end_shard(position, counts=weight > 0)
         if shadowed is not None and shadowed.shard == shard.shard:
@@ -211,11 +215,29 @@ def train_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> d
     if sync is not None and global_batch.closes_window and (shadowed is not None or not shards):
         sync.reduce_pending()
     buffers.commit()
+    weights.share(sync, has_written=bool(shards))
     global_batch.num_train_batch_calls += 1
     if global_batch.closes_window:
         with operator.timers.record("apply"):
             _step(state, run, optimizer)
     return results.metrics()
+
+
+def _shard_weights(operator: Operator, num_shards: int, *, is_shadowed: bool) -> ShardWeights:
+    """What keeps the weights that forwards write in this batch, of `num_shards` of this worker."""
+    state = operator._lockstep
+    sync, global_batch = state.sync, state.global_batch
+    is_whole = sync is None or not sync.units  # what a forward writes to a unit is lost with it
+    has_peers = sync is not None and sync.needs_guard
+    # In a loop that takes plain batches a worker without samples computes a borrowed batch.
+    has_idle = has_peers and global_batch.has_empty_shards and not global_batch.is_joint
+    return ShardWeights(
+        state.in_place_writes,
+        registered_parts(operator),
+        rank_and_step(operator),
+        is_compared=is_whole and (num_shards > 1 or is_shadowed),
+        is_shared=is_whole and has_idle,
+    )
 
 
 def _computed(
@@ -247,7 +269,7 @@ def _compute_apart(
     with preserve_state(operator), state.without_counting(), state.sync.outside_window():
         buffers.put_committed()
         with state.global_batch.activate_shard(shard, per_shard=per_shard):
-            metrics, weight = _train_shard(operator, state, shard, batch_info, results, False)
+            metrics, weight = _train_shard(operator, buffers, shard, batch_info, results, False)
         return _computed(operator, shard, metrics, weight, buffers)
 
 
@@ -287,6 +309,8 @@ def _step(state: OperatorState, run: TrainingParts, optimizer: torch.optim.Optim
         raise
     finally:
         global_batch.is_stepping = False
+    if global_batch.stepped_optimizers:
+        state.in_place_writes.note_step()
 
 
 def _open_window(
@@ -310,16 +334,18 @@ def _open_window(
 
 def _train_shard(
     operator: Operator,
-    state: OperatorState,
+    buffers: ShardBuffers,
     shard: ShardBatch,
     batch_info: dict[str, Any],
     results: ShardResults,
     reduces: bool,
 ) -> tuple[dict[str, Any], float]:
     """Forward and backward of one shard; returns its metrics and the weight of its loss."""
+    state = operator._lockstep
     with operator.timers.record("fwd"), state.precision.autocast():
         moved = operator.to_device(shard.batch)
         loss, metrics = loss_and_metrics(operator, moved, batch_info)
+    buffers.after_forward()
     weight = results.weight_of(shard, metrics, moved)
     with operator.timers.record("grad"):
         scaled = state.precision.scale(loss)

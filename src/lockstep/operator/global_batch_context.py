@@ -49,6 +49,7 @@ class GlobalBatchContext:
             where the weight cannot be known; None if each shard's loss has a weight of its own.
         opens_window: this batch is the first of its accumulation window.
         closes_window: this batch is the last of its window: the optimizer steps after it.
+        has_empty_shards: a shard of the batch has no samples, and so maybe a worker none.
         read_ahead: the batches that the user's own `train_epoch` has read; None in all other loops.
         num_train_batch_calls: how often this batch went through the default `train_batch`.
         is_stepping: an optimizer's step of the default loop is running.
@@ -70,6 +71,7 @@ class GlobalBatchContext:
     weight: float | WeightError | None = None
     opens_window: bool = True
     closes_window: bool = True
+    has_empty_shards: bool = False
     read_ahead: ReadAheadBatches | None = None
     counts_samples: Callable[[], bool] | None = None
     num_train_batch_calls: int = 0

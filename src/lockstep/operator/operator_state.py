@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator.global_batch_context import GlobalBatchContext
+from lockstep.operator.in_place_writes import InPlaceWriteTracker
 from lockstep.operator.mixed_precision import Precision
 from lockstep.operator.registered_torchmetrics import RegisteredMetrics
 from lockstep.operator.shadow import Shadow
@@ -72,6 +73,8 @@ class OperatorState:
             `begin_call` and `forget_step`.
         window: the batches and buffers of the accumulation window that is open. Filled and cleared
             by the default loop.
+        in_place_writes: the weights that batches write to before an optimizer steps. Takes copies
+            where `Rollback` opens a step, or where the default loop needs them.
         committed: global batches that have happened since the run began. Set by
             `BatchIterator.commit`, by `Rollback` and by `state_dict.apply`.
         weighed_by: the unit of the default loops' weights (samples or the user's own), by purpose,
@@ -109,6 +112,7 @@ class OperatorState:
         every, limit = context.options.shadow_every, context.options.shadow_limit
         self.shadow = Shadow(every, limit) if every else None
         self.window = WindowBatches()
+        self.in_place_writes = InPlaceWriteTracker()
         self.committed = 0
         self.weighed_by: dict[str, str] = {}
         self.ran_default_epoch = False

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 
+from lockstep.operator.in_place_writes import has_value, write_back
 from lockstep.operator.registration import registered_parts
 from lockstep.randomness import preserve_rng_state
 from lockstep.sync import buffer_places
@@ -29,7 +30,9 @@ _OF_TORCH: Final = frozenset(vars(nn.Module()))
 
 @contextmanager
 def preserve_state(operator: Any) -> Iterator[None]:
-    """Put back afterwards what a forward changes: random numbers, buffers, attributes.
+    """Put back afterwards what a forward changes: random numbers, buffers, weights, attributes.
+
+    Of the weights: those that forwards are known to write to.
 
     Of the attributes of the operator and its modules: what is assigned anew; what lists, dicts,
     sets and deques hold; the values of small tensors, and the states of generators. What lies
@@ -38,6 +41,7 @@ def preserve_state(operator: Any) -> Iterator[None]:
     modules = [each for root in registered_parts(operator).modules() for each in root.modules()]
     buffers = [(place, place.tensor()) for place in buffer_places(modules)]
     values = [(place, tensor.detach().clone()) for place, tensor in buffers if tensor is not None]
+    weights = operator._lockstep.in_place_writes.copy_found()
     attributes = [_Attributes(operator, frozenset())]
     attributes += [_Attributes(module, _OF_TORCH) for module in modules]
     try:
@@ -47,6 +51,8 @@ def preserve_state(operator: Any) -> Iterator[None]:
         with torch.no_grad():
             for place, value in values:
                 place.put(value)
+            # A graph may have saved a weight: one that is as before is not written.
+            write_back({w: value for w, value in weights.items() if not has_value(w, value)})
             for each in attributes:
                 each.put_back()
         # A forward without gradients may have left casts of the weights that have no graph.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps buffers that a forward changes (running statistics) independent of the sharding.
+"""Keeps what a forward changes (running statistics) independent of the sharding.
 
 Every shard of a step starts from the buffers that the last step committed, and the step commits
 the buffers of shard 0, as DDP keeps rank 0's. Otherwise a worker with two shards would chain
 their statistics, and the result would depend on which worker had which shard. A shard of
-weight zero (without tokens) leaves the buffers unchanged.
+weight zero (without tokens) leaves the buffers unchanged. Of weights see `ShardWeights`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from lockstep.operator.shard_weights import ShardWeights
     from lockstep.sync import Synchroniser
 
 
@@ -29,6 +30,7 @@ class ShardBuffers:
     Args:
         num_shards: shards that this worker computes in this step.
         sync: broadcasts rank 0's buffers at the end; None for a worker without peers.
+        weights: put back together with the buffers.
         keeps_committed: the committed buffers may be needed: a shard may turn out to have weight
             zero, or is computed twice.
     """
@@ -38,10 +40,12 @@ class ShardBuffers:
         modules: Iterable[nn.Module],
         num_shards: int,
         sync: Synchroniser | None,
+        weights: ShardWeights,
         *,
         keeps_committed: bool = False,
     ) -> None:
         self._sync = sync
+        self._weights = weights
         self._has_several_shards = num_shards > 1
         # One shard is the common case, and walking through the modules is not free.
         looks = self._has_several_shards or keeps_committed
@@ -50,13 +54,18 @@ class ShardBuffers:
         self._first: list[torch.Tensor | None] = []
 
     def begin_shard(self, position: int) -> None:
-        """Before the forward of shard number `position`: put the committed buffers back."""
+        """Before the forward of shard number `position`: put buffers and weights back."""
         if position > 0:
             self.put_committed()
 
     def put_committed(self) -> None:
-        """Put the committed buffers back."""
+        """Put the committed buffers back, and the weights that forwards write."""
         self._put(self._before)
+        self._weights.put_committed()
+
+    def after_forward(self) -> None:
+        """After a shard's forward, before its backward; see `ShardWeights.after_forward`."""
+        self._weights.after_forward()
 
     def end_shard(self, position: int, *, counts: bool) -> None:
         """After the backward of shard number `position`: keep the buffers of the first shard.

@@ -12,6 +12,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from lockstep.errors import ConfigurationError, WrongUseError
 from lockstep.group import Group, resolve_group
 from lockstep.sync import optimizer_guard
@@ -26,8 +28,6 @@ from lockstep.sync.tensor_broadcast import broadcast_tensors
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
-
-    import torch
 
     from lockstep.errors import WeightError
     from lockstep.sync.ordered_reducer import ShardGradient
@@ -389,6 +389,40 @@ class GradientSync:
             Every rank. Blocks. One broadcast.
         """
         self._buffers.broadcast(self._rounds.attached_group(), cap_bytes=self._cap_bytes)
+
+    def broadcast_weights(
+        self, written: Sequence[torch.Tensor], *, has_written: bool
+    ) -> list[torch.Tensor]:
+        """Overwrite weights that forwards have written with those of a rank that ran a forward.
+
+        Args:
+            written: the weights that forwards write, as far as this rank knows.
+            has_written: this rank has run the forwards of this batch.
+
+        Returns:
+            The weights that any rank has named.
+
+        Gradient:
+            None: runs without recording.
+
+        Collective:
+            Every rank. Blocks. One exchange, and broadcasts of the weights.
+
+        Raises:
+            PeerLostError: another rank went away.
+        """
+        group = self._rounds.attached_group()
+        mine = {id(weight) for weight in written}
+        told = group.exchange(
+            [has_written, [slot.number for slot in self._rounds.slots if id(slot.param) in mine]]
+        )
+        numbers = {number for _, theirs in told for number in theirs}
+        weights = [slot.param for slot in self._rounds.slots if slot.number in numbers]
+        source = next((rank for rank, (has_run, _) in enumerate(told) if has_run), 0)
+        if weights:
+            broadcast_tensors(group, weights, cap_bytes=self._cap_bytes, source=source)
+            torch.autograd.graph.increment_version(weights)  # a broadcast raises no counter
+        return weights
 
     def agree_on_values(self) -> None:
         """Refuse to go on if the parameters differ between ranks.

@@ -187,6 +187,11 @@ class SingleProcess:
 
     def broadcast_buffers(self) -> None: ...
 
+    def broadcast_weights(
+        self, written: Sequence[torch.Tensor], *, has_written: bool
+    ) -> list[torch.Tensor]:
+        return []
+
     def agree_on_values(self) -> None: ...
 
     def leave_group(self) -> bool:

@@ -178,6 +178,7 @@ class BatchIterator:
             shards,
             is_joint,
             read_ahead=self._read_ahead,
+            has_empty_shards=read.has_empty_shards,
             counts_samples=self._counts_samples,
         )
         if training:

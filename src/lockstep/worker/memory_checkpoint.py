@@ -342,11 +342,13 @@ class MemoryCheckpoints:
 
 
 def tracked_weights(worker: StateAccess) -> list[torch.Tensor]:
-    """The weights whose writes by a forward an undo has to take back.
+    """The weights to which a forward may write.
 
-    None where the state comes from a memory checkpoint after a death, which is older.
+    None of a model in units whose state comes from an older memory checkpoint after a death.
     """
-    if worker.spec.keeps_memory_checkpoints and worker.mesh.replicate_size == 1:
+    sync = worker.operator._lockstep.sync
+    in_units = sync is not None and bool(sync.units)
+    if in_units and worker.spec.keeps_memory_checkpoints and worker.mesh.replicate_size == 1:
         return []
     return list(worker.run.parameters())
 

@@ -46,7 +46,6 @@ from lockstep.operator import TrainingOperator
 from lockstep.operator.state_copy import StateCopy
 from lockstep.sync.optimizer_inspection import inner_optimizers, share_parameters
 from lockstep.tensor_copies import TensorCopies
-from lockstep.worker.in_place_writes import InPlaceWriteTracker
 from lockstep.worker.open_step import OpenStep, StepStart
 from lockstep.worker.saved_gradients import SavedGradients
 from lockstep.worker.settings_copy import SettingsCopy
@@ -115,7 +114,7 @@ class Rollback:
         # its first steps, for which they are copied in any case.
         self._reuses_gradients = False
         self._steps_to_learn = _STEPS_TO_LEARN if operator._lockstep_overrides_loop() else 0
-        self._in_place_writes = InPlaceWriteTracker()
+        self._in_place_writes = operator._lockstep.in_place_writes
         self._has_own_loop = (
             # A user's `after_step` may communicate, and may fail, like a loop of the user's own.
             operator._lockstep_overrides_loop()
@@ -314,6 +313,7 @@ class Rollback:
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Before an optimizer steps: copy what the step will change, or note that it is taken."""
         self._in_place_writes.find_writes()
+        self._in_place_writes.note_step()
         opened = self._open
         if self._has_own_loop:
             self._copy_before_first_step(optimizer)

@@ -183,3 +183,10 @@ def test_steps_per_epoch() -> None:
 def test_shards_that_do_not_exist_are_refused(shards: range) -> None:
     with pytest.raises(ConfigurationError, match="contiguous range"):
         ShardAssignment(2, shards, 0)
+
+
+def test_every_worker_knows_of_a_step_in_which_shards_are_empty() -> None:
+    """Two samples are left for four shards, and one of three workers has none of them."""
+    workers = share_out(lambda: DataLoader(range(10), batch_size=2), 4, 3)
+    for steps in workers:
+        assert [step.has_empty_shards for step in steps] == [False, True]

@@ -141,7 +141,7 @@ def test_a_ctrl_c_in_the_step_takes_effect_when_it_is_committed(operator_cls):
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
 @pytest.mark.parametrize(
     "operator_cls",
-    [FreezesInTurn, FreezesInTurnInItsOwnEpoch, LearnsABaseline, CountsItsLosses],
+    [FreezesInTurn, FreezesInTurnInItsOwnEpoch, LearnsABaseline, CountsItsLosses, Momentum],
 )
 def test_a_step_that_fails_leaves_nothing_of_it(operator_cls, phase):
     """Nothing stays frozen or in ``eval()``, and the user's own state is that of before."""

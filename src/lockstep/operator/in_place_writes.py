@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep._torch_compat import version_of
+from lockstep.sync.tensor_bits import same_bits
 from lockstep.tensor_copies import TensorCopies, is_shard, overwrite
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import nn
 
@@ -32,7 +33,11 @@ _STEPS: Final = 3
 
 
 class InPlaceWriteTracker:
-    """Copies of the weights that a batch may write to, from before the batch."""
+    """Copies of the weights that a batch may write to, from before the batch.
+
+    Attributes:
+        is_ahead_of_step: no optimizer has stepped since the last `take`.
+    """
 
     def __init__(self) -> None:
         self._found: dict[torch.Tensor, None] = {}
@@ -40,7 +45,7 @@ class InPlaceWriteTracker:
         self._versions: list[int] = []
         self._held: dict[torch.Tensor, None] = {}
         self._copies = TensorCopies()
-        self._is_ahead_of_step = False
+        self.is_ahead_of_step = False
         self._has_missed = False
         self._steps_left = _STEPS
 
@@ -54,10 +59,15 @@ class InPlaceWriteTracker:
         self._versions = [_version(parameter) for parameter in parameters]
         self._held = dict.fromkeys(parameters) if self._steps_left else dict(self._found)
         self._copies.take([_own_rows(parameter) for parameter in self._held])
-        self._is_ahead_of_step, self._has_missed = True, False
+        self.is_ahead_of_step, self._has_missed = True, False
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return parameter in self._found
+
+    @property
+    def found(self) -> list[torch.Tensor]:
+        """The weights that batches write to, as far as is known."""
+        return list(self._found)
 
     def expect(self, parameters: Iterable[torch.Tensor]) -> None:
         """Copy `parameters` from the next batch on."""
@@ -66,25 +76,28 @@ class InPlaceWriteTracker:
     def has_missed(self) -> bool:
         """Whether a weight that was not copied was written to in this batch, before any step."""
         return (
-            self._has_no_copy(self._find_changed()) if self._is_ahead_of_step else self._has_missed
+            self._has_no_copy(self._find_changed()) if self.is_ahead_of_step else self._has_missed
         )
 
     def restore(self) -> None:
         """Undo the writes of the batches since `take`; does not undo the steps of optimizers."""
-        values = self._values_before()
-        overwrite([_own_rows(parameter) for parameter in values], list(values.values()))
+        write_back(self.values_before())
 
-    def _values_before(self) -> dict[torch.Tensor, torch.Tensor]:
-        """By weight, its value at the last `take`, where forwards alone may have changed it."""
+    def values_before(self) -> dict[torch.Tensor, torch.Tensor]:
+        """By weight, the copy of the last `take`, where batches alone may have changed it."""
         pairs = zip(self._held, self._copies.values, strict=True)
-        ahead = self._is_ahead_of_step
+        ahead = self.is_ahead_of_step
         return {held: value for held, value in pairs if ahead or held in self._found}
+
+    def copy_found(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Copies of the weights that batches write to, as they are now."""
+        return {each: _own_rows(each).detach().clone() for each in self._found}
 
     def put_into(
         self, modules: Iterable[nn.Module], states: Iterable[dict[str, Any] | None]
     ) -> None:
         """Put the values of the last `take` into the modules' `state_dict`s, on the CPU."""
-        values = self._values_before()
+        values = self.values_before()
         for module, state in zip(modules, states, strict=False):
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 value = None if is_shard(parameter) else values.get(parameter)
@@ -99,18 +112,33 @@ class InPlaceWriteTracker:
         return [parameter for parameter, version in pairs if _version(parameter) != version]
 
     def find_writes(self) -> None:
-        """Before an optimizer's step, find the weights that the batch has changed."""
-        if not self._is_ahead_of_step:
+        """Find the weights that the batch has changed so far."""
+        if not self.is_ahead_of_step:
             return
         changed = self._find_changed()
-        self._has_missed, self._is_ahead_of_step = self._has_no_copy(changed), False
+        self._has_missed = self._has_no_copy(changed)
         self.expect(changed)
         if self._steps_left:
-            self._steps_left -= 1
             pairs = zip(self._held, self._copies.values, strict=True)
             self.expect(
                 held for held, value in pairs if not torch.equal(_own_rows(held).detach(), value)
             )
+
+    def note_step(self) -> None:
+        """Note that an optimizer steps now: what it changes is no batch's write."""
+        if self.is_ahead_of_step:
+            self._steps_left = max(0, self._steps_left - 1)
+        self.is_ahead_of_step = False
+
+
+def write_back(values: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Give each weight the value of which `values` holds a copy."""
+    overwrite([_own_rows(weight) for weight in values], list(values.values()))
+
+
+def has_value(weight: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a weight has the value that `value` is a copy of, to the bit."""
+    return same_bits(_own_rows(weight).detach(), value)
 
 
 def _own_rows(parameter: torch.Tensor) -> torch.Tensor:
