@@ -197,7 +197,7 @@ def train_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> d
     results = ShardResults(operator, "train")
     for position, shard in enumerate(shards):
         buffers.begin_shard(position)
-        if sync is not None:
+        if sync is not None and (position > 0 or not global_batch.opens_window):
             sync.keep_window()  # to `compute_loss` each shard is the first
         is_last = position == len(shards) - 1
         reduces = global_batch.closes_window and is_last and shadowed is None
@@ -234,7 +234,7 @@ def _shard_weights(operator: Operator, num_shards: int, *, is_shadowed: bool) ->
     return ShardWeights(
         state.in_place_writes,
         registered_parts(operator),
-        rank_and_step(operator),
+        partial(rank_and_step, operator),
         is_compared=is_whole and (num_shards > 1 or is_shadowed),
         is_shared=is_whole and has_idle,
     )
@@ -322,12 +322,11 @@ def _open_window(
     state.step_actions.zero_grad(optimizer)
     # Nobody else clears what the optimizer does not hold: it would add up from step to step, in the
     # norm that `clip_grad_norm` limits, and a worker that joins would not have it.
-    held = set(map(id, optimizer_parameters(optimizer)))
-    if state.parameters is None:
-        state.parameters = list(run.parameters())
-    for parameter in state.parameters:
-        if id(parameter) not in held:
-            parameter.grad = None
+    if state.unheld is None:
+        held = set(map(id, optimizer_parameters(optimizer)))
+        state.unheld = [each for each in run.parameters() if id(each) not in held]
+    for parameter in state.unheld:
+        parameter.grad = None
     if state.context.options.accumulate > 1:
         state.window.buffers_before = BufferSnapshot(run.plain_modules())
 

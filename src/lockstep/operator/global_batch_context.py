@@ -157,8 +157,8 @@ class GlobalBatchContext:
             ReductionContext(
                 whole.group,
                 shard.num_samples,
-                per_shard,
-                shard.is_borrowed,
+                per_shard=per_shard,
+                is_borrowed=shard.is_borrowed,
                 averages=whole.averages,
             )
         )

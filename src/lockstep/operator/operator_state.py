@@ -90,7 +90,8 @@ class OperatorState:
         step_log: metrics of single steps; None unless the trainer asks for them. Set by the worker.
         sync_norms: names of the layers that share batch statistics between workers. Looked up once
             a call; None: not yet.
-        parameters: all that are registered. Listed once a call; None: not yet.
+        unheld: registered parameters that the default loop's optimizer does not hold. Listed once a
+            call; None: not yet.
         steps_taken_back: optimizers' steps of the open step that `check_finite` undid. Reset by
             `Rollback` where a step opens.
         further_counts: what an integration counts itself. Set by its `setup`; marked by `Rollback`
@@ -133,7 +134,7 @@ class OperatorState:
         self.summary: dict[str, Any] | None = None
         self.latest: dict[str, Any] = {}
         self.sync_norms: list[str] | None = None
-        self.parameters: list[nn.Parameter] | None = None
+        self.unheld: list[nn.Parameter] | None = None
 
     def mark_counts(self) -> list[Any]:
         """What has been counted so far, beside the call's `meters`, for `restore_counts`."""

@@ -18,6 +18,8 @@ from lockstep.errors import LostUpdateError, NotAvailableError
 from lockstep.operator.in_place_writes import has_value, write_back
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from lockstep.operator.in_place_writes import InPlaceWriteTracker
@@ -31,7 +33,7 @@ class ShardWeights:
     Args:
         writes: finds them.
         run: whose weights they are.
-        where: this rank and step, for errors.
+        where: names this rank and step, for an error.
         is_compared: this worker computes several shards, or one of another worker.
         is_shared: workers whose shards are empty get the weights of another worker.
     """
@@ -40,7 +42,7 @@ class ShardWeights:
         self,
         writes: InPlaceWriteTracker,
         run: TrainingParts,
-        where: str,
+        where: Callable[[], str],
         *,
         is_compared: bool,
         is_shared: bool,
@@ -105,7 +107,7 @@ class ShardWeights:
     def _late_error(self, weight: torch.Tensor) -> NotAvailableError:
         return NotAvailableError(
             "a forward writes to a weight for the first time after the first steps",
-            where=self._where,
+            where=self._where(),
             got=self._name(weight),
             cause="this worker computes several shards, each of which is to start from the weight"
             " as it was, and nobody has copied that",
@@ -116,7 +118,7 @@ class ShardWeights:
     def _different_error(self, weight: torch.Tensor) -> LostUpdateError:
         return LostUpdateError(
             "the forwards of two shards have written different values to a weight",
-            where=self._where,
+            where=self._where(),
             got=self._name(weight),
             cause="what they write depends on their samples, or on random numbers, and all of it"
             " but one shard's would be lost",
