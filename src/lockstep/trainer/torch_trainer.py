@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from lockstep.parity import ParityReport
     from lockstep.trainer.callbacks import Callback
+    from lockstep.trainer.checkpoint_writer import CheckpointWriter
     from lockstep.trainer.profiler_traces import Profile
     from lockstep.trainer.step_replay import ReplayReport
 
@@ -207,8 +208,9 @@ class TorchTrainer:
         self._dataset = RayDatasetFeed()
         on_load = disk.go_on_from
         self._state = StateTransfer(self._workers, explicit, self._dataset, self._steps, on_load)
-        self._writer = disk.start_writer(engine)
+        self._writer: CheckpointWriter | None = None
         try:
+            self._writer = disk.start_writer(engine)
             if disk.resume_state is not None:
                 self._state.load(disk.resume_state)
                 disk.finish_resume()
@@ -260,10 +262,11 @@ class TorchTrainer:
             self._steps.note_change(ON_RAY_DATASET)
         else:
             check_loader(self._workers, "train")
-        parts = self._workers, self._callbacks, self._steps
         writer, update = self._writer, self._state.update_users_objects
         with nullcontext() if writer is None else writer.during_training(self._state.snapshot):
-            reports = run_loop(*parts, request, profile, max_retries, update)
+            reports = run_loop(
+                self._workers, self._callbacks, self._steps, request, profile, max_retries, update
+            )
         self._audit.judge(reports)
         result = reduce_reports(reports, self._callbacks.train_end, reduce_results)
         return result if writer is None else writer.result(result)
