@@ -203,8 +203,8 @@ class WorkerGroup:
     def forget(self, worker: WorkerHandle) -> None:
         """Forget a worker whose process is gone. Sends no signal: the pid may have been reused.
 
-        Where only the connection to the process was lost, Ray ends it: no replacement would find
-        room in its bundle.
+        Ray ends a process that has only lost its connection: it would keep its bundle from a
+        replacement.
         """
         if worker.actor is not None:
             end_actor(worker.actor)

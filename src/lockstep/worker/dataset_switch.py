@@ -106,7 +106,7 @@ class DatasetSwitch:
         dataset = loaders.pop("train") if self.is_open else None
         if self.loader is not None:
             loaders["train"] = self.loader
-        # A state of lockstep 0.1 has no other place for a dataset's position.
+        # A state of an earlier version has no other place for a dataset's position.
         place = positions.get(DATASET, None if "train" in loaders else positions.get("train"))
         for purpose, cursor in loaders.items():
             if purpose in positions:
