@@ -51,10 +51,12 @@ def test_a_module_is_what_python_m_makes_of_it(package, name):
     assert done.returncode == 3
 
 
-def test_a_module_that_is_not_there_is_named(package):
-    done = audit("--nproc-per-node", "1", "-m", "their.other", cwd=package)
-    assert done.returncode == 1
-    assert "No module named their.other" in done.stderr
+@pytest.mark.parametrize("name", ["their.other", "other.program", "their", "their.inner.beside.py"])
+def test_of_a_module_that_cannot_be_run_is_said_what_python_says(package, name):
+    expected = run("-m", name, cwd=package)
+    done = audit("--nproc-per-node", "1", "-m", name, cwd=package)
+    assert done.returncode == expected.returncode == 1
+    assert expected.stderr in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -9,8 +9,6 @@ which begins in the script and not in the audit.
 from __future__ import annotations
 
 import builtins
-import importlib
-import importlib.util
 import io
 import os
 import sys
@@ -18,6 +16,7 @@ import traceback
 import types
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from runpy import _get_module_details  # type: ignore[attr-defined]
 from typing import TYPE_CHECKING
 
 from lockstep.audit.facts import Failure
@@ -25,7 +24,6 @@ from lockstep.audit.finding import Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from importlib.machinery import ModuleSpec
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -78,7 +76,8 @@ def run_module(
     _look_in(os.getcwd(), launched=launched)
 
     def run() -> None:
-        spec, code = _found(name)
+        # Python's own way: so it finds the same module, and says the same where there is none.
+        _, spec, code = _get_module_details(name, _NotFoundError)
         main = _main_module(
             str(spec.origin),
             __loader__=spec.loader,
@@ -95,30 +94,6 @@ def run_module(
 
 class _NotFoundError(Exception):
     """There is no such module, in a sentence; what a package raises by itself is the program's."""
-
-
-def _found(name: str) -> tuple[ModuleSpec, types.CodeType]:
-    package = name.rpartition(".")[0]
-    try:
-        if package:
-            importlib.import_module(package)
-        spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if not missing or not f"{package}.".startswith(f"{missing}."):
-            raise
-        raise _NotFoundError(f"No module named {missing}") from None
-    if spec is None:
-        raise _NotFoundError(f"No module named {name}")
-    if spec.submodule_search_locations is not None:
-        if name.endswith(".__main__"):
-            raise _NotFoundError(f"Cannot use package {name} as the main program")
-        return _found(f"{name}.__main__")
-    get_code = getattr(spec.loader, "get_code", None)
-    code = get_code(spec.name) if get_code is not None else None
-    if code is None:
-        raise _NotFoundError(f"No code object available for {name}")
-    return spec, code
 
 
 def _look_in(folder: str, *, launched: bool) -> None:
