@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from lockstep.audit.facts import Backward, Step, Term
 
+APART: Final = 1e-3
+"""Numbers that are nearer to each other than this may be the same ones."""
 _CLOSE: Final = 1e-4
 _ONE_LOSS: Final = 1e-6
 
@@ -22,6 +26,13 @@ _ONE_LOSS: Final = 1e-6
 def is_near(value: float | None, wanted: float) -> bool:
     """But for what arithmetic in single precision loses."""
     return value is not None and abs(value - wanted) <= _CLOSE * abs(wanted)
+
+
+def are_equal(values: Iterable[float], close: float = APART) -> bool:
+    """But for what arithmetic in single precision loses, or for `close` of the largest."""
+    numbers = np.array(list(values))
+    largest, smallest = float(numbers.max()), float(numbers.min())
+    return largest - smallest <= close * max(abs(largest), abs(smallest))
 
 
 def total_weight(backward: Backward) -> float | None:
@@ -71,8 +82,7 @@ def is_one_mean(step: Step) -> bool:
 
 def share_one_loss(steps: Iterable[Step]) -> bool:
     """Ranks that share one loss have a part of its gradient each: the sum is the whole."""
-    losses = [b.loss or 0.0 for step in steps for b in step.backwards]
-    return max(losses) - min(losses) <= _ONE_LOSS * max(map(abs, losses))
+    return are_equal((b.loss or 0.0 for step in steps for b in step.backwards), _ONE_LOSS)
 
 
 def are_of_one_kind(backwards: Sequence[Backward]) -> bool:

@@ -35,7 +35,6 @@ class ReducerUse:
     `issued` counts the collectives of its group of `group` ranks.
     """
 
-    forwards: int
     armed: bool
     no_sync: bool
     issued: int

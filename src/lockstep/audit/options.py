@@ -16,6 +16,13 @@ from lockstep.installed_versions import PrintVersions
 
 DEFAULT_RANKS = 2
 FILE_FORMATS = ("json", "sarif", "junit")
+_FILES = {
+    "json": "write the findings there",
+    "html": "write a page there",
+    "sarif": "write the findings there as SARIF 2.1.0, for code hosts and editors",
+    "junit": "write a test for each rule there, as JUnit's XML; --fail-on says which fail",
+}
+"""What each writes, by its option."""
 
 FailOn = Literal["error", "warning", "never"]
 
@@ -70,20 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="watch the first K optimizer steps; the script runs on unwatched",
     )
-    parser.add_argument("--json", type=_writable, metavar="FILE", help="write the findings there")
-    parser.add_argument("--html", type=_writable, metavar="FILE", help="write a page there")
-    parser.add_argument(
-        "--sarif",
-        type=_writable,
-        metavar="FILE",
-        help="write the findings there as SARIF 2.1.0, for code hosts and editors",
-    )
-    parser.add_argument(
-        "--junit",
-        type=_writable,
-        metavar="FILE",
-        help="write a test for each rule there, as JUnit's XML; --fail-on says which fail",
-    )
+    for name, text in _FILES.items():
+        parser.add_argument(f"--{name}", type=_writable, metavar="FILE", help=text)
     parser.add_argument(
         "--github",
         action="store_true",

@@ -134,14 +134,5 @@ def exit_code_of(findings: Sequence[Finding], fail_on: FailOn) -> int:
 
 def _as_json(value: dict[str, Any]) -> str:
     """NaN and infinities as null, which JSON has no word for."""
-    return json.dumps(_plain(value), indent=2, allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return None
-    return value
+    plain = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    return json.dumps(plain, indent=2)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from lockstep.audit.diagnoses.seen import are_equal
-from lockstep.audit.expectation import main_term
+from lockstep.audit.expectation import are_equal, main_term
 from lockstep.audit.mixing import limit_of
 from lockstep.audit.rules.base import Code, named, numbers
 

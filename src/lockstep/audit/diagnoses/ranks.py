@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from lockstep.audit.diagnoses.seen import are_equal
+from lockstep.audit.expectation import are_equal
 from lockstep.audit.rules.base import Code, numbers
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from lockstep.audit.diagnoses.seen import are_equal
-from lockstep.audit.expectation import counts_are_known, is_near, total_weight
+from lockstep.audit.expectation import are_equal, counts_are_known, is_near, total_weight
 from lockstep.audit.program_text.rank_factors import divides_rate
 from lockstep.audit.rules.base import Code
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from lockstep.audit.equations import LEFT, Column, bringing, of_gradients
-from lockstep.audit.expectation import main_weight, total_weight
+from lockstep.audit.expectation import APART, are_equal, main_weight, total_weight
 from lockstep.audit.mixing import Mixing, solve, unexplained
 from lockstep.audit.rules.base import named
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 _SURE: Final = 4.0
 _VAGUE: Final = 0.1
-_APART: Final = 1e-3
-"""Numbers that are nearer to each other than this may be the same ones."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ class Seen:
         """By how much coefficients that are the same ones may differ, as a part of the largest."""
         assert self.mixing is not None
         largest = float(np.abs(self.mixing.coefficients).max())
-        return max(_APART, _SURE * float(self.mixing.errors.max()) / largest)
+        return max(APART, _SURE * float(self.mixing.errors.max()) / largest)
 
     def is_coefficient(self, wanted: float) -> bool:
         """Are all coefficients `wanted`, as far as can be known?"""
@@ -232,12 +230,6 @@ def _if_all_known(values: Iterable[float | None]) -> Numbers | None:
 
 
 _REDUCING: Final = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "broadcast")
-
-
-def are_equal(values: Iterable[float], close: float = _APART) -> bool:
-    """But for what arithmetic in single precision loses, or for `close` of the largest."""
-    numbers = np.array(list(values))
-    return bool(np.ptp(numbers) <= close * np.abs(numbers).max())
 
 
 def seen_in(track: SharedTrack, number: int, known: Seen | None) -> Iterator[Seen]:

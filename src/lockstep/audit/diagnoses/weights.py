@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from lockstep.audit.diagnoses.seen import are_equal
-from lockstep.audit.expectation import are_of_one_kind, counts_are_known, is_near
+from lockstep.audit.expectation import are_equal, are_of_one_kind, counts_are_known, is_near
 from lockstep.audit.rules.base import Code
 
 if TYPE_CHECKING:

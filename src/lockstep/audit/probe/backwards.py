@@ -126,7 +126,6 @@ def _note_reducers(probe: Probe, record: Backward, before: dict[str, int]) -> No
         if use.issued > 0 or use.no_sync:
             # Armed again by its next forward. One that issued nothing still waits.
             wrapper.is_armed = wrapper.was_unsynced = False
-            wrapper.forwards = 0
 
 
 def _remember(probe: Probe, record: Backward, written: dict[str, list[object]]) -> None:

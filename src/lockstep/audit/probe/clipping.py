@@ -48,11 +48,8 @@ def _clipper(
 
 
 def _by_norm(probe: Probe, held: list[torch.Tensor], largest: Any, clip: Callable[[], Any]) -> Any:
-    probe.enter("clip")
-    try:
+    with probe.counted("clip"):
         norm = clip()
-    finally:
-        probe.enter("clip", -1)
     if not hasattr(norm, "full_tensor"):
         probe.harmlessly(_note_norm, probe, held, norm, largest)
     return norm

@@ -99,11 +99,8 @@ def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[
         if probe.detailed and tensor is not None:
             probe.harmlessly(_before, probe, call, tensor, given)
         probe.ledger.stuck_in = call
-        probe.enter("collective")
-        try:
+        with probe.counted("collective"):
             result = original(*args, **kwargs)
-        finally:
-            probe.enter("collective", -1)
         # One that raised is left there, until the rank gets through another one.
         probe.ledger.stuck_in = None
         if probe.detailed and tensor is not None:

@@ -63,11 +63,8 @@ def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[
         has_gradient = isinstance(tensor, torch.Tensor) and tensor.requires_grad
         if not looks or not has_gradient or probe.inside("collective") or probe.is_elsewhere():
             return original(*args, **kwargs)
-        probe.enter("collective")
-        try:
+        with probe.counted("collective"):
             result = original(*args, **kwargs)
-        finally:
-            probe.enter("collective", -1)
         probe.harmlessly(_note_functional, probe, name, tensor, result, args, kwargs)
         return result
 

@@ -20,7 +20,7 @@ from lockstep.audit.facts import Term
 from lockstep.audit.probe.graphs import saved
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 _Divisors = tuple[float, ...]
 _Waiting = tuple[Any, float, _Divisors]
@@ -75,20 +75,8 @@ def terms_of(loss: torch.Tensor, weight: float = 1.0) -> list[Term]:
     Gradient:
         None: it reads the graph.
     """
-    terms: list[Term] = []
-    waiting: list[_Waiting] = [(loss.grad_fn, weight, ())]
-    for _ in range(_NODES):
-        if not waiting:
-            break
-        node, factor, divisors = waiting.pop()
-        if node is None or factor == 0.0:
-            continue
-        term = _reduction(node, factor, divisors)
-        if term is not None:
-            terms.append(term)
-        else:
-            waiting.extend(operands(node, factor, divisors))
-    return terms
+    terms = [_reduction(*walked) for walked in _walk(loss, weight) if walked[1] != 0.0]
+    return [term for term in terms if term is not None]
 
 
 def factor_of(loss: torch.Tensor, weight: float = 1.0) -> float:
@@ -248,14 +236,18 @@ def constant_of(value: Any) -> float | None:
 
 def weight_at(loss: torch.Tensor, target: Any, weight: float = 1.0) -> float | None:
     """What the scalar that `target` computed counts in `loss`; None where it is not linear."""
-    total, found = 0.0, False
+    factors = [factor for node, factor, _ in _walk(loss, weight, target) if node is target]
+    return sum(factors) if factors else None
+
+
+def _walk(loss: torch.Tensor, weight: float, end: Any = None) -> Iterator[_Waiting]:
+    """From the loss downwards, as far as factors lead that are not 0, and not below `end`."""
     waiting: list[_Waiting] = [(loss.grad_fn, weight, ())]
     for _ in range(_NODES):
         if not waiting:
-            break
+            return
         node, factor, divisors = waiting.pop()
-        if node is target:
-            total, found = total + factor, True
-        elif node is not None:
-            waiting.extend(operands(node, factor, divisors))
-    return total if found else None
+        if node is not None:
+            yield node, factor, divisors
+            if node is not end and factor != 0.0:
+                waiting.extend(operands(node, factor, divisors))

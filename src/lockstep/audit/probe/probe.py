@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import weakref
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import is_
 from typing import TYPE_CHECKING, Any, Final
@@ -26,7 +27,7 @@ from lockstep.audit.probe.patches import Patches
 from lockstep.audit.probe.records import Evaluated
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from lockstep.audit.facts import (
         Backward,
@@ -85,7 +86,6 @@ class Wrapper:
         left_out = getattr(module, "parameters_to_ignore", ())
         self.known = {id(p) for name, p in held.items() if p.requires_grad and name not in left_out}
         self.ignored = {id(p) for name, p in held.items() if name in left_out}
-        self.forwards = 0
         self.is_armed = False
         self.was_unsynced = False
         self.joins = False
@@ -99,7 +99,6 @@ class Wrapper:
     def use(self, issued_before: int) -> ReducerUse:
         """How it took part in a backward."""
         return ReducerUse(
-            forwards=self.forwards,
             armed=self.is_armed,
             no_sync=self.was_unsynced,
             issued=self.issued() - issued_before,
@@ -293,9 +292,14 @@ class Probe:
         """How many calls of that kind are on this thread's stack."""
         return int(getattr(self.depth, name, 0))
 
-    def enter(self, name: str, by: int = 1) -> None:
-        """Count one in, or with ``by=-1`` one out."""
-        setattr(self.depth, name, self.inside(name) + by)
+    @contextmanager
+    def counted(self, name: str) -> Iterator[None]:
+        """Counts as a call of that kind for `inside`, for as long as it runs."""
+        setattr(self.depth, name, self.inside(name) + 1)
+        try:
+            yield
+        finally:
+            setattr(self.depth, name, self.inside(name) - 1)
 
     def each_window(self) -> list[Window]:
         """The windows of all optimizers, and the one that a new optimizer will begin with."""

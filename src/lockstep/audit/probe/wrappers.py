@@ -19,8 +19,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from lockstep.audit.facts import Forward
-from lockstep.audit.fingerprint import numpy_state, take
-from lockstep.audit.probe.batches import ROWS, each_row, read_on, tensors_in
+from lockstep.audit.fingerprint import numpy_state
+from lockstep.audit.probe.batches import ROWS, each_row, hash_of, read_on, tensors_in
 from lockstep.audit.probe.called import note_acting, note_call
 from lockstep.audit.probe.evaluations import note_evaluation
 from lockstep.audit.probe.frames import users_lines
@@ -178,7 +178,6 @@ def _arm(probe: Probe, module: Any) -> None:
     for wrapper in probe.wrappers:
         held: Any = wrapper.ref()
         if held is module:
-            wrapper.forwards += 1
             wrapper.is_armed = bool(module.require_backward_grad_sync)
             wrapper.was_unsynced = not wrapper.is_armed
             wrapper.joins |= bool(module._join_config.enable)
@@ -193,10 +192,10 @@ def _note_fed(probe: Probe, args: Any) -> None:
     tensors = given[:_PARTS]
     windows = list(probe.each_window())
     if tensors and any(window.fed is None for window in windows):
-        held = take(tensors, [0] * len(tensors), norms=False)
+        fed = hash_of(tensors)
         for window in windows:
             if window.fed is None:
-                window.fed = zlib.crc32(held.hashes.tobytes())
+                window.fed = fed
                 window.fed_shapes = [list(t.shape) for t in tensors]
     # After a call by names alone, this one's tensors are a part of the batch, and not its rows.
     few = [w for w in windows if not w.has_called and len(w.fed_rows) < ROWS]
@@ -232,8 +231,7 @@ def _note_inputs(probe: Probe, args: Any) -> None:
     tensors = tensors_in(args, 4)
     if not tensors:
         return
-    held = take(tensors, [0] * len(tensors), norms=False)
-    noted = Forward(zlib.crc32(held.hashes.tobytes()), numpy_state(), users_lines())
+    noted = Forward(hash_of(tensors), numpy_state(), users_lines())
     noted.shapes = [list(t.shape) for t in tensors]
     probe.remember("inputs", noted, _LINES_PER_WINDOW)
 

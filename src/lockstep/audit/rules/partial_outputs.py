@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.diagnoses.scale import rate_is_divided
-from lockstep.audit.expectation import is_one_mean
+from lockstep.audit.expectation import are_equal, is_one_mean, share_one_loss
 from lockstep.audit.rules.base import Code, first_of_each
 from lockstep.audit.rules.gathers import WRONG
 from lockstep.audit.rules.left_by_backward import uses_what_backward_left
@@ -38,7 +38,7 @@ class PartialOutputs:
 
 def _judge_step(track: SharedTrack, number: int) -> Finding | None:
     steps = track.steps(number)
-    if not _share_one_loss(track, steps) or rate_is_divided(track):
+    if not _share_one_mean(track, steps) or rate_is_divided(track):
         return None
     backwards = [step.backwards[-1] for step in steps.values()]
     size = len(steps)
@@ -48,38 +48,30 @@ def _judge_step(track: SharedTrack, number: int) -> Finding | None:
     return None
 
 
-def _share_one_loss(track: SharedTrack, steps: dict[int, Step]) -> bool:
+def _share_one_mean(track: SharedTrack, steps: dict[int, Step]) -> bool:
     """One mean of the same inputs on all ranks, whose gradients are used as they came."""
     fed = {step.fed for step in steps.values()}
     if not track.apart or len(steps) < track.world_size or len(fed) != 1 or None in fed:
         return False
     if not all(is_one_mean(s) and len(s.backwards) == 1 for s in steps.values()):
         return False
-    losses = [step.backwards[-1].loss for step in steps.values()]
-    return _are_equal(losses) and all(
+    return share_one_loss(steps.values()) and all(
         not s.backwards[-1].wrappers and uses_what_backward_left(s, track.key)
         for s in steps.values()
     )
-
-
-def _are_equal(values: list[float | None]) -> bool:
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
-        return False
-    return max(known) - min(known) <= _EQUAL * max(map(abs, known))
 
 
 def _grew(facts: tuple[Gathered, ...], size: int) -> bool:
     """Did each rank give the same gradient in, and get back all of them together?"""
     if any(f.group != size or f.shape != facts[0].shape for f in facts):
         return False
-    if all(f.op == "all_gather" and f.given for f in facts):
-        return all(_are_equal([f.given, (f.given_back or 0.0) / size]) for f in facts)
+    given = [f.given or 0.0 for f in facts]
+    whole = [(f.given_back or 0.0) / size for f in facts]
+    if all(given) and all(f.op == "all_gather" for f in facts):
+        return all(are_equal(each, _EQUAL) for each in zip(given, whole, strict=True))
     if any(f.op != "all_reduce" or f.reduction != "SUM" for f in facts):
         return False
-    given = [f.given for f in facts]
-    whole = [(f.given_back or 0.0) / size for f in facts]
-    return bool(given[0]) and _are_equal([*given, *whole])
+    return bool(given[0]) and are_equal([*given, *whole], _EQUAL)
 
 
 def _as_finding(track: SharedTrack, number: int, fact: Gathered, backward: Backward) -> Finding:

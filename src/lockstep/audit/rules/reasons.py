@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -15,7 +15,7 @@ from lockstep.audit.rules.base import named
 from lockstep.audit.shared_track import names_of
 
 if TYPE_CHECKING:
-    from lockstep.audit.facts import Backward, Step
+    from lockstep.audit.facts import Backward, ReducerUse, Step
     from lockstep.audit.finding import Place
     from lockstep.audit.shared_track import SharedTrack
     from lockstep.audit.world import World
@@ -54,9 +54,11 @@ def reason_of(world: World, track: SharedTrack, number: int, names: set[str]) ->
     key = wrapped[0].wrapper
     assert key is not None
     for candidate in steps.values():
-        found = _with_wrapper(track, candidate, key)
+        seen = [(b, use) for b in candidate.backwards if (use := b.wrappers.get(key)) is not None]
+        found = _with_wrapper(track, candidate, seen)
         if found is not None:
-            return found
+            uses = [asdict(use) for _, use in seen]
+            return replace(found, evidence={"backwards": uses, **found.evidence})
     return _after(world, track, number, step)
 
 
@@ -134,35 +136,32 @@ def _unknown(names: list[str], what: str) -> Reason:
     )
 
 
-def _with_wrapper(track: SharedTrack, step: Step, key: str) -> Reason | None:
-    backwards = step.backwards
-    seen = [(b, use) for b in backwards if (use := b.wrappers.get(key)) is not None]
-    evidence = {"backwards": [asdict(use) for _, use in seen]}
+def _with_wrapper(
+    track: SharedTrack, step: Step, seen: list[tuple[Backward, ReducerUse]]
+) -> Reason | None:
     if any(f.group == 1 for _, f in seen):
         return Reason(
             "group too small",
             "the wrapper reduces over a process group of one rank",
             "give the wrapper the group of all data-parallel ranks, or none",
-            evidence=evidence,
         )
     if not seen or all(b.kind == "grad" for b, _ in seen):
         return Reason(
             "autograd.grad",
             "they did not come from `backward()`: torch.autograd.grad runs no reducer",
             "call `loss.backward()`, or `lockstep.average_gradients(model)` before the step",
-            where=[place for b in backwards[-1:] for place in b.where],
-            evidence=evidence,
+            where=[place for b in step.backwards[-1:] for place in b.where],
         )
     last_backward, last = seen[-1]
     if last.no_sync:
-        return _wrong_window(evidence, last_backward, "the last backward before the step ran")
+        return _wrong_window(last_backward, "the last backward before the step ran")
     went_round = [place for lines in step.bypasses for place in lines]
     if not any(f.armed for _, f in seen):
         if any(f.no_sync for _, f in seen):
-            return _wrong_window(evidence, last_backward, "every forward of this window ran")
-        return _not_called(went_round, evidence)
+            return _wrong_window(last_backward, "every forward of this window ran")
+        return _not_called(went_round, sum(use.issued for _, use in seen))
     if all(f.issued == 0 for _, f in seen if f.armed):
-        return _unfinished(track, step, evidence, last_backward)
+        return _unfinished(track, step, last_backward)
     if not last.armed or last.issued == 0:
         return Reason(
             "a backward outside the wrapper",
@@ -171,24 +170,21 @@ def _with_wrapper(track: SharedTrack, step: Step, key: str) -> Reason | None:
             "add the losses and call backward once, with every forward through the wrapper, or "
             "`lockstep.replicate(model)`, which reduces after the last",
             where=[*went_round, *last_backward.where],
-            evidence=evidence,
         )
     return None
 
 
-def _wrong_window(evidence: dict[str, Any], backward: Backward, what: str) -> Reason:
+def _wrong_window(backward: Backward, what: str) -> Reason:
     return Reason(
         "wrong window",
         f"{what} under no_sync(), so what it added was never reduced",
         "leave no_sync() for the last micro-batch before each step: "
         "`if (i + 1) % k == 0` synchronises",
         where=backward.where,
-        evidence=evidence,
     )
 
 
-def _not_called(went_round: list[Place], evidence: dict[str, Any]) -> Reason:
-    issued = sum(use["issued"] for use in evidence["backwards"])
+def _not_called(went_round: list[Place], issued: int) -> Reason:
     at = f" (it went round it at {went_round[0].at})" if went_round else ""
     # Of the nested lines, the outermost that the model's own class does not hold says most.
     return Reason(
@@ -199,13 +195,10 @@ def _not_called(went_round: list[Place], evidence: dict[str, Any]) -> Reason:
         "module a `forward` that does it), or `lockstep.replicate(model)` instead of the wrapper, "
         "which synchronises the parameters whatever is called",
         where=went_round,
-        evidence=evidence,
     )
 
 
-def _unfinished(
-    track: SharedTrack, step: Step, evidence: dict[str, Any], backward: Backward
-) -> Reason:
+def _unfinished(track: SharedTrack, step: Step, backward: Backward) -> Reason:
     unused = [
         p.name
         for p in track.parameters
@@ -221,7 +214,7 @@ def _unfinished(
         "DistributedDataParallel(find_unused_parameters=True), or take what is unused out of the "
         "model",
         where=backward.where,
-        evidence={**evidence, "unused": unused},
+        evidence={"unused": unused},
     )
 
 

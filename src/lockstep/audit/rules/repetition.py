@@ -56,7 +56,7 @@ def _same_draws(track: SharedTrack) -> Finding | None:
     for number in track.numbers[:_LOOKED_AT]:
         steps = list(track.steps(number).values())
         of_ranks = [{drawn.where[0]: drawn for drawn in step.draws} for step in steps]
-        if len(steps) < len(track.ranks) or _share_losses(steps):
+        if len(steps) < len(track.ranks) or _shared_losses(steps) is not None:
             continue
         given.add(steps)
         for line in of_ranks[0]:
@@ -145,9 +145,10 @@ def _drawn_alike(track: SharedTrack, drawn: Draws, steps: int, severity: Severit
     )
 
 
-def _share_losses(steps: Sequence[Step]) -> bool:
+def _shared_losses(steps: Iterable[Step]) -> list[float | None] | None:
+    """What all ranks computed, to the bit; None where they differ."""
     losses = [[backward.loss for backward in step.backwards] for step in steps]
-    return all(of_rank == losses[0] for of_rank in losses)
+    return losses[0] if all(of_rank == losses[0] for of_rank in losses) else None
 
 
 def _same_draws_of_numpy(track: SharedTrack) -> Finding | None:
@@ -205,11 +206,11 @@ def _same_inputs(track: SharedTrack) -> Finding | None:
 
 
 def _same_losses(track: SharedTrack) -> bool:
-    """To the bit, and changing: then what is averaged was the same before."""
+    """Are they the same, and change? Then what is averaged was the same before."""
     seen: list[float | None] = []
     for number in track.numbers[:_LOOKED_AT]:
-        losses = [[b.loss for b in step.backwards] for step in track.steps(number).values()]
-        if any(of_rank != losses[0] for of_rank in losses) or None in losses[0]:
+        losses = _shared_losses(track.steps(number).values())
+        if losses is None or None in losses:
             return False
-        seen += losses[0]
+        seen += losses
     return len(set(seen)) >= _STEPS
