@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -32,47 +33,43 @@ _WITHOUT_STEP: Final = 512
 def install(probe: Probe) -> None:
     """Watch ``torch.autograd.backward``, which ``Tensor.backward`` calls, and ``autograd.grad``."""
     for kind in ("backward", "grad"):
-        probe.patches.wrap(torch.autograd, kind, _watcher(probe, kind))
+        probe.patches.wrap(torch.autograd, kind, functools.partial(_watch, probe, kind))
 
 
-def _watcher(probe: Probe, kind: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def around(original: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            if not probe.is_on or probe.is_elsewhere():
-                return original(*args, **kwargs)
-            if kind == "backward":
-                probe.count_backward()
-                if probe.delivered is not None:
-                    _note_use(probe.delivered)
-            if not probe.detailed or probe.in_backward or maybe_current_level() is not None:
-                # Inside a transform of torch.func tensors have no numbers to read.
-                return original(*args, **kwargs)
-            record = Backward(kind, users_lines())
-            roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
-            place, name = (1, "grad_tensors") if kind == "backward" else (2, "grad_outputs")
-            given = args[place] if len(args) > place else kwargs.get(name)
-            probe.harmlessly(_describe, probe, record, roots, given)
-            record.before = probe.harmlessly(_fingerprint_before, probe) or {}
-            written = probe.harmlessly(gradient_versions, probe) or {}
-            if kind == "backward":  # and not a look at the gradients of an input
-                probe.harmlessly(note_mode, probe)
-            before = {wrapper.key: wrapper.issued() for wrapper in probe.wrappers}
-            probe.backward, probe.in_backward = record, True
-            try:
-                with recorded(probe, record):
-                    return original(*args, **kwargs)
-            finally:
-                probe.backward, probe.in_backward = None, False
-                probe.following.undo()
-                probe.harmlessly(passed_back.forget, probe)
-                probe.harmlessly(_note_reducers, probe, record, before)
-                probe.harmlessly(_remember, probe, record, written)
-                if not probe.steps_done and probe.ledger.facts.backwards > _WITHOUT_STEP:
-                    probe.look(closely=False)
-
-        return watched
-
-    return around
+def _watch(
+    probe: Probe, kind: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    if not probe.is_on or probe.is_elsewhere():
+        return original(*args, **kwargs)
+    if kind == "backward":
+        probe.count_backward()
+        if probe.delivered is not None:
+            _note_use(probe.delivered)
+    if not probe.detailed or probe.in_backward or maybe_current_level() is not None:
+        # Inside a transform of torch.func tensors have no numbers to read.
+        return original(*args, **kwargs)
+    record = Backward(kind, users_lines())
+    roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+    place, name = (1, "grad_tensors") if kind == "backward" else (2, "grad_outputs")
+    given = args[place] if len(args) > place else kwargs.get(name)
+    probe.harmlessly(_describe, probe, record, roots, given)
+    record.before = probe.harmlessly(_fingerprint_before, probe) or {}
+    written = probe.harmlessly(gradient_versions, probe) or {}
+    if kind == "backward":  # and not a look at the gradients of an input
+        probe.harmlessly(note_mode, probe)
+    before = {wrapper.key: wrapper.issued() for wrapper in probe.wrappers}
+    probe.backward, probe.in_backward = record, True
+    try:
+        with recorded(probe, record):
+            return original(*args, **kwargs)
+    finally:
+        probe.backward, probe.in_backward = None, False
+        probe.following.undo()
+        probe.harmlessly(passed_back.forget, probe)
+        probe.harmlessly(_note_reducers, probe, record, before)
+        probe.harmlessly(_remember, probe, record, written)
+        if not probe.steps_done and probe.ledger.facts.backwards > _WITHOUT_STEP:
+            probe.look(closely=False)
 
 
 def _fingerprint_before(probe: Probe) -> dict[str, Fingerprint]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.optimizers import watch_made
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from lockstep.audit.probe.probe import Probe
 
@@ -25,26 +26,30 @@ _SCALES_KEPT = 256
 def install(probe: Probe) -> None:
     """Watch clipping and ``GradScaler.step``."""
     modules = (torch.nn.utils.clip_grad, torch.nn.utils)
-    by_norm = functools.partial(_clipper, probe, "max_norm", _by_norm)
-    by_value = functools.partial(_clipper, probe, "clip_value", _by_value)
+    by_norm = functools.partial(_clip, probe, "max_norm", _by_norm)
+    by_value = functools.partial(_clip, probe, "clip_value", _by_value)
     probe.patches.wrap_in_each(modules, "clip_grad_norm_", by_norm)
     probe.patches.wrap_in_each(modules, "clip_grad_value_", by_value)
-    probe.patches.wrap(torch.amp.GradScaler, "step", functools.partial(_scaler, probe))
+    stepping = functools.partial(_step, probe, itertools.count(1))
+    probe.patches.wrap(torch.amp.GradScaler, "step", stepping)
 
 
-def _clipper(
-    probe: Probe, limit: str, clip: Callable[..., Any], original: Callable[..., Any]
-) -> Callable[..., Any]:
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(("parameters", limit), args, strict=False)) | kwargs
-        if not probe.detailed or probe.inside("clip") or not {"parameters", limit} <= given.keys():
-            return original(*args, **kwargs)
-        held = given["parameters"]  # an iterator has one reader
-        held = [held] if isinstance(held, torch.Tensor) else list(held)
-        call = functools.partial(_with_first, original, held, args, kwargs)
-        return clip(probe, held, given[limit], call)
-
-    return watched
+def _clip(
+    probe: Probe,
+    limit: str,
+    clip: Callable[..., Any],
+    original: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    given = dict(zip(("parameters", limit), args, strict=False)) | kwargs
+    if not probe.detailed or probe.inside("clip") or not {"parameters", limit} <= given.keys():
+        return original(*args, **kwargs)
+    held = given["parameters"]  # an iterator has one reader
+    held = [held] if isinstance(held, torch.Tensor) else list(held)
+    call = functools.partial(_with_first, original, held, args, kwargs)
+    return clip(probe, held, given[limit], call)
 
 
 def _by_norm(probe: Probe, held: list[torch.Tensor], largest: Any, clip: Callable[[], Any]) -> Any:
@@ -90,21 +95,23 @@ def _note_by_value(probe: Probe, held: list[torch.Tensor], clip_value: float) ->
         _note(probe, held, float(torch.nn.utils.get_total_norm(gradients)), is_clipped)
 
 
-def _scaler(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    number = 0
-
-    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal number
-        number += 1
-        if probe.detailed and self.is_enabled():
-            probe.scale = float(self.get_scale())
-            facts = probe.ledger.facts
-            facts.scaled_at = facts.scaled_at or users_lines()
-            facts.scales[str(number)] = probe.scale  # as JSON will have it
-            facts.scales.pop(str(number - _SCALES_KEPT), None)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            probe.scale = None
-
-    return watched
+def _step(
+    probe: Probe,
+    numbers: Iterator[int],
+    original: Callable[..., Any],
+    scaler: torch.amp.GradScaler,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    number = next(numbers)
+    if probe.detailed and scaler.is_enabled():
+        probe.scale = float(scaler.get_scale())
+        facts = probe.ledger.facts
+        facts.scaled_at = facts.scaled_at or users_lines()
+        facts.scales[str(number)] = probe.scale  # as JSON will have it
+        facts.scales.pop(str(number - _SCALES_KEPT), None)
+    try:
+        return original(scaler, *args, **kwargs)
+    finally:
+        probe.scale = None

@@ -68,7 +68,7 @@ def install(probe: Probe) -> None:
     """Watch the functions of ``torch.distributed``, and the start of process groups."""
     modules = (dist.distributed_c10d, dist)
     for name in NAMES:
-        probe.patches.wrap_in_each(modules, name, functools.partial(_watcher, probe, name))
+        probe.patches.wrap_in_each(modules, name, functools.partial(_watch, probe, name))
     note_start = probe.afterwards(lambda *_: probe.note_group())
     probe.patches.wrap_in_each(modules, "init_process_group", note_start)
     probe.patches.wrap_in_each(modules, "new_group", probe.afterwards(_note_subgroup))
@@ -79,39 +79,41 @@ def _note_subgroup(probe: Probe, _: Any, args: Any, kwargs: Any) -> None:
     probe.ledger.facts.subgroups.append(None if ranks is None else [int(rank) for rank in ranks])
 
 
-def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    names = tuple(inspect.signature(original).parameters)
+@functools.cache
+def _names_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        if not probe.is_on or probe.inside("collective") or probe.is_elsewhere():
-            return original(*args, **kwargs)
-        if not probe.detailed and probe.mode == "watch":
-            return original(*args, **kwargs)  # nobody asks a watch where a rank stands
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        tensor = _own_tensor(name, given)
-        if tensor is not None and name in models_sent.TELLING and not probe.in_backward:
-            probe.harmlessly(models_sent.note, probe, name, tensor)
-        call = Collective(name, lines_through_a_library(), ranks_of(given.get("group")))
-        call.in_backward = probe.in_backward
-        probe.harmlessly(note_call, probe, call)
-        if name in handed_on.SWAPS and not probe.in_backward:
-            probe.ledger.facts.all_to_all = True
-        if probe.detailed and tensor is not None:
-            probe.harmlessly(_before, probe, call, tensor, given)
-        probe.ledger.stuck_in = call
-        with probe.counted("collective"):
-            result = original(*args, **kwargs)
-        # One that raised is left there, until the rank gets through another one.
-        probe.ledger.stuck_in = None
-        if probe.detailed and tensor is not None:
-            probe.harmlessly(_after, probe, call, tensor, result, given)
-        elif probe.detailed and name == handed_on.OBJECTS:
-            probe.harmlessly(handed_on.note_objects, probe, call, given)
-        elif probe.detailed and name in handed_on.SWAPS:
-            probe.harmlessly(handed_on.note_swap, probe, call, given)
-        return result
 
-    return watched
+def _watch(
+    probe: Probe, name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    if not probe.is_on or probe.inside("collective") or probe.is_elsewhere():
+        return original(*args, **kwargs)
+    if not probe.detailed and probe.mode == "watch":
+        return original(*args, **kwargs)  # nobody asks a watch where a rank stands
+    given = {**dict(zip(_names_of(original), args, strict=False)), **kwargs}
+    tensor = _own_tensor(name, given)
+    if tensor is not None and name in models_sent.TELLING and not probe.in_backward:
+        probe.harmlessly(models_sent.note, probe, name, tensor)
+    call = Collective(name, lines_through_a_library(), ranks_of(given.get("group")))
+    call.in_backward = probe.in_backward
+    probe.harmlessly(note_call, probe, call)
+    if name in handed_on.SWAPS and not probe.in_backward:
+        probe.ledger.facts.all_to_all = True
+    if probe.detailed and tensor is not None:
+        probe.harmlessly(_before, probe, call, tensor, given)
+    probe.ledger.stuck_in = call
+    with probe.counted("collective"):
+        result = original(*args, **kwargs)
+    # One that raised is left there, until the rank gets through another one.
+    probe.ledger.stuck_in = None
+    if probe.detailed and tensor is not None:
+        probe.harmlessly(_after, probe, call, tensor, result, given)
+    elif probe.detailed and name == handed_on.OBJECTS:
+        probe.harmlessly(handed_on.note_objects, probe, call, given)
+    elif probe.detailed and name in handed_on.SWAPS:
+        probe.harmlessly(handed_on.note_swap, probe, call, given)
+    return result
 
 
 def _own_tensor(name: str, given: dict[str, Any]) -> torch.Tensor | None:

@@ -39,7 +39,7 @@ def install(probe: Probe) -> None:
     modules = (dist.distributed_c10d, dist)
     probe.patches.wrap_in_each(modules, _BETWEEN_TWO, probe.afterwards(_note))
     for name in (_GATHERS, _REDUCES):
-        probe.patches.wrap(functional, name, functools.partial(_watcher, probe, name))
+        probe.patches.wrap(functional, name, functools.partial(_watch, probe, name))
 
 
 def _note(probe: Probe, _: Any, args: Any, kwargs: Any) -> None:
@@ -56,19 +56,18 @@ def _note(probe: Probe, _: Any, args: Any, kwargs: Any) -> None:
     gathers.note_exchange(probe, call, sent, received, is_there=False)
 
 
-def _watcher(probe: Probe, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        tensor = args[0] if args else kwargs.get("self")
-        looks = probe.is_on and probe.detailed and not probe.in_backward
-        has_gradient = isinstance(tensor, torch.Tensor) and tensor.requires_grad
-        if not looks or not has_gradient or probe.inside("collective") or probe.is_elsewhere():
-            return original(*args, **kwargs)
-        with probe.counted("collective"):
-            result = original(*args, **kwargs)
-        probe.harmlessly(_note_functional, probe, name, tensor, result, args, kwargs)
-        return result
-
-    return watched
+def _watch(
+    probe: Probe, name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    tensor = args[0] if args else kwargs.get("self")
+    looks = probe.is_on and probe.detailed and not probe.in_backward
+    has_gradient = isinstance(tensor, torch.Tensor) and tensor.requires_grad
+    if not looks or not has_gradient or probe.inside("collective") or probe.is_elsewhere():
+        return original(*args, **kwargs)
+    with probe.counted("collective"):
+        result = original(*args, **kwargs)
+    probe.harmlessly(_note_functional, probe, name, tensor, result, args, kwargs)
+    return result
 
 
 def _note_functional(

@@ -37,27 +37,29 @@ def install(probe: Probe) -> None:
     iterator = module._BaseDataLoaderIter
     probe.patches.wrap(iterator, "__init__", probe.afterwards(_note_iterator))
     with_workers = module._MultiProcessingDataLoaderIter
-    probe.patches.wrap(with_workers, "__init__", functools.partial(_starter, probe))
-    probe.patches.wrap(with_workers, "_reset", functools.partial(_resetter, probe))
-    probe.patches.wrap(iterator, "_next_index", functools.partial(_indexer, probe))
-    probe.patches.wrap(iterator, "__next__", functools.partial(_deliverer, probe))
+    probe.patches.wrap(with_workers, "__init__", functools.partial(_start, probe))
+    probe.patches.wrap(with_workers, "_reset", functools.partial(_reset, probe))
+    probe.patches.wrap(iterator, "_next_index", functools.partial(_next_index, probe))
+    probe.patches.wrap(iterator, "__next__", functools.partial(_next, probe))
 
 
 def _note_iterator(probe: Probe, _: Any, args: Any, kwargs: Any) -> None:
     _note_beginning(probe, args[0], args[1] if len(args) > 1 else kwargs["loader"])
 
 
-def _resetter(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
+def _reset(
+    probe: Probe,
+    original: Callable[..., Any],
+    iterator: Any,
+    loader: DataLoader[Any],
+    first_iter: bool = False,
+) -> None:
     """Workers that persist have one iterator, which begins anew in every epoch."""
-
-    def watched(self: Any, loader: DataLoader[Any], first_iter: bool = False) -> None:
-        if not first_iter:
-            # Before: it asks for the first indices.
-            probe.worker_memory.pop(self, None)
-            probe.harmlessly(_note_beginning, probe, self, loader)
-        original(self, loader, first_iter)
-
-    return watched
+    if not first_iter:
+        # Before: it asks for the first indices.
+        probe.worker_memory.pop(iterator, None)
+        probe.harmlessly(_note_beginning, probe, iterator, loader)
+    original(iterator, loader, first_iter)
 
 
 def _note_beginning(probe: Probe, iterator: Any, loader: DataLoader[Any]) -> None:
@@ -86,30 +88,29 @@ def _note_beginning(probe: Probe, iterator: Any, loader: DataLoader[Any]) -> Non
     probe.loading[iterator] = loading
 
 
-def _starter(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(self: Any, loader: DataLoader[Any]) -> None:
-        memory = probe.harmlessly(_shared, probe, loader)
-        if memory is None or "worker_init_fn" not in vars(loader):
-            original(self, loader)
-            return
-        _shared_with_workers.append(memory)
-        theirs: Any = vars(loader)["worker_init_fn"]
-        if isinstance(theirs, SeenInit):
-            theirs = theirs.original  # another thread begins with the same loader
-        stand_in = SeenInit(theirs, memory)
-        loader.worker_init_fn = stand_in
-        try:
-            original(self, loader)
-        finally:
-            loader.worker_init_fn = theirs
-            if getattr(self, "_worker_init_fn", None) is stand_in:
-                self._worker_init_fn = theirs
-        loading = probe.loading.get(self)
-        if loading is not None:
-            loading.seeded_at = probe.harmlessly(places_of, theirs) or []
-            probe.worker_memory[self] = memory
-
-    return watched
+def _start(
+    probe: Probe, original: Callable[..., Any], iterator: Any, loader: DataLoader[Any]
+) -> None:
+    memory = probe.harmlessly(_shared, probe, loader)
+    if memory is None or "worker_init_fn" not in vars(loader):
+        original(iterator, loader)
+        return
+    _shared_with_workers.append(memory)
+    theirs: Any = vars(loader)["worker_init_fn"]
+    if isinstance(theirs, SeenInit):
+        theirs = theirs.original  # another thread begins with the same loader
+    stand_in = SeenInit(theirs, memory)
+    loader.worker_init_fn = stand_in
+    try:
+        original(iterator, loader)
+    finally:
+        loader.worker_init_fn = theirs
+        if getattr(iterator, "_worker_init_fn", None) is stand_in:
+            iterator._worker_init_fn = theirs
+    loading = probe.loading.get(iterator)
+    if loading is not None:
+        loading.seeded_at = probe.harmlessly(places_of, theirs) or []
+        probe.worker_memory[iterator] = memory
 
 
 def _shared(probe: Probe, loader: DataLoader[Any]) -> Any:
@@ -171,15 +172,12 @@ def _of_the_whole(dataset: Any, index: int) -> int:
     return index
 
 
-def _indexer(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(self: Any) -> Any:
-        index = original(self)
-        loading = probe.loading.get(self)
-        if probe.is_on and loading is not None and len(loading.indices) < _INDICES:
-            probe.harmlessly(_note_indices, loading, getattr(self, "_dataset", None), index)
-        return index
-
-    return watched
+def _next_index(probe: Probe, original: Callable[..., Any], iterator: Any) -> Any:
+    index = original(iterator)
+    loading = probe.loading.get(iterator)
+    if probe.is_on and loading is not None and len(loading.indices) < _INDICES:
+        probe.harmlessly(_note_indices, loading, getattr(iterator, "_dataset", None), index)
+    return index
 
 
 def _note_indices(loading: Loading, dataset: Any, index: Any) -> None:
@@ -197,26 +195,24 @@ def _note_indices(loading: Loading, dataset: Any, index: Any) -> None:
         loading.batch_sizes.append(len(found) or len(together) * isinstance(index, list))
 
 
-def _deliverer(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(self: Any) -> Any:
-        loading = probe.loading.get(self)
-        try:
-            batch = original(self)
-        except StopIteration:
-            if loading is not None:
-                loading.has_ended = True
-            raise
+def _next(probe: Probe, original: Callable[..., Any], iterator: Any) -> Any:
+    loading = probe.loading.get(iterator)
+    try:
+        batch = original(iterator)
+    except StopIteration:
         if loading is not None:
-            loading.has_ended = probe.harmlessly(_ends_evaluation, self) or False
-        if probe.is_on:
-            probe.delivered = loading  # None: a loader that is not written down
-        if probe.is_on and loading is not None and len(loading.batches) < BATCHES:
-            probe.harmlessly(_note_batch, probe, loading, batch)
-            if self in probe.worker_memory:
-                loading.drawn = probe.harmlessly(drawn_by_workers, probe.worker_memory[self]) or []
-        return batch
-
-    return watched
+            loading.has_ended = True
+        raise
+    if loading is not None:
+        loading.has_ended = probe.harmlessly(_ends_evaluation, iterator) or False
+    if probe.is_on:
+        probe.delivered = loading  # None: a loader that is not written down
+    if probe.is_on and loading is not None and len(loading.batches) < BATCHES:
+        probe.harmlessly(_note_batch, probe, loading, batch)
+        if iterator in probe.worker_memory:
+            memory = probe.worker_memory[iterator]
+            loading.drawn = probe.harmlessly(drawn_by_workers, memory) or []
+    return batch
 
 
 def _ends_evaluation(iterator: Any) -> bool:

@@ -34,18 +34,17 @@ _SAME: Final = 1e-5
 def install(probe: Probe) -> None:
     """Watch what one rank sends to another."""
     group = dist.ProcessGroup
-    probe.patches.wrap(group, SENDING, functools.partial(_sender, probe))
+    probe.patches.wrap(group, SENDING, functools.partial(_send, probe))
 
 
-def _sender(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(self: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        probe.ledger.facts.sends = True
-        if probe.is_on and not probe.in_backward and not probe.is_elsewhere():
-            for tensor in tensors:
-                probe.harmlessly(note, probe, SENDING, tensor)
-        return original(self, tensors, *args, **kwargs)
-
-    return watched
+def _send(
+    probe: Probe, original: Callable[..., Any], group: Any, tensors: Any, *args: Any, **kwargs: Any
+) -> Any:
+    probe.ledger.facts.sends = True
+    if probe.is_on and not probe.in_backward and not probe.is_elsewhere():
+        for tensor in tensors:
+            probe.harmlessly(note, probe, SENDING, tensor)
+    return original(group, tensors, *args, **kwargs)
 
 
 def note(probe: Probe, op: str, tensor: torch.Tensor) -> None:

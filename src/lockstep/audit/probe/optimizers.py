@@ -67,9 +67,9 @@ def install(probe: Probe) -> None:
         known = [o for o in probe.run.optimizers if o not in probe.optimizers]
         probe.made_waiting += map(weakref.ref, known)
     if probe.run is None or not probe.run.synchronised:  # else what was made is known
-        probe.patches.wrap(Optimizer, "__init__", functools.partial(_constructor, probe))
-        probe.patches.wrap(Optimizer, "load_state_dict", functools.partial(_loader, probe))
-        probe.patches.wrap(torch, "compile", functools.partial(_compiler, probe))
+        probe.patches.wrap(Optimizer, "__init__", functools.partial(_construct, probe))
+        probe.patches.wrap(Optimizer, "load_state_dict", functools.partial(_load, probe))
+        probe.patches.wrap(torch, "compile", functools.partial(_compile, probe))
     _hook(probe)
 
 
@@ -94,44 +94,36 @@ def _hook(probe: Probe) -> None:
         probe.patches.keep(handle)
 
 
-def _compiler(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        probe.compiles = True
-        probe.drawing.undo()  # else compiled code is compiled once more when they are gone
-        probe.look(probe.detailed)
-        if kwargs.get("fullgraph") and not probe.ledger.facts.fullgraph:
-            # A graph that may not break cannot call us. Steps inside it are not seen.
-            probe.ledger.facts.fullgraph = True
-            for handle in probe.step_hooks:
-                handle.remove()
-            _hook(probe)
-        return original(*args, **kwargs)
-
-    return watched
+def _compile(probe: Probe, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    probe.compiles = True
+    probe.drawing.undo()  # else compiled code is compiled once more when they are gone
+    probe.look(probe.detailed)
+    if kwargs.get("fullgraph") and not probe.ledger.facts.fullgraph:
+        # A graph that may not break cannot call us. Steps inside it are not seen.
+        probe.ledger.facts.fullgraph = True
+        for handle in probe.step_hooks:
+            handle.remove()
+        _hook(probe)
+    return original(*args, **kwargs)
 
 
-def _constructor(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        for made in (probe.made, probe.made_waiting):
-            made.append(weakref.ref(self))
-            if len(made) > _TRACKS:
-                made[:] = [reference for reference in made if reference() is not None]
-        probe.made_at[id(self)] = users_lines()
+def _construct(
+    probe: Probe, original: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any
+) -> None:
+    original(optimizer, *args, **kwargs)
+    for made in (probe.made, probe.made_waiting):
+        made.append(weakref.ref(optimizer))
+        if len(made) > _TRACKS:
+            made[:] = [reference for reference in made if reference() is not None]
+    probe.made_at[id(optimizer)] = users_lines()
 
-    return watched
 
-
-def _loader(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
+def _load(probe: Probe, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Where states were loaded: a program has several such lines, and some may never run."""
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        lines = probe.ledger.facts.states_loaded
-        if probe.is_on and len(lines) < _LOADED:
-            lines += users_lines()[:1]
-        return original(*args, **kwargs)
-
-    return watched
+    lines = probe.ledger.facts.states_loaded
+    if probe.is_on and len(lines) < _LOADED:
+        lines += users_lines()[:1]
+    return original(*args, **kwargs)
 
 
 def _before_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

@@ -47,10 +47,8 @@ class Patches:
         self._scripted: list[int] = []
         self._was_listed = False
 
-    def wrap(
-        self, owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]
-    ) -> None:
-        """Replace ``owner.name`` by ``around(original)``, if there is such a function.
+    def wrap(self, owner: Any, name: str, watch: Callable[..., Any]) -> None:
+        """Let a call of ``owner.name``, if there is such a function, be ``watch(original, ...)``.
 
         While torch traces, the original runs: its graph is then the same as without us.
         """
@@ -58,30 +56,24 @@ class Patches:
         original = getattr(owner, name, None)
         if original is None:
             return
-        watched = around(original)
 
         @functools.wraps(original)
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             if is_recorded():
                 return original(*args, **kwargs)
-            return watched(*args, **kwargs)
+            return watch(original, *args, **kwargs)
 
         setattr(owner, name, stand_in)
         self._undo.append((owner, name, held, stand_in))
 
-    def wrap_in_each(
-        self,
-        owners: tuple[Any, ...],
-        name: str,
-        around: Callable[[Callable[..., Any]], Callable[..., Any]],
-    ) -> None:
+    def wrap_in_each(self, owners: tuple[Any, ...], name: str, watch: Callable[..., Any]) -> None:
         """As `wrap`, of what several modules hold: they go on holding one and the same.
 
         The first is the one that defines it; there a pickle looks for it.
         """
         first, *others = owners
         original = getattr(first, name, None)
-        self.wrap(first, name, around)
+        self.wrap(first, name, watch)
         for owner in others:
             held = vars(owner).get(name, _MISSING)
             if held is original and original is not None:
@@ -89,11 +81,9 @@ class Patches:
                 setattr(owner, name, stand_in)
                 self._undo.append((owner, name, held, stand_in))
             elif held is not _MISSING:
-                self.wrap(owner, name, around)
+                self.wrap(owner, name, watch)
 
-    def wrap_operator(
-        self, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]
-    ) -> None:
+    def wrap_operator(self, name: str, watch: Callable[..., Any]) -> None:
         """Replace ``torch.name``, an operator that TorchScript knows by its identity, as `wrap`."""
         if self.is_empty:
             self._was_listed = _is_listed()
@@ -101,7 +91,7 @@ class Patches:
         operator = _builtins._find_builtin(getattr(torch, name, None))
         # The same of the functions to which `torch.set_default_device` gives a device.
         _device_constructors()
-        self.wrap(torch, name, around)
+        self.wrap(torch, name, watch)
         watched = getattr(torch, name)
         watched.__module__, watched.__qualname__ = "torch", name  # where a pickle looks for it
         if operator is not None:

@@ -351,15 +351,12 @@ class Probe:
     def afterwards(self, look: Callable[..., None]) -> Callable[..., Any]:
         """For `Patches.wrap`: call the original, then ``look(probe, result, args, kwargs)``."""
 
-        def around(original: Callable[..., Any]) -> Callable[..., Any]:
-            def watched(*args: Any, **kwargs: Any) -> Any:
-                result = original(*args, **kwargs)
-                self.harmlessly(look, self, result, args, kwargs)
-                return result
+        def watch(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self.harmlessly(look, self, result, args, kwargs)
+            return result
 
-            return watched
-
-        return around
+        return watch
 
     def harmlessly(self, look: Callable[..., Any], *args: Any) -> Any:
         """``look(*args)``; what it raises is ours, and not the program's to deal with."""

@@ -123,15 +123,11 @@ def _note_wrapper(probe: Probe, _: Any, args: Any, __: Any) -> None:
         probe.owned[id(module)] = weakref.ref(module)
 
 
-def _before_ddp(probe: Probe, begin: Callable[..., Any]) -> Callable[..., Any]:
+def _before_ddp(probe: Probe, begin: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """The begin of DDP's forward: the hook on calls is not told what is given by name."""
-
-    def watched(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if probe.is_on and probe.detailed and torch.is_grad_enabled():
-            probe.harmlessly(_note_inputs, probe, (args, kwargs))
-        return begin(module, *args, **kwargs)
-
-    return watched
+    if probe.is_on and probe.detailed and torch.is_grad_enabled():
+        probe.harmlessly(_note_inputs, probe, (args[1:], kwargs))
+    return begin(*args, **kwargs)
 
 
 def _module_hook(probe: Probe) -> Callable[..., None]:
