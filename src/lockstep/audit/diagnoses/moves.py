@@ -17,7 +17,7 @@ from lockstep.audit.diagnoses.scale import UNDIVIDED, rate_is_divided
 from lockstep.audit.equations import of_gradients, of_moves, of_weights
 from lockstep.audit.expectation import is_near
 from lockstep.audit.mixing import solve
-from lockstep.audit.rules.base import named
+from lockstep.audit.rules.base import at_step, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -78,16 +78,13 @@ def _source(mixings: Sequence[Mixing]) -> int | None:
 
 def _of_one_rank(track: SharedTrack, met: list[int]) -> Finding:
     others = [rank for rank in track.ranks if rank != met[0]]
-    first = next(iter(track.steps(track.numbers[0]).values()))
     return ONE_RANK.finding(
         f"after each step the ranks' weights differed, and {len(met)} times the next step "
         f"began with those of rank {met[0]} on all ranks: what ranks {others} computed is lost",
         "average the gradients before the step (`lockstep.average_gradients(model)`, a wrapper), "
         "instead of sending weights after it",
-        rank=others,
-        step=track.numbers[0] + 1,
         evidence={"used": met[0]},
-        where=first.where,
+        **at_step(track, track.numbers[0], rank=others),
     )
 
 
@@ -104,11 +101,9 @@ def _added_up(track: SharedTrack, number: int, mixing: Mixing, call: Collective)
         f"{mixing.size} ranks, and nothing divided the sum: the model is about "
         f"{mixing.size} times as large as each rank's",
         "use op=ReduceOp.AVG, or divide by the number of ranks after the all_reduce",
-        rank=mixing.ranks,
-        step=number + 1,
         parameters=names,
         evidence={"ratio": mixing.total(mixing.ranks[0]), "ranks": mixing.size},
-        where=call.where,
+        **at_step(track, number, rank=mixing.ranks, where=call.where),
     )
 
 
@@ -155,9 +150,7 @@ def _moves_added_up(outer: SharedTrack, inner: SharedTrack, number: int) -> Find
         f"what the models of {size} ranks have moved since the last round, added up and not "
         f"divided: {size} times their mean move",
         "use op=ReduceOp.AVG, or divide by the number of ranks after the all_reduce",
-        rank=outer.ranks,
-        step=number + 1,
         severity="notice" if rate_is_divided(outer) else None,
         evidence={"ranks": size, "ratio": float(size), "moved_by": inner.key},
-        where=[*(calls[-1] if calls else ()), *step.where],
+        **at_step(outer, number, where=[*(calls[-1] if calls else ()), *step.where]),
     )

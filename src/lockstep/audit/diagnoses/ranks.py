@@ -53,7 +53,7 @@ def scaled_apart(seen: Seen) -> Finding | None:
         f"factors of each rank's own, which are to one another as {numbers(ratios)}",
         "clip by the norm of the whole gradient: torch.nn.utils.clip_grad_norm_ knows "
         "DTensors, FullyShardedDataParallel has `model.clip_grad_norm_`",
-        evidence={"factors": {str(r): f for r, f in ratios.items()}},
+        evidence={"factors": ratios},
     )
 
 
@@ -90,5 +90,5 @@ def divided_by_own_scale(seen: Seen) -> Finding | None:
         f"differ by {max(ratios.values()) / min(ratios.values()):.6g}",
         "compute the scale from what all ranks share (a loss or an overflow that was reduced over "
         "ranks), or divide by it before the reduction",
-        evidence={"scale": {str(r): s for r, s in scales.items()}},
+        evidence={"scale": scales},
     )

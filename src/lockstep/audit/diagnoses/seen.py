@@ -12,7 +12,7 @@ import numpy as np
 from lockstep.audit.equations import LEFT, Column, bringing, of_gradients
 from lockstep.audit.expectation import APART, are_equal, main_weight, total_weight
 from lockstep.audit.mixing import Mixing, solve, unexplained
-from lockstep.audit.rules.base import named
+from lockstep.audit.rules.base import at_step, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -186,19 +186,14 @@ class Seen:
 
     def finding(self, code: Code, message: str, fix: str, **details: Any) -> Finding:
         """With the lines of its backwards, of reductions by hand and of the step."""
-        evidence = {**self.as_evidence(), **details.pop("evidence", {})}
-        found = {
-            "rank": self.ranks,
+        told = {
             "parameters": [] if self.is_whole else self.names,
             "where": self.lines,
+            **details,
+            "evidence": {**self.as_evidence(), **details.get("evidence", {})},
         }
-        return code.finding(
-            f"step {self.number + 1}: {message}",
-            fix,
-            step=self.number + 1,
-            evidence=evidence,
-            **{**found, **details},
-        )
+        step = at_step(self.track, self.number, **told)
+        return code.finding(f"step {self.number + 1}: {message}", fix, **step)
 
     @property
     def lines(self) -> list[Place]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from lockstep.audit.finding import Finding, Place, Severity, with_text
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from lockstep.audit.shared_track import SharedTrack
     from lockstep.audit.world import World
+
+    Look = Callable[[SharedTrack, int], Finding | None]
 
 
 @dataclass(frozen=True)
@@ -30,18 +32,34 @@ class Code:
         *,
         where: Iterable[Place] = (),
         severity: Severity | None = None,
+        evidence: dict[str, Any] | None = None,
         **details: Any,
     ) -> Finding:
-        """One finding of this code; `details` are `Finding`'s fields."""
+        """One finding of this code; `details` are `Finding`'s fields.
+
+        What `evidence` holds by rank is held by the rank's number as text, as JSON has it.
+        """
         return Finding(
             self.code,
             self.name,
             severity or self.severity,
             message,
             fix,
+            evidence={name: _by_text(value) for name, value in (evidence or {}).items()},
             where=with_text(list(where)),
             **details,
         )
+
+
+def _by_text(value: Any) -> Any:
+    return {str(key): of_key for key, of_key in value.items()} if isinstance(value, dict) else value
+
+
+def at_step(track: SharedTrack, number: int, **details: Any) -> dict[str, Any]:
+    """What a finding of one step says, unless `details` say something else."""
+    step = next(iter(track.steps(number).values()))
+    told = {"rank": track.ranks, "step": number + 1, "where": step.where, "optimizer": track.key}
+    return {**told, **details}
 
 
 class Rule(Protocol):
@@ -61,14 +79,17 @@ class Rule(Protocol):
         ...
 
 
-def first_of_each(
-    tracks: Iterable[SharedTrack], look: Callable[[SharedTrack, int], Finding | None]
-) -> Iterator[Finding]:
-    """What `look` finds in each optimizer's steps, once: later steps repeat the first."""
+def first_in(track: SharedTrack, look: Look) -> Finding | None:
+    """What `look` finds in one of an optimizer's steps first: later steps repeat it."""
+    return next((f for number in track.numbers if (f := look(track, number)) is not None), None)
+
+
+def first_of_each(tracks: Iterable[SharedTrack], look: Look) -> Iterator[Finding]:
+    """The same for several optimizers."""
     for track in tracks:
-        found = next((f for n in track.numbers if (f := look(track, n)) is not None), None)
+        found = first_in(track, look)
         if found is not None:
-            yield replace(found, optimizer=track.key)
+            yield found
 
 
 def numbers(values: dict[int, float]) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.audit.rules.base import Code, first_of_each, named, numbers
+from lockstep.audit.rules.base import Code, at_step, first_of_each, named, numbers
 from lockstep.audit.rules.replicas import BEFORE, BETWEEN
 
 if TYPE_CHECKING:
@@ -53,13 +53,8 @@ def _mode_at_step(track: SharedTrack, number: int) -> Finding | None:
         f"step {number + 1}: parts of {name} that were in training mode: {counts}. Dropout and "
         "BatchNorm do not do the same on all ranks",
         "call `model.train()` on every rank after an evaluation, also where one rank evaluates",
-        rank=sorted(trained),
-        step=number + 1,
-        evidence={
-            "training": {str(rank): count for rank, count in trained.items()},
-            "parts": parts,
-        },
-        where=next(iter(modes.values())).where,
+        evidence={"training": trained, "parts": parts},
+        **at_step(track, number, where=next(iter(modes.values())).where),
     )
 
 
@@ -138,11 +133,9 @@ def _of_frozen(
         f"weights differ: {named(names)} (norm of `{names[0]}`: {numbers(norms)})",
         "build, load and update it on every rank alike: nothing else makes it the same. If it is "
         "meant to differ, `lockstep.local(module)`",
-        rank=sorted(norms),
-        step=number + 1,
         parameters=names,
-        evidence={"norms": {str(r): n for r, n in norms.items()}},
-        where=first.where,
+        evidence={"norms": norms},
+        **at_step(track, number, where=first.where),
     )
 
 
@@ -168,6 +161,7 @@ class Buffers:
             ]
             if different:
                 names = [first.names[i] for i in different]
+                norms = [float(each.buffers.norms[different[0]]) for each in at_once]
                 yield EVALUATED.finding(
                     f"after step {first.step} the ranks evaluated {first.module} with "
                     f"different {named(names)}: each has another model",
@@ -177,12 +171,7 @@ class Buffers:
                     optimizer="*",
                     step=first.step or None,
                     parameters=names,
-                    evidence={
-                        "norms": {
-                            str(r): float(e.buffers.norms[different[0]])
-                            for r, e in zip(ledgers, at_once, strict=True)
-                        }
-                    },
+                    evidence={"norms": dict(zip(ledgers, norms, strict=True))},
                     where=first.where,
                 )
                 return

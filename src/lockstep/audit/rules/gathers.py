@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.audit.expectation import is_near
-from lockstep.audit.rules.base import Code, first_of_each
+from lockstep.audit.rules.base import Code, at_step, first_of_each
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -88,10 +88,8 @@ class _Case:
         return code.finding(
             f"step {self.number + 1}: {message}",
             fix,
-            rank=self.track.ranks,
-            step=self.number + 1,
             evidence={"op": fact.op, "rows": fact.shape, "ranks": fact.group, **evidence},
-            where=fact.where,
+            **at_step(self.track, self.number, where=fact.where),
         )
 
 

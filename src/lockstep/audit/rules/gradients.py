@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from lockstep.audit.diagnoses.seen import seen_in
-from lockstep.audit.rules.base import Code, named, numbers
+from lockstep.audit.rules.base import Code, at_step, first_in, named, numbers
 from lockstep.audit.rules.left_by_backward import adding_backwards
 from lockstep.audit.rules.reasons import reason_of
 from lockstep.audit.shared_track import names_of
@@ -44,9 +43,9 @@ class Gradients:
         yield from map(_as_own_models, world.alone[:1])
         for track in world.in_step:
             found = (
-                _first_mixed(track)
+                first_in(track, _mixed)
                 or _first_different(world, track)
-                or _first_missing(track)
+                or first_in(track, _missing)
                 or _first_left_over(track)
             )
             if found is not None and found.code in (DIFFER.code, SCALE.code):
@@ -54,7 +53,7 @@ class Gradients:
                     continue  # the k-th steps of these ranks are not the same step
                 found = _out_of_step(track) or found
             if found is not None:
-                yield replace(found, optimizer=track.key)
+                yield found
 
 
 def _as_own_models(track: SharedTrack) -> Finding:
@@ -69,11 +68,9 @@ def _as_own_models(track: SharedTrack) -> Finding:
         "nothing, if it is meant, as for folds or trials. Otherwise build the model alike on every "
         "rank and wrap it in DistributedDataParallel, or call `lockstep.replicate(model)`",
         severity="notice",
-        rank=track.ranks,
-        step=number + 1,
         parameters=names,
-        evidence={"norms": {str(r): n for r, n in differences[0].norms.items()}},
-        where=_places(track, number),
+        evidence={"norms": differences[0].norms},
+        **at_step(track, number, where=_places(track, number), optimizer=""),
     )
 
 
@@ -81,7 +78,7 @@ def _out_of_step(track: SharedTrack) -> Finding | None:
     """Each rank skipped steps, as many as the others, and not the same ones."""
     for number in track.numbers:
         steps = track.steps(number)
-        counts = {rank: float(len(step.backwards)) for rank, step in steps.items()}
+        counts: dict[int, float] = {rank: len(step.backwards) for rank, step in steps.items()}
         if len(set(counts.values())) > 1:
             return COUNT.finding(
                 f"step {number + 1} of {track.key.split('#')[0]} ended other numbers of backwards "
@@ -89,35 +86,30 @@ def _out_of_step(track: SharedTrack) -> Finding | None:
                 "others took",
                 "decide by what all ranks share whether to step, e.g. by a loss that is averaged "
                 "over them, and skip a step on every rank or on none",
-                rank=track.ranks,
-                step=number + 1,
-                evidence={"backwards": {str(r): int(c) for r, c in counts.items()}},
-                where=next(iter(steps.values())).where,
+                evidence={"backwards": counts},
+                **at_step(track, number),
             )
         if track.differences("gradients", number):
             return None
     return None
 
 
-def _first_mixed(track: SharedTrack) -> Finding | None:
+def _mixed(track: SharedTrack, number: int) -> Finding | None:
     """The k-th reduction of a step must concern one parameter on all ranks."""
-    for number in track.numbers:
-        steps = track.steps(number)
-        for at_once in _reduced_together(steps):
-            names = {rank: call.parameter for rank, call in at_once.items()}
-            if all(names.values()) and len(set(names.values())) > 1:
-                listed = ", ".join(f"`{name}` on rank {rank}" for rank, name in names.items())
-                return MIXED.finding(
-                    f"one all_reduce added up the gradients of different parameters: {listed}",
-                    "reduce the same parameters in the same order on every rank: a gradient that "
-                    "is None on this rank takes part as zeros "
-                    "(`lockstep.average_gradients(model)` does that)",
-                    rank=sorted(names),
-                    step=number + 1,
-                    parameters=sorted({str(name) for name in names.values()}),
-                    evidence={"reduced": {str(r): n for r, n in names.items()}},
-                    where=[place for call in at_once.values() for place in call.where],
-                )
+    for at_once in _reduced_together(track.steps(number)):
+        names = {rank: call.parameter for rank, call in at_once.items()}
+        if all(names.values()) and len(set(names.values())) > 1:
+            listed = ", ".join(f"`{name}` on rank {rank}" for rank, name in names.items())
+            where = [place for call in at_once.values() for place in call.where]
+            return MIXED.finding(
+                f"one all_reduce added up the gradients of different parameters: {listed}",
+                "reduce the same parameters in the same order on every rank: a gradient that "
+                "is None on this rank takes part as zeros "
+                "(`lockstep.average_gradients(model)` does that)",
+                parameters=sorted({str(name) for name in names.values()}),
+                evidence={"reduced": names},
+                **at_step(track, number, rank=sorted(names), where=where),
+            )
     return None
 
 
@@ -136,24 +128,22 @@ def _reduced_together(steps: dict[int, Step]) -> Iterator[dict[int, Collective]]
             yield dict(zip(calls, at_once, strict=True))
 
 
-def _first_missing(track: SharedTrack) -> Finding | None:
-    for number in track.numbers:
-        missing = track.missing("gradients", number)
-        if missing:
-            _, present, absent = missing[0]
-            return MISSING.finding(
-                f"the gradient of {named([m[0] for m in missing])} is None on ranks {absent} and "
-                f"is not on ranks {present}: only some replicas were updated",
-                "let every rank reduce every parameter, zeros where it has no gradient: "
-                "DistributedDataParallel(find_unused_parameters=True), or "
-                "`lockstep.replicate(model)`",
-                rank=sorted({r for m in missing for r in m[2]}),
-                step=number + 1,
-                parameters=[m[0] for m in missing],
-                evidence={"present": present, "absent": absent},
-                where=_places(track, number),
-            )
-    return None
+def _missing(track: SharedTrack, number: int) -> Finding | None:
+    missing = track.missing("gradients", number)
+    if not missing:
+        return None
+    _, present, absent = missing[0]
+    ranks = sorted({rank for _, _, without in missing for rank in without})
+    return MISSING.finding(
+        f"the gradient of {named([m[0] for m in missing])} is None on ranks {absent} and "
+        f"is not on ranks {present}: only some replicas were updated",
+        "let every rank reduce every parameter, zeros where it has no gradient: "
+        "DistributedDataParallel(find_unused_parameters=True), or "
+        "`lockstep.replicate(model)`",
+        parameters=[m[0] for m in missing],
+        evidence={"present": present, "absent": absent},
+        **at_step(track, number, rank=ranks, where=_places(track, number)),
+    )
 
 
 def _first_left_over(track: SharedTrack) -> Finding | None:
@@ -176,10 +166,8 @@ def _first_left_over(track: SharedTrack) -> Finding | None:
                 f"had used were still there on ranks {stale} and not on ranks {clear}: the next "
                 "ones are added to them",
                 "call `optimizer.zero_grad()` on every rank, once a step",
-                rank=stale,
-                step=number + 1,
                 evidence={"left": stale, "cleared": clear},
-                where=_places(track, number),
+                **at_step(track, number, rank=stale, where=_places(track, number)),
             )
     return None
 
@@ -233,8 +221,6 @@ def _as_finding(
     return code.finding(
         message,
         reason.fix,
-        rank=sorted({r for d in differences for r in d.ranks}),
-        step=number + 1,
         parameters=names,
         evidence={
             "reason": reason.name,
@@ -244,7 +230,12 @@ def _as_finding(
             "drift": track.drift_table(),
             "missing": [m[0] for m in missing],
         },
-        where=[*reason.where, *_places(track, number)],
+        **at_step(
+            track,
+            number,
+            rank=sorted({r for d in differences for r in d.ranks}),
+            where=[*reason.where, *_places(track, number)],
+        ),
     )
 
 

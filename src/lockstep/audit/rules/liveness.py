@@ -77,7 +77,7 @@ def _left_the_others(world: World) -> Finding | None:
         "leave the loop on all ranks at the same step: decide by what all ranks share (a metric "
         "that was averaged over them, a broadcast from rank 0), and give all as many batches",
         rank=sorted(ended),
-        evidence={"steps": {str(r): count for r, count in steps.items()}},
+        evidence={"steps": steps},
         where=[place for led in broken.values() for place in led.stack],
     )
 
@@ -128,6 +128,6 @@ def _waiting(world: World, lost: list[int]) -> Finding:
         "every rank has to make the same collective calls in the same order: look for a condition "
         "on the rank or on this rank's own data before the lines above",
         rank=missing,
-        evidence={"calls": {str(r): c for r, c in calls.items()}, "waiting": waiting},
+        evidence={"calls": calls, "waiting": waiting},
         where=where,
     )

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
 from typing import TYPE_CHECKING
 
 from lockstep.audit.diagnoses import CODES, DIAGNOSES, diagnose, ranks
@@ -25,9 +25,7 @@ class OwnScales:
 
     def judge(self, world: World) -> Iterable[Finding]:
         for track in world.in_step:
-            found = next(diagnose(track, (ranks.divided_by_own_scale,)), None)
-            if found is not None:
-                yield replace(found, optimizer=track.key)
+            yield from itertools.islice(diagnose(track, (ranks.divided_by_own_scale,)), 1)
 
 
 class Mixed:
@@ -39,9 +37,8 @@ class Mixed:
         if world.sync_of_lockstep():
             return  # it weighs gradients by what their batches count for
         for track in world.tracks:
-            found = None if track in world.alone else next(_of(world, track), None)
-            if found is not None:
-                yield replace(found, optimizer=track.key)
+            if track not in world.alone:
+                yield from itertools.islice(_of(world, track), 1)
 
 
 def _of(world: World, track: SharedTrack) -> Iterator[Finding]:

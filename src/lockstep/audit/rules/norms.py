@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lockstep.audit.rules.base import Code, first_of_each
+from lockstep.audit.rules.base import Code, at_step, first_of_each
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -68,10 +68,8 @@ def _norm_twice(track: SharedTrack, number: int, squared: float, call: Collectiv
         f"it: the norm is {size**0.5:.3g} times too large",
         "gradients that are reduced or put together have the global norm on every rank: do not "
         "reduce it",
-        rank=track.ranks,
-        step=number + 1,
         evidence={"squared_norm": squared, "reduced": call.after, "ranks": size},
-        where=call.where,
+        **at_step(track, number, where=call.where),
     )
 
 
@@ -113,11 +111,9 @@ def _replicas_counted(track: SharedTrack, number: int) -> Finding | None:
         f"and of {len(whole)} parameters that every rank has whole: these counted {len(steps)} "
         "times, and the gradients were made smaller by it",
         "add up the squares of each rank's own pieces, and those of what all have whole once",
-        rank=sorted(steps),
-        step=number + 1,
         parameters=sorted(whole),
         evidence={"reduced": call.after, "whole": again, "ranks": len(steps)},
-        where=call.where,
+        **at_step(track, number, where=call.where),
     )
 
 

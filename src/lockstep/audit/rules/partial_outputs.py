@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.diagnoses.scale import rate_is_divided
 from lockstep.audit.expectation import are_equal, is_one_mean, share_one_loss
-from lockstep.audit.rules.base import Code, first_of_each
+from lockstep.audit.rules.base import Code, at_step, first_of_each
 from lockstep.audit.rules.gathers import WRONG
 from lockstep.audit.rules.left_by_backward import uses_what_backward_left
 
@@ -83,13 +83,11 @@ def _as_finding(track: SharedTrack, number: int, fact: Gathered, backward: Backw
         "times its gradient",
         "give the gradient back as it is: an autograd Function that communicates in its forward "
         "and returns `grad` in its backward, after a gather this rank's part of it",
-        rank=track.ranks,
-        step=number + 1,
         evidence={
             "rows": fact.shape,
             "ranks": size,
             "given": fact.given,
             "given_back": fact.given_back,
         },
-        where=[*fact.where, *backward.where],
+        **at_step(track, number, where=[*fact.where, *backward.where]),
     )

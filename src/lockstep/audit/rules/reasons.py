@@ -231,7 +231,7 @@ def _after(world: World, track: SharedTrack, number: int, step: Step) -> Reason:
             "make one GradScaler on every rank at the same time with the same arguments, and let "
             "all ranks agree on found_inf",
             kind="scales",
-            evidence={"scales": {str(r): s for r, s in scales.items()}},
+            evidence={"scales": scales},
         )
     by_lockstep = world.sync_of_lockstep()
     if by_lockstep or _equal_after_backward(track, number):
@@ -293,7 +293,7 @@ def _in_another_order(track: SharedTrack) -> Reason | None:
                 "build the model in the same order on every rank: sort what its parts are made "
                 "from, such as files and sets",
                 kind="mixed",
-                evidence={"paired": {str(r): n for r, n in names.items()}},
+                evidence={"paired": names},
             )
     return None
 

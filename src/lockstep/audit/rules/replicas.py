@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.finding import with_text
-from lockstep.audit.rules.base import Code, first_of_each, named, numbers
+from lockstep.audit.rules.base import Code, at_step, first_in, first_of_each, named, numbers
 from lockstep.audit.rules.gradients import COUNT, are_experts, reduces_in_its_step
 from lockstep.audit.shared_track import names_of
 
@@ -33,12 +33,15 @@ class Replicas:
 
     def judge(self, world: World) -> Iterable[Finding]:
         for track in world.in_step:
-            hyper = _settings(world, track) or _holdings(world, track)
+            # A rank with fewer batches may be in its next epoch in a step of that number.
+            is_apart = any(f.joins for f in world.facts) and track.counts_differ
+            settings = None if is_apart else first_in(track, _settings)
+            hyper = settings or _holdings(world, track)
             if hyper is not None:
                 yield hyper
             drift = _drift(world, track)
             if drift is not None and not (hyper is not None and drift.code == AFTER.code):
-                yield replace(drift, optimizer=track.key)
+                yield drift
 
 
 def _drift(world: World, track: SharedTrack) -> Finding | None:
@@ -57,17 +60,13 @@ def _drift(world: World, track: SharedTrack) -> Finding | None:
 
 
 def _details(track: SharedTrack, number: int, differences: list[Difference]) -> dict[str, Any]:
-    step = next(iter(track.steps(number).values()))
-    return {
-        "rank": sorted({r for d in differences for r in d.ranks}),
-        "step": number + 1,
-        "parameters": names_of(differences),
-        "evidence": {
-            "norms": {str(r): n for r, n in differences[0].norms.items()},
-            "drift": track.drift_table(),
-        },
-        "where": step.where,
-    }
+    return at_step(
+        track,
+        number,
+        rank=sorted({r for d in differences for r in d.ranks}),
+        parameters=names_of(differences),
+        evidence={"norms": differences[0].norms, "drift": track.drift_table()},
+    )
 
 
 def _at_entry(
@@ -110,27 +109,22 @@ def _at_exit(track: SharedTrack, number: int, differences: list[Difference]) -> 
     )
 
 
-def _settings(world: World, track: SharedTrack) -> Finding | None:
-    if any(f.joins for f in world.facts) and track.counts_differ:
-        return None  # a rank with fewer batches is in its next epoch in a step of that number
-    for number in track.numbers:
-        steps = track.steps(number)
-        for place in range(min((len(s.hyper) for s in steps.values()), default=0)):
-            groups = {rank: step.hyper[place] for rank, step in steps.items()}
-            shared = set.intersection(*(set(g) for g in groups.values()))
-            for name in sorted(shared):
-                values = {rank: group[name] for rank, group in groups.items()}
-                if max(values.values()) - min(values.values()) > 1e-9 * abs(max(values.values())):
-                    return HYPER.finding(
-                        f"step {number + 1} of {track.key.split('#')[0]} used `{name}` "
-                        f"{numbers(values)}",
-                        f"compute `{name}` from what all ranks share (the global step, a metric "
-                        "averaged over ranks), not from this rank's own loss or progress",
-                        rank=sorted(values),
-                        step=number + 1,
-                        evidence={name: {str(r): v for r, v in values.items()}},
-                        where=next(iter(steps.values())).where,
-                    )
+def _settings(track: SharedTrack, number: int) -> Finding | None:
+    steps = track.steps(number)
+    for place in range(min((len(s.hyper) for s in steps.values()), default=0)):
+        groups = {rank: step.hyper[place] for rank, step in steps.items()}
+        shared = set.intersection(*(set(g) for g in groups.values()))
+        for name in sorted(shared):
+            values = {rank: group[name] for rank, group in groups.items()}
+            if max(values.values()) - min(values.values()) > 1e-9 * abs(max(values.values())):
+                return HYPER.finding(
+                    f"step {number + 1} of {track.key.split('#')[0]} used `{name}` "
+                    f"{numbers(values)}",
+                    f"compute `{name}` from what all ranks share (the global step, a metric "
+                    "averaged over ranks), not from this rank's own loss or progress",
+                    evidence={name: values},
+                    **at_step(track, number, rank=sorted(values), optimizer=""),
+                )
     return None
 
 
@@ -207,11 +201,9 @@ def _state_at(track: SharedTrack, number: int) -> Finding | None:
         f"after step {number + 1} the states of {len(different)} tensors differ between ranks "
         f"(norm of `{name}`: {numbers(norms)})",
         "load the optimizer's state on every rank, and skip a step on every rank or on none",
-        rank=sorted(norms),
-        step=number + 1,
         parameters=[d[0] for d in different],
-        evidence={"norms": {str(r): n for r, n in norms.items()}},
-        where=next(iter(track.steps(number).values())).where,
+        evidence={"norms": norms},
+        **at_step(track, number, rank=sorted(norms)),
     )
 
 
@@ -235,7 +227,7 @@ class Scales:
                     rank=sorted(values),
                     step=number,
                     where=next(iter(seen.values())).scaled_at,
-                    evidence={"scale": {str(r): v for r, v in values.items()}},
+                    evidence={"scale": values},
                     optimizer="*",
                 )
                 return
@@ -251,14 +243,14 @@ class StepCounts:
             return
         for track in world.in_step:
             if track.counts_differ:
-                counts = {rank: float(t.count) for rank, t in track.tracks.items()}
+                counts: dict[int, float] = {rank: t.count for rank, t in track.tracks.items()}
                 yield COUNT.finding(
                     f"{track.key.split('#')[0]} stepped a different number of times: "
                     f"{numbers(counts)}",
                     "give every rank the same number of batches (a DistributedSampler pads), and "
                     "skip a step on every rank or on none",
                     rank=sorted(counts),
-                    evidence={"steps": {str(r): int(c) for r, c in counts.items()}},
+                    evidence={"steps": counts},
                     where=[
                         place
                         for each in track.tracks.values()

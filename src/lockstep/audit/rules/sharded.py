@@ -12,7 +12,6 @@ backward left, which differ, went nowhere.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -20,7 +19,7 @@ import numpy as np
 from lockstep.audit.diagnoses.scale import UNDIVIDED, rate_is_divided
 from lockstep.audit.expectation import is_near, is_one_mean, share_one_loss
 from lockstep.audit.ledger import SCATTERING
-from lockstep.audit.rules.base import Code, first_of_each, named, numbers
+from lockstep.audit.rules.base import Code, at_step, first_of_each, named, numbers
 from lockstep.audit.rules.gradients import BYPASSED
 
 if TYPE_CHECKING:
@@ -58,11 +57,9 @@ def _unreduced(track: SharedTrack, number: int) -> Finding | None:
         "this step does without them, and they are added to those of a later step",
         "reduce in the last micro-batch before each step: "
         "`model.set_requires_gradient_sync((i + 1) % k == 0)`, before its forward",
-        rank=sorted(waiting),
-        step=number + 1,
         parameters=names,
         evidence={"reason": "not reduced yet", "backwards": kept.backwards},
-        where=[*kept.where, *step.where],
+        **at_step(track, number, rank=sorted(waiting), where=[*kept.where, *step.where]),
     )
 
 
@@ -92,10 +89,8 @@ def _undivided(track: SharedTrack, number: int) -> Finding | None:
         f"gradients up over {size} ranks, and the optimizer used its part of the sum undivided: "
         f"{size} times that of the mean over all samples",
         "use op=ReduceOp.AVG, or divide by the world size before the reduce-scatter or after it",
-        rank=sorted(steps),
-        step=number + 1,
         evidence={"before": call.before, "after": call.after, "ranks": size},
-        where=[*call.where, *step.where],
+        **at_step(track, number, where=[*call.where, *step.where]),
     )
 
 
@@ -150,7 +145,7 @@ class Unheld:
                 continue
             found = _judge_unheld(track)
             if found is not None:
-                yield replace(found, optimizer=track.key)
+                yield found
 
 
 def _judge_unheld(track: SharedTrack) -> Finding | None:
@@ -172,14 +167,9 @@ def _judge_unheld(track: SharedTrack) -> Finding | None:
         "average the gradients before the step: `dist.reduce_scatter_tensor(part, flat, "
         "op=ReduceOp.AVG)`, `dist.reduce` to the owner, or DistributedDataParallel with "
         "ZeroRedundancyOptimizer",
-        rank=track.ranks,
-        step=number + 1,
         parameters=names,
-        evidence={
-            "reason": "updated from the owner's gradients",
-            "norms": {str(rank): norm for rank, norm in norms.items()},
-        },
-        where=[*backward, *step.where],
+        evidence={"reason": "updated from the owner's gradients", "norms": norms},
+        **at_step(track, number, where=[*backward, *step.where]),
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from lockstep.audit.rules.base import Code, named
+from lockstep.audit.rules.base import Code, at_step, named
 from lockstep.audit.rules.left_by_backward import adding_backwards
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def _not_finite(track: SharedTrack, number: int, steps: dict[int, Step]) -> Find
     names = sorted({name for each in steps.values() for name in each.not_finite})
     losses = [b.loss for each in steps.values() for b in each.backwards if b.loss is not None]
     wrong = [loss for loss in losses if not math.isfinite(loss)]
+    where = [*(step.backwards[-1].where if step.backwards else ()), *step.where]
     loss = f", and so was the loss ({wrong[0]})" if wrong else "; the loss was finite"
     return NOT_FINITE.finding(
         f"step {number + 1}: the gradients of {named(names)} ({len(names)} of "
@@ -58,11 +59,9 @@ def _not_finite(track: SharedTrack, number: int, steps: dict[int, Step]) -> Find
         "and everything after it is computed from them",
         "look at that step's samples; `torch.autograd.set_detect_anomaly(True)` names the operation"
         ". To go on, step only if the gradients are finite on all ranks, or clip them before",
-        rank=sorted(steps),
-        step=number + 1,
         parameters=names,
         evidence={"losses": losses[:8]},
-        where=[*(step.backwards[-1].where if step.backwards else ()), *step.where],
+        **at_step(track, number, rank=sorted(steps), where=where, optimizer=""),
     )
 
 
