@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from lockstep.audit.rules.base import Code, at_step, first_of_each
 
 if TYPE_CHECKING:
@@ -14,6 +12,7 @@ if TYPE_CHECKING:
 
     from lockstep.audit.facts import Collective, Step
     from lockstep.audit.finding import Finding
+    from lockstep.audit.prints import Fingerprint
     from lockstep.audit.shared_track import SharedTrack
     from lockstep.audit.world import World
 
@@ -36,28 +35,18 @@ class Norms:
 
 
 def _judge_step(track: SharedTrack, number: int) -> Finding | None:
-    return (
-        _twice(track, number)
-        or _of_the_whole_twice(track, number)
-        or _replicas_counted(track, number)
-    )
-
-
-def _twice(track: SharedTrack, number: int) -> Finding | None:
-    """The norm of gradients that all ranks share, added up over ranks, and then clipped by."""
     steps = track.steps(number)
-    if any(clip.is_clipped for step in steps.values() for clip in step.clips):
-        return None  # by torch's own norm
-    for step in steps.values():
-        last = step.backwards[-1].gradients.get(track.key) if step.backwards else None
-        if last is None or step.gradients is None:
-            continue
-        squared = sum(float(n) ** 2 for n in last.norms if n == n)
-        after = sum(float(n) ** 2 for n in step.gradients.norms if n == n)
-        call = _counted(step, squared)
-        if call is not None and after < (1.0 - _CLOSE) * squared:
-            return _norm_twice(track, number, squared, call)
-    return None
+    left = {rank: _left_by_backward(step, track.key) for rank, step in steps.items()}
+    smaller = [rank for rank, step in steps.items() if _was_made_smaller(step, left[rank])]
+    by_torch = any(clip.is_clipped for step in steps.values() for clip in step.clips)
+    for rank in [] if by_torch else smaller:
+        call = _counted(steps[rank], sum(left[rank]))
+        if call is not None:  # the norm of gradients that all ranks share
+            return _norm_twice(track, number, sum(left[rank]), call)
+    if len(smaller) < len(track.ranks):
+        return None
+    twice = _of_the_whole_twice(track, number, left)
+    return twice or (_replicas_counted(track, number, left) if track.apart else None)
 
 
 def _norm_twice(track: SharedTrack, number: int, squared: float, call: Collective) -> Finding:
@@ -73,38 +62,36 @@ def _norm_twice(track: SharedTrack, number: int, squared: float, call: Collectiv
     )
 
 
-def _of_the_whole_twice(track: SharedTrack, number: int) -> Finding | None:
+def _of_the_whole_twice(
+    track: SharedTrack, number: int, left: dict[int, list[float]]
+) -> Finding | None:
     """The norm of sharded gradients, put together on every rank, and then added up over ranks."""
-    steps = track.steps(number)
-    held = [p for of_rank in track.tracks.values() for p in of_rank.parameters]
-    if len(steps) < len(track.ranks) or not all(p.sharded for p in held):
+    if not all(p.sharded for of_rank in track.tracks.values() for p in of_rank.parameters):
         return None
-    squared = sum(sum(_squares(track, rank, step).values()) for rank, step in steps.items())
-    calls = [_counted(step, squared) for step in steps.values()]
-    smaller = all(_was_made_smaller(track, rank, step) for rank, step in steps.items())
-    if squared and smaller and calls[0] is not None and None not in calls:
-        return _norm_twice(track, number, squared, calls[0])
-    return None
+    squared = sum(map(sum, left.values()))
+    calls = [_counted(step, squared) for step in track.steps(number).values()]
+    call = calls[0]
+    return None if call is None or None in calls else _norm_twice(track, number, squared, call)
 
 
-def _replicas_counted(track: SharedTrack, number: int) -> Finding | None:
+def _replicas_counted(
+    track: SharedTrack, number: int, left: dict[int, list[float]]
+) -> Finding | None:
     """A norm over pieces, to which every rank has added what all of them have whole."""
     steps = track.steps(number)
-    if not track.apart or len(steps) < len(track.ranks):
-        return None
     whole = {shared.name for shared in track.parameters}
     whole -= {d.name for d in track.differences("gradients", number)}
     if not whole:
         return None
-    squares = {rank: _squares(track, rank, step) for rank, step in steps.items()}
-    calls = [_added_up(step, sum(squares[rank].values())) for rank, step in steps.items()]
+    calls = [_added_up(step, sum(left[rank])) for rank, step in steps.items()]
     call = calls[0]
-    if call is None or any(other is None for other in calls):
+    if call is None or None in calls:
         return None
-    total = sum(sum(of_rank.values()) for of_rank in squares.values())
-    again = sum(square for name, square in squares[track.ranks[0]].items() if name in whole)
-    smaller = all(_was_made_smaller(track, rank, step) for rank, step in steps.items())
-    if abs((call.after or 0.0) - total) > _CLOSE * total or again < _APART * total or not smaller:
+    total = sum(map(sum, left.values()))
+    rank = track.ranks[0]
+    of_first = zip(track.tracks[rank].parameters, left[rank], strict=True)
+    again = sum(square for described, square in of_first if described.name in whole)
+    if abs((call.after or 0.0) - total) > _CLOSE * total or again < _APART * total:
         return None
     return TWICE.finding(
         f"step {number + 1}: the squared norms of all ranks' gradients were added up, of pieces "
@@ -117,21 +104,19 @@ def _replicas_counted(track: SharedTrack, number: int) -> Finding | None:
     )
 
 
-def _squares(track: SharedTrack, rank: int, step: Step) -> dict[str, float]:
-    last = step.backwards[-1].gradients.get(track.key) if step.backwards else None
-    if last is None:
-        return {}
-    names = [p.name for p in track.tracks[rank].parameters]
-    norms = np.nan_to_num(last.norms)
-    return {name: float(norm) ** 2 for name, norm in zip(names, norms, strict=True)}
+def _left_by_backward(step: Step, key: str) -> list[float]:
+    """The squared norms of all gradients when the step's last backward returned."""
+    last = step.backwards[-1].gradients.get(key) if step.backwards else None
+    return [] if last is None else _squares(last)
 
 
-def _was_made_smaller(track: SharedTrack, rank: int, step: Step) -> bool:
+def _squares(gradients: Fingerprint) -> list[float]:
+    return [float(norm) ** 2 if norm == norm else 0.0 for norm in gradients.norms]
+
+
+def _was_made_smaller(step: Step, left: list[float]) -> bool:
     used = step.gradients
-    before = sum(_squares(track, rank, step).values())
-    return used is not None and float((np.nan_to_num(used.norms) ** 2).sum()) < before * (
-        1.0 - _CLOSE
-    )
+    return used is not None and sum(_squares(used)) < (1.0 - _CLOSE) * sum(left)
 
 
 def _added_up(step: Step, squared: float) -> Collective | None:
