@@ -6,20 +6,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.rules.called_modules import Buffers, Frozen, Modes
-from lockstep.audit.rules.cleared_early import ClearedEarly
+from lockstep.audit.rules.clearing import Clearing
 from lockstep.audit.rules.data import Data
 from lockstep.audit.rules.gathers import Gathers
 from lockstep.audit.rules.gradients import Gradients, LeftOut
 from lockstep.audit.rules.liveness import Liveness
 from lockstep.audit.rules.mixed import Mixed, OwnScales
 from lockstep.audit.rules.norms import Norms
+from lockstep.audit.rules.not_finite import NotFinite
 from lockstep.audit.rules.ownership import Ownership, Participation
 from lockstep.audit.rules.partial_outputs import PartialOutputs
 from lockstep.audit.rules.repetition import Repetition
 from lockstep.audit.rules.replicas import Replicas, Scales, States, StepCounts
 from lockstep.audit.rules.schedules import Schedules
 from lockstep.audit.rules.sharded import Scattered, Unheld, Unreduced
-from lockstep.audit.rules.unfit_gradients import NeverCleared, NotFinite
 
 if TYPE_CHECKING:
     from lockstep.audit.rules.base import Code, Rule
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 RULES: Final[tuple[Rule, ...]] = (
     OwnScales(),
     Gradients(),
-    NeverCleared(),
-    ClearedEarly(),
+    Clearing(),
     NotFinite(),
     LeftOut(),
     Mixed(),
