@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from examples.digits import Digits
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.keys import BATCH_SIZE
@@ -295,6 +295,29 @@ def run(trainer, epochs=3):
 def undisturbed(operator_cls, epochs=3, **arguments):
     with trainer_of(operator_cls, **arguments) as trainer:
         return run(trainer, epochs)
+
+
+class CountsItsPasses(Sampler):
+    """Another order for each pass over it, which begins wherever a worker begins to read."""
+
+    def __init__(self, size):
+        self.size, self.passes = size, 0
+
+    def __len__(self):
+        return self.size
+
+    def __iter__(self):
+        self.passes += 1
+        generator = torch.Generator().manual_seed(self.passes)
+        return iter(torch.randperm(self.size, generator=generator).tolist())
+
+
+class ReadsByItsPasses(Classifier):
+    def setup(self, config):
+        super().setup(config)
+        data = _data()
+        loader = DataLoader(data, config[BATCH_SIZE], sampler=CountsItsPasses(len(data)))
+        self.register_data(train_loader=loader)
 
 
 class Averaged(Classifier):

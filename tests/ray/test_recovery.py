@@ -15,6 +15,7 @@ from tests.ray.surviving import (
     FreezesInTurn,
     LearnsABaseline,
     OwnEpoch,
+    ReadsByItsPasses,
     SharpnessAware,
     TwoPlayers,
     Windows,
@@ -27,7 +28,7 @@ from tests.ray.surviving import (
 )
 
 import ray
-from lockstep.errors import PoisonedStepError, WorkerDiedError
+from lockstep.errors import DataOrderError, PoisonedStepError, WorkerDiedError
 from lockstep.testing import Strike
 
 # Each death starts a process that imports torch: seconds, and many where the processors are busy.
@@ -196,6 +197,17 @@ def test_a_worker_that_died_between_calls_is_found_by_any_call(tmp_path):
         results += [trainer.train(), trainer.train(num_steps=4)]
         assert digest(trainer) == bits
     assert [each["num_samples"] for each in results[:3]] == [104] * 3
+
+
+@pytest.mark.slow
+def test_a_spare_that_would_read_in_another_order_is_refused_as_it_joins():
+    """In the middle of an epoch, with the survivors' weights."""
+    strikes = [Strike("kill", rank=1, step=3, phase="forward")]
+    with (
+        trainer_of(ReadsByItsPasses, strikes, spare_workers=1) as trainer,
+        pytest.raises(DataOrderError, match="different first global batches"),
+    ):
+        trainer.train()
 
 
 @pytest.mark.slow

@@ -348,3 +348,19 @@ def test_a_loop_that_reads_ahead_is_exact_or_refused():
             pytest.raises(WeightError, match=words),
         ):
             two.train(info=info)
+
+
+@pytest.mark.slow
+def test_loaders_of_ones_own_go_on_in_the_middle_of_an_epoch(tmp_path):
+    """Also behind the end of one that is shorter than its peer's, of which no state tells."""
+    arguments = {"add_dist_sampler": False, "config": {}, "timeout_s": 30}
+    with start(operators.OwnPart, **arguments) as two:
+        paths = []
+        for number in range(2):
+            two.train(num_steps=number + 1)
+            paths.append(two.save(tmp_path / str(number)))
+    for path in paths:
+        with start(operators.OwnPart, **arguments) as two:
+            two.load(path)
+            two.train()
+            assert farthest(two.get_model(), operators.own_parts_in_one_process(1)) < 1e-12

@@ -37,7 +37,7 @@ class StepSource(Protocol):
     def batches(self, epoch: int, start_step: int = 0) -> Generator[Step, None, None]: ...
 
     def agree(self, group: Group, epoch: int) -> None:
-        """Before an epoch's first step, check that all ranks read by the same plan.
+        """Before a group's first step of an epoch, check that all ranks read by the same plan.
 
         Collective:
             Every rank of `group`; one small exchange.
@@ -72,9 +72,29 @@ class Cursor:
         self.window_start = 0
         self._steps: Generator[Step, None, None] | None = None
         self._ahead: Step | None = None
+        self._agreed_in: Group | None = None
+
+    def agree(self, group: Group) -> None:
+        """Check that all ranks read by the same plan, unless they have in this group and epoch.
+
+        Collective:
+            Every rank of `group`, at the same position; see `StepSource.agree`.
+        """
+        if self._agreed_in is group:
+            return
+        if group.size > 1:
+            # The check iterates over the user's data anew, which may end an open iteration.
+            self._abandon()
+        self.source.agree(group, self.epoch)
+        self._agreed_in = group
+
+    def forget_agreement(self) -> None:
+        """Let the next `agree` check again; every rank of the group does, or none."""
+        self._agreed_in = None
 
     def move_to(self, epoch: int, step: int) -> None:
         self._abandon()
+        self.forget_agreement()
         self.epoch, self.step = epoch, step
         # The gradients of earlier batches are gone, so that a window begins here, also where `step`
         # was in the middle of a window of another `accumulate`.
@@ -83,6 +103,7 @@ class Cursor:
     def use(self, source: StepSource) -> None:
         """Read from `source` from now on, at the same position."""
         self._abandon()
+        self.forget_agreement()
         self.source.close()
         self.source = source
 
@@ -137,10 +158,6 @@ class Cursor:
     def has_open_window(self) -> bool:
         """Whether some, but not all, batches of the present accumulation window are committed."""
         return self.window_start != self.step
-
-    @property
-    def at_epoch_start(self) -> bool:
-        return self.step == 0 and self._steps is None
 
     def finish_epoch(self) -> None:
         self.move_to(self.epoch + 1, 0)

@@ -200,7 +200,7 @@ class LoopRun:
         """Make one pass for each epoch that the call touches, until `num_steps` or the epoch's end.
 
         Collective:
-            The operator's loop, and one exchange at the start of an epoch.
+            The operator's loop, and one exchange before a group's first step of an epoch.
         """
         self._shards = self._state.context.shard_assignment.shards
         averages = self._operator.loss_reduction == "mean"
@@ -214,12 +214,13 @@ class LoopRun:
         """Make one pass over (the rest of) an epoch; return whether it was the call's last pass."""
         operator, cursor, committed = self._operator, self.cursor, self.committed
         purpose, num_steps = self.request.purpose, self.limit
-        first_index = committed.steps - self._pass_began
+        first_index, group = committed.steps - self._pass_began, self._state.context.group
+        # First: where the epoch ends may be what the ranks agree on.
+        cursor.agree(group)
         # A pass that was interrupted behind its last step comes to its own end.
-        if not first_index and not cursor.at_epoch_start and cursor.ends_before(cursor.step):
+        if not first_index and cursor.step and cursor.ends_before(cursor.step):
             self._end_epoch()
-        if cursor.at_epoch_start:
-            cursor.source.agree(self._state.context.group, cursor.epoch)
+            cursor.agree(group)
         self._state.summary = None
         if self._rollback is not None:
             self._rollback.begin_pass(cursor)

@@ -199,6 +199,9 @@ class StateAccess:
             before, num_counted = held
             self.load_state(before)
             self.num_batches_to_recompute = num_counted
+        # Where loading has failed early on some ranks, their positions have not moved.
+        for cursor in self.cursors.values():
+            cursor.forget_agreement()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Load the `state_dict` of a worker of the same run, without a way back."""

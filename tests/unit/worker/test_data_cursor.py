@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Cursor`: where an epoch ends, if a `__len__` of the user's is right, too small or too large."""
+"""`Cursor`: where an epoch ends, if a `__len__` of the user's is right, too small or too large; and
+when the ranks agree on what they read."""
 
 import itertools
 
@@ -9,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lockstep.data import BatchParts, ShardAssignment, ShardedLoader, UserShardedLoader
 from lockstep.errors import DataOrderError
+from lockstep.group import Group
 from lockstep.worker.data_cursor import Cursor
 
 ALONE = ShardAssignment(1, range(1), 0)
@@ -120,3 +122,30 @@ def test_a_position_at_the_end_is_not_looked_behind() -> None:
     cursor.move_to(0, 5)
     assert cursor.ends_before(5)
     assert next(dataset.numbers) == 0
+
+
+def test_a_group_agrees_once_in_an_epoch_wherever_it_begins() -> None:
+    class Counting(UserShardedLoader):
+        asked = 0
+
+        def agree(self, group: Group, epoch: int) -> None:
+            self.asked += 1
+            super().agree(group, epoch)
+
+    source = Counting(by_sampler(20, 20), ALONE)
+    cursor, asked = Cursor(source), []
+    first, second = Group(None), Group(None)
+
+    def agree(group: Group) -> None:
+        cursor.agree(group)
+        asked.append(source.asked)
+
+    for group in (first, first, second):
+        agree(group)
+        cursor.take()
+        cursor.commit()
+    cursor.finish_epoch()
+    agree(second)
+    cursor.forget_agreement()
+    agree(second)
+    assert asked == [1, 1, 2, 3, 4]
