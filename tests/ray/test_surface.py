@@ -351,6 +351,27 @@ def test_a_loop_that_reads_ahead_is_exact_or_refused():
 
 
 @pytest.mark.slow
+def test_batches_that_are_read_ahead_for_the_default_loop_are_exact_or_refused():
+    """33 rows end in a batch of nine, 37 in one of a single row, of which rank 1 has none."""
+    operator = operators.ReadsAheadForTheDefaultLoop
+    configs = {rows: {**CONFIG, "rows": rows} for rows in (33, 37)}
+    expected = {}
+    for rows, calls in ((33, [None]), (37, [3, None])):
+        with start(operator, num_workers=1, config=configs[rows]) as one:
+            results = [one.train(num_steps=steps) for steps in calls]
+            expected[rows] = results, one.get_model()
+        with start(operator, config=configs[rows]) as two:
+            for steps, result in zip(calls, expected[rows][0], strict=True):
+                assert two.train(num_steps=steps) == pytest.approx(result, rel=1e-11)
+            assert farthest(two.get_model(), expected[rows][1]) < 1e-12
+    with (
+        start(operator, config=configs[37]) as two,
+        pytest.raises(WeightError, match="reads ahead"),
+    ):
+        two.train()
+
+
+@pytest.mark.slow
 def test_loaders_of_ones_own_go_on_in_the_middle_of_an_epoch(tmp_path):
     """Also behind the end of one that is shorter than its peer's, of which no state tells."""
     arguments = {"add_dist_sampler": False, "config": {}, "timeout_s": 30}

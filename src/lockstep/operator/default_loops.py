@@ -412,9 +412,7 @@ def backward(operator: Operator, loss: torch.Tensor, weight: float | None) -> No
     """Backpropagate a loss of the current batch, and reduce; see `TrainingOperator.backward`."""
     state = operator._lockstep
     if state.sync is not None:
-        state.sync.backward(
-            loss, weight=state.global_batch.weight_of_backward(weight, rank_and_step(operator))
-        )
+        state.sync.backward(loss, weight=state.global_batch.weight_of_backward(weight))
         return
     joint_batch = state.global_batch.joint_batch
     has_peers = state.context.world_size > 1 and state.registered is not None

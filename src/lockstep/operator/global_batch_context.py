@@ -50,7 +50,8 @@ class GlobalBatchContext:
         opens_window: this batch is the first of its accumulation window.
         closes_window: this batch is the last of its window: the optimizer steps after it.
         has_empty_shards: a shard of the batch has no samples, and so maybe a worker none.
-        read_ahead: the batches that the user's own `train_epoch` has read; None in all other loops.
+        read_ahead: the batches that the user's own `train_epoch` has read; None in all other loops,
+            and without peers.
         num_train_batch_calls: how often this batch went through the default `train_batch`.
         is_stepping: an optimizer's step of the default loop is running.
         has_scheduled: the schedulers have stepped after this batch, if they step by batch.
@@ -100,7 +101,9 @@ class GlobalBatchContext:
     @property
     def is_borrowed(self) -> bool:
         """Whether the plain batch is borrowed: another worker owns its samples, and counts them."""
-        return self.joint_batch is not None and self.joint_batch.is_borrowed
+        if self.joint_batch is not None:
+            return self.joint_batch.is_borrowed
+        return self.read_ahead is not None and self.read_ahead.are_borrowed
 
     def _refuse_miscount(self) -> None:
         """Raise if the default loop counts samples that a `collate_fn` has left out.
@@ -121,11 +124,14 @@ class GlobalBatchContext:
                 from it (moved, augmented, cut).
 
         Raises:
-            WeightError: the user has cut a batch whose leading length is not its samples.
+            WeightError: the user has cut a batch whose leading length is not its samples; or the
+                loop has read ahead, and from which batch it has made this one is unknown.
         """
         if isinstance(batch, GlobalBatchContext):
             return batch.shards
         joint_batch = self.joint_batch
+        if self.read_ahead is not None:
+            joint_batch = self.read_ahead.source_of(batch, joint_batch)
         if joint_batch is None:
             return (ShardBatch(batch, leading_length(batch), seed=0),)
         if joint_batch.batch is batch:
@@ -175,12 +181,11 @@ class GlobalBatchContext:
         joint_batch = self.joint_batch
         return int(metrics.get(NUM_SAMPLES, 1 if joint_batch is None else joint_batch.num_samples))
 
-    def weight_of_backward(self, given: float | None, where: str) -> float | None:
+    def weight_of_backward(self, given: float | None) -> float | None:
         """The weight of a backward in a loop of the user's own.
 
         Args:
             given: the weight that the user gave; None: that of the delivered batch.
-            where: this rank and step, for an error.
 
         Returns:
             None between two batches: the weight of the last batch delivered still holds.
@@ -199,7 +204,7 @@ class GlobalBatchContext:
         # The worker that owns a borrowed batch counts it, and a loop that weighs by tokens does not
         # know that the batch is borrowed.
         elif ahead is not None:
-            weight = ahead.resolve_weight(given, where)
+            weight = ahead.resolve_weight(given)
         elif self.is_borrowed:
             weight = 0
         if ahead is not None:

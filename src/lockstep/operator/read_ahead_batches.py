@@ -8,16 +8,44 @@ of an epoch, or a borrowed one (see `lockstep.data.sharded_loader`).
 
 from __future__ import annotations
 
-from lockstep.errors import WeightError
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lockstep.data.batch_rows import leading_length
+from lockstep.errors import NotShardableError, WeightError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lockstep.operator.shard_batch import ShardBatch
 
 _CAUSE = "train_epoch reads ahead of the batch that it trains on, or left one out"
 
 
-class ReadAheadBatches:
-    """The batches that a `train_epoch` of the user's own has read and not yet trained on."""
+class _Unused(NamedTuple):
+    """A batch that was read and not yet trained on, without the batch itself.
 
-    def __init__(self) -> None:
-        self._samples: list[int] = []  # by batch, the oldest first
+    Attributes:
+        samples: those for which it counts.
+        counts_rows: they are the batch's rows.
+    """
+
+    samples: int
+    counts_rows: bool
+
+
+class ReadAheadBatches:
+    """The batches that a `train_epoch` of the user's own has read and not yet trained on.
+
+    Args:
+        where: names this rank and step, for an error.
+    """
+
+    def __init__(self, where: Callable[[], str]) -> None:
+        self._where = where
+        self._unused: list[_Unused] = []  # the oldest first
+        self._latest: ShardBatch | None = None
+        self._is_repeated = False  # the latest one is the same object as the one before
         self._rounds = 0
         self._has_run = False  # whether a backward has run since the latest read
         self._has_ended = False
@@ -26,38 +54,63 @@ class ReadAheadBatches:
     @property
     def has_equal_batches(self) -> bool:
         """Whether all these batches have the same number of samples."""
-        return len(set(self._samples)) <= 1
+        return len({each.samples for each in self._unused}) <= 1
 
     @property
     def has_borrowed_batch(self) -> bool:
         """Whether one of these batches is borrowed."""
-        return 0 in self._samples
+        return not all(each.samples for each in self._unused)
 
-    def note_read(self, samples: int, rounds: int) -> None:
-        """Note that a batch of `samples` was read, after `rounds` reductions of the run."""
+    @property
+    def are_borrowed(self) -> bool:
+        """Whether there are such batches, and every one is borrowed."""
+        return bool(self._unused) and not any(each.samples for each in self._unused)
+
+    def note_read(self, read: ShardBatch, rounds: int) -> None:
+        """Note that the batch `read` was read, after `rounds` reductions of the run."""
         self._note_trained(rounds)
-        self._samples.append(samples)
+        rows: int | None = None
+        with suppress(NotShardableError):
+            rows = leading_length(read.batch)
+        self._unused.append(_Unused(read.num_samples, rows == read.num_samples))
+        self._is_repeated = self._latest is not None and self._latest.batch is read.batch
+        self._latest = read
 
     def note_end(self, rounds: int) -> None:
         """Note that the iterator has ended; the loop may still train on batches it has read."""
         self._note_trained(rounds)
         self._has_ended = True
+        if not self._unused:
+            self._latest = None  # its memory is the user's
 
     def _note_trained(self, rounds: int) -> None:
-        if self._samples and (self._has_run or rounds > self._rounds):
-            del self._samples[0]
+        if self._unused and (self._has_run or rounds > self._rounds):
+            del self._unused[0]
         self._rounds = rounds
         self._has_run = False
 
     def note_backward(self) -> None:
         self._has_run = True
 
-    def resolve_weight(self, weight: float, where: str) -> float:
-        """The weight of a backward for which the user passed `weight`.
+    def source_of(self, batch: Any, delivered: ShardBatch | None) -> ShardBatch | None:
+        """The latest batch that was read, if it counts as the one does from which `batch` is made.
 
         Args:
-            weight: the user's.
-            where: of this rank, for an error.
+            batch: a batch of the loop: one that it has read, or one that it has made from it.
+            delivered: the answer where no batch was noted, or all were trained on.
+
+        Raises:
+            WeightError: `batch` may be from any of several batches that count differently.
+        """
+        if self._latest is None or not self._unused:
+            return delivered
+        is_latest = self._latest.batch is batch and not self._is_repeated
+        if is_latest or self.has_equal_batches or all(each.counts_rows for each in self._unused):
+            return self._latest
+        raise self.unknown_weight_error()
+
+    def resolve_weight(self, weight: float) -> float:
+        """The weight of a backward for which the user passed `weight`.
 
         Returns:
             `weight`; 0 if every batch that was read and not yet trained on is a borrowed one.
@@ -65,39 +118,42 @@ class ReadAheadBatches:
         Raises:
             WeightError: the user has weighed a borrowed batch as one of this worker's own.
         """
-        if weight > 0 and self._samples and not any(self._samples):
+        if weight > 0 and self.are_borrowed:
             if not self._has_guessed:
                 return 0
             raise WeightError(
                 "a batch that counts for another worker was given a weight",
-                where=where,
+                where=self._where(),
                 expected="weight=0 for one of the batches that train_epoch has read",
                 got=f"weight={weight:g} for the last one, and none of 0",
                 cause=_CAUSE,
                 fix="override train_batch instead of train_epoch",
             )
         if self._has_ended and not self.has_equal_batches:
-            self._samples.remove(next(n for n in self._samples if (n > 0) == (weight > 0)))
+            used = next(each for each in self._unused if (each.samples > 0) == (weight > 0))
+            self._unused.remove(used)
             self._has_guessed = True
         return weight
 
-    def unknown_rows_error(self, where: str) -> WeightError:
+    def unknown_rows_error(self) -> WeightError:
         """The error of a gather whose rows may be of a borrowed batch, and may not."""
-        return WeightError(
-            "whether this rank brings rows is not known",
-            where=where,
-            got=f"batches of {self._samples} samples, read and not yet trained on",
-            cause=_CAUSE,
-            fix="override train_batch instead",
+        return self._unknown(
+            "whether this rank brings rows is not known", "override train_batch instead"
         )
 
-    def unknown_weight_error(self, where: str) -> WeightError:
+    def unknown_weight_error(self) -> WeightError:
         """The error of a backward whose batch may be any of several with different weights."""
-        return WeightError(
+        return self._unknown(
             "the weight of this backward is not known",
-            where=where,
-            got=f"batches of {self._samples} samples, read and not yet trained on",
+            "self.backward(loss, weight=number_of_its_samples), or override train_batch instead",
+        )
+
+    def _unknown(self, what: str, fix: str) -> WeightError:
+        samples = [each.samples for each in self._unused]
+        return WeightError(
+            what,
+            where=self._where(),
+            got=f"batches of {samples} samples, read and not yet trained on",
             cause=_CAUSE,
-            fix="self.backward(loss, weight=number_of_its_samples), or override"
-            " train_batch instead",
+            fix=fix,
         )

@@ -8,6 +8,7 @@ move, so that a step which failed half-way has not happened.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lockstep.operator.custom_loop_refusals import refuse_skipped_batch
@@ -63,7 +64,9 @@ class BatchIterator:
         self.first_index = first_index
         self._num_open_samples: int | None = None
         own_loop = purpose == "train" and operator._lockstep_overrides(Operator.train_epoch)
-        self._read_ahead = ReadAheadBatches() if own_loop and cursor.source.joint else None
+        self._read_ahead: ReadAheadBatches | None = None
+        if own_loop and cursor.source.joint and self._has_peers:
+            self._read_ahead = ReadAheadBatches(partial(rank_and_step, operator))
         self._state.global_batch = GlobalBatchContext(
             reduction, purpose, read_ahead=self._read_ahead
         )
@@ -196,7 +199,7 @@ class BatchIterator:
         if training and global_batch.is_borrowed:
             refuse_borrowed_batch(self._operator)
         if sync is not None:
-            weight = self._weight_of_plain_backward(sync, shards[0].num_samples)
+            weight = self._weight_of_plain_backward(sync, shards[0])
             miscount = shards[0].miscount if training and self._reduction.averages else None
             global_batch.weight = weight if miscount is None else miscount
             sync.set_delivered_weight(global_batch.weight)
@@ -215,22 +218,27 @@ class BatchIterator:
         closes = is_full or self._cursor.ends_before(read.index + 1)
         return read.index == self._cursor.window_start, closes
 
+    @property
+    def _has_peers(self) -> bool:
+        """Whether batches of other workers count beside those of this one."""
+        sync = self._state.sync
+        return sync is not None and sync.needs_guard
+
     def _counts_samples(self) -> bool:
         return self._state.weighed_by.get(self._purpose) == BY_SAMPLES
 
-    def _weight_of_plain_backward(self, sync: Synchroniser, samples: int) -> int | WeightError:
+    def _weight_of_plain_backward(self, sync: Synchroniser, read: ShardBatch) -> int | WeightError:
         """The weight of a plain backward: this batch's samples, or an error if the loop has read
         batches ahead that count differently."""
         ahead = self._read_ahead
         if ahead is None:
-            return samples
-        ahead.note_read(samples, sync.rounds)
-        if ahead.has_equal_batches or not sync.needs_guard:
-            return samples
-        where = rank_and_step(self._operator)
+            return read.num_samples
+        ahead.note_read(read, sync.rounds)
+        if ahead.has_equal_batches:
+            return read.num_samples
         if ahead.has_borrowed_batch:
-            self._reduction.is_borrowed = ahead.unknown_rows_error(where)
-        return ahead.unknown_weight_error(where)
+            self._reduction.is_borrowed = ahead.unknown_rows_error()
+        return ahead.unknown_weight_error()
 
     def _note_end_of_data(self) -> None:
         if self._read_ahead is not None and self._state.sync is not None:

@@ -22,6 +22,14 @@ def step(*shards, is_joint=False, **further):
     )
 
 
+def reading_ahead(*read):
+    """The context of the last of the batches that were `read`, of which none was trained on."""
+    ahead = ReadAheadBatches(lambda: "rank 1, step 3")
+    for each in read:
+        ahead.note_read(each, rounds=0)
+    return step(read[-1], is_joint=True, read_ahead=ahead), ahead
+
+
 def test_the_default_loop_gets_the_shards_of_the_context_itself():
     first, second = ShardBatch(ROWS, 3, seed=1), ShardBatch(ROWS[:1], 1, seed=2, shard=1)
     context = step(first, second)
@@ -60,7 +68,7 @@ def test_whatever_is_made_from_a_borrowed_batch_has_no_samples(made_from):
     (shard,) = context.shards_in(made_from(ROWS))
     assert shard.num_samples == 0
     assert context.num_samples_of({NUM_SAMPLES: 3}) == 0
-    assert context.weight_of_backward(5.0, "here") == 0
+    assert context.weight_of_backward(5.0) == 0
 
 
 def test_a_batch_that_no_worker_delivered_counts_its_rows():
@@ -100,20 +108,71 @@ def test_between_two_batches_nothing_of_the_step_is_left():
     after = context.between_batches()
     assert (after.joint_batch, after.num_train_batch_calls, after.has_scheduled) == (None, 0, False)
     assert after.closes_window is False
-    assert after.weight_of_backward(None, "here") is None
+    assert after.weight_of_backward(None) is None
 
 
 def test_a_backward_whose_batch_is_unknown_is_refused():
     context = step(ShardBatch(ROWS, 3, seed=1), is_joint=True, weight=WeightError("unknown"))
     with pytest.raises(WeightError, match="unknown"):
-        context.weight_of_backward(None, "here")
+        context.weight_of_backward(None)
 
 
 def test_a_backward_in_a_loop_that_reads_ahead_is_noted():
-    ahead = ReadAheadBatches()
-    context = step(ShardBatch(ROWS, 3, seed=1), is_joint=True, read_ahead=ahead)
-    ahead.note_read(3, rounds=0)
-    assert context.weight_of_backward(None, "here") == 3
-    ahead.note_read(2, rounds=0)
+    first = ShardBatch(ROWS, 3, seed=1)
+    context, ahead = reading_ahead(first)
+    assert context.weight_of_backward(None) == 3
+    ahead.note_read(ShardBatch(ROWS[:2], 2, seed=2), rounds=0)
     # The first batch has had its backward: only the second one is open, and counts for 2.
     assert ahead.has_equal_batches
+
+
+def test_a_batch_from_before_a_borrowed_one_is_refused():
+    """Its copies as well: with this one and the borrowed one in hand, it may be from either."""
+    context, _ = reading_ahead(ShardBatch(ROWS, 3, seed=1), ShardBatch(ROWS[:1], 0, seed=2))
+    for batch in (ROWS, ROWS.clone()):
+        with pytest.raises(WeightError, match="reads ahead") as caught:
+            context.shards_in(batch)
+        assert caught.value.details["where"] == "rank 1, step 3"
+
+
+def test_a_borrowed_batch_itself_counts_nothing_after_one_that_was_left_out():
+    borrowed = ShardBatch(ROWS[:1], 0, seed=2)
+    context, _ = reading_ahead(ShardBatch(ROWS, 3, seed=1), borrowed)
+    assert context.shards_in(borrowed.batch) == (borrowed,)
+
+
+def test_a_loader_that_repeats_its_last_batch_as_a_borrowed_one_does_not_hide_which_it_is():
+    context, _ = reading_ahead(ShardBatch(ROWS, 3, seed=1), ShardBatch(ROWS, 0, seed=2))
+    with pytest.raises(WeightError, match="reads ahead"):
+        context.shards_in(ROWS)
+
+
+def test_batches_read_ahead_count_their_rows_where_rows_are_samples():
+    short = ShardBatch(ROWS[:2], 2, seed=2)
+    context, _ = reading_ahead(ShardBatch(ROWS, 3, seed=1), short)
+    for batch in (ROWS, ROWS.clone(), short.batch, short.batch.clone(), ROWS[:1]):
+        (shard,) = context.shards_in(batch)
+        assert shard.num_samples == len(batch)
+
+
+def test_batches_read_ahead_whose_rows_are_no_samples_are_exact_or_refused():
+    """Three time steps of two samples, and of one."""
+    alike, short = ShardBatch(ROWS * 2, 2, seed=2), ShardBatch(ROWS * 3, 1, seed=3)
+    context, ahead = reading_ahead(ShardBatch(ROWS, 2, seed=1), alike)
+    assert [each.num_samples for each in context.shards_in(ROWS)] == [2]
+    ahead.note_read(short, rounds=0)
+    with pytest.raises(WeightError, match="reads ahead"):
+        context.shards_in(ROWS)
+
+
+def test_a_borrowed_batch_that_is_trained_on_after_the_end_counts_nothing():
+    context, ahead = reading_ahead(ShardBatch(ROWS, 0, seed=1))
+    ahead.note_end(rounds=0)
+    after = context.between_batches()
+    assert after.is_borrowed
+    assert [each.num_samples for each in after.shards_in(ROWS)] == [0]
+    assert after.num_samples_of({NUM_SAMPLES: 3}) == 0
+    assert after.weight_of_backward(5.0) == 0
+    ahead.note_end(rounds=1)
+    assert not after.is_borrowed
+    assert [each.num_samples for each in after.shards_in(ROWS)] == [3]
