@@ -103,6 +103,20 @@ class FreezesInTurn(TwoPlayers):
         return {"train_loss": loss.item()}
 
 
+class FreezesInItsLoss(Classifier):
+    """One of the two terms of the loss does not train the last layer."""
+
+    def compute_loss(self, batch, batch_info):
+        features, classes = batch
+        last = self.model[-1]
+        flags = [each.requires_grad for each in last.parameters()]
+        last.requires_grad_(False)
+        penalty = self.model(features).square().mean()
+        for each, flag in zip(last.parameters(), flags, strict=True):
+            each.requires_grad_(flag)
+        return self.criterion(self.model(features), classes) + penalty / 100
+
+
 class FreezesInTurnInItsOwnEpoch(FreezesInTurn):
     def train_epoch(self, iterator, info):
         losses = [self.train_batch(batch, {})["train_loss"] for batch in iterator]

@@ -10,6 +10,7 @@ from tests.ray.operators import DefaultLoop
 from tests.ray.surviving import (
     GLOBAL_BATCH,
     Classifier,
+    FreezesInItsLoss,
     OwnEpoch,
     TwoPlayers,
     digest,
@@ -134,10 +135,17 @@ def test_after_ctrl_c_the_model_is_there_and_training_goes_on(tmp_path):
         assert digest(trainer) == before
 
 
-@pytest.mark.parametrize("operator_cls", [TwoPlayers, OwnEpoch])
-def test_loops_of_ones_own_go_back_too(operator_cls):
+@pytest.mark.parametrize(
+    ("operator_cls", "phase"),
+    [
+        (TwoPlayers, "backward"),
+        (OwnEpoch, "backward"),
+        pytest.param(FreezesInItsLoss, "forward", marks=pytest.mark.slow),
+    ],
+)
+def test_loops_and_losses_of_ones_own_go_back_too(operator_cls, phase):
     _, expected = undisturbed(operator_cls)
-    with trainer_of(operator_cls, [Strike("raise", 1, 4, "backward")]) as trainer:
+    with trainer_of(operator_cls, [Strike("raise", 1, 4, phase)]) as trainer:
         with pytest.raises(RuntimeError, match="struck"):
             trainer.train()
         # Only a `train_epoch` knows what lies between two batches: its whole call is undone.

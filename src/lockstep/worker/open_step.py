@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lockstep.operator.state_copy import StateCopy
     from lockstep.worker.saved_gradients import SavedGradients
-    from lockstep.worker.settings_copy import SettingsCopy
+    from lockstep.worker.settings_copy import LayersCopy
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class OpenStep:
         buffers: the modules' buffers, in the order of `Rollback._buffer_places`; `Rollback` holds
             copies of their values.
         rounds: the number of reductions before the step.
-        settings: learning rates, modes of layers, and the like; None in the default loop, where
-            only buffers change before all communication is done.
+        settings: which layers are frozen; in a loop of the user's own also learning rates and the
+            like. None between two batches of the default loop.
         stepped_at: the number of reductions when the first optimizer of this step stepped; None: no
             optimizer has stepped.
         num_stepped: steps of optimizers that have begun in this step.
@@ -47,7 +47,7 @@ class OpenStep:
     start: StepStart
     buffers: list[Any]
     rounds: int
-    settings: SettingsCopy | None
+    settings: LayersCopy | None
     stepped_at: int | None = None
     num_stepped: int = 0
     copies: StateCopy | None = None

@@ -8,7 +8,8 @@ committed; `undo` writes them back.
 
 What has to be copied depends on when a rank can still be interrupted:
 
-1. Buffers (running statistics) change in every forward. They are copied in every step.
+1. Buffers (running statistics) change in every forward, and a loss may freeze layers for a part of
+   it. Both are copied in every step.
 2. In the default loop an optimizer steps after all communication of the step. If a peer dies
    before, weights and optimizer are unchanged: nothing more is copied. After an error that comes
    after ``optimizer.step()`` the weights cannot be restored: a complete step (`is_complete`) is
@@ -48,7 +49,7 @@ from lockstep.sync.optimizer_inspection import inner_optimizers, share_parameter
 from lockstep.tensor_copies import TensorCopies
 from lockstep.worker.open_step import OpenStep, StepStart
 from lockstep.worker.saved_gradients import SavedGradients
-from lockstep.worker.settings_copy import SettingsCopy
+from lockstep.worker.settings_copy import LayersCopy, SettingsCopy
 from lockstep.worker.state_dict import copy_to_cpu
 from lockstep.worker.user_state_copy import UserStateCopy
 
@@ -109,7 +110,7 @@ class Rollback:
         # Gradients that an open window held when this pass over the data, or this call, began.
         self._window_gradients: SavedGradients | None = None
         self._at_call: SavedGradients | None = None
-        self._settings_at_call: SettingsCopy | None = None
+        self._settings_at_call: LayersCopy | None = None
         # Whether a loop of the user's own adds to gradients that an optimizer has used: learned in
         # its first steps, for which they are copied in any case.
         self._reuses_gradients = False
@@ -231,10 +232,12 @@ class Rollback:
 
     def keep(self, cursor: Cursor, committed: CommittedCounts) -> None:
         """Before a batch: open a step and copy what it may change, unless a step is open."""
+        state, has_own_loop = self._operator._lockstep, self._has_own_loop
         if self._open is not None:
+            if not has_own_loop:
+                self._open.settings = self._settings()
             self._tell_server(self._open.start.committed)
             return
-        state, has_own_loop = self._operator._lockstep, self._has_own_loop
         # With several batches a step, the batches of an interrupted step are counted again.
         counts = has_own_loop or state.context.options.accumulate > 1
         start = StepStart(
@@ -252,8 +255,7 @@ class Rollback:
             start,
             buffers=[buffers_of(owner)[key] for owner, key in self._buffer_places],
             rounds=self._num_rounds,
-            # A loop of the user's own may let schedulers step between the batches of a window.
-            settings=self._settings() if has_own_loop else None,
+            settings=self._settings(),
             gradients=self._earlier_gradients(),
             copies=self._copy_all() if self._copies_before_batch else None,
         )
@@ -266,17 +268,23 @@ class Rollback:
         # Last: Ctrl-C may come in between, and an open step must have all its copies.
         self._open = opened
 
-    def _settings(self) -> SettingsCopy:
-        return SettingsCopy(self._run, self._all_parameters, self._layers)
+    def _settings(self) -> LayersCopy:
+        # A loop of the user's own may let schedulers step between the batches of a window.
+        if self._has_own_loop:
+            return SettingsCopy(self._run, self._all_parameters, self._layers)
+        return LayersCopy(self._all_parameters, self._layers)
 
     def restore_layers(self) -> None:
         """After a step that counts although its loop has failed: leave no layer frozen."""
-        if self._open is not None and self._open.settings is not None:
+        # Behind the default loop's optimizer no loss is computed, so that what is frozen stays so.
+        if self._has_own_loop and self._open is not None and self._open.settings is not None:
             self._open.settings.restore_layers()
 
     def settle(self, cursor: Cursor) -> None:
         """Close the step after a committed batch, unless gradients wait for further batches."""
         opened = self._open
+        if opened is not None and not self._has_own_loop:
+            opened.settings = None  # what the user freezes between two batches stays so
         if cursor.has_open_window or (opened is not None and self._holds_unused_gradients(opened)):
             return
         if opened is not None and opened.stepped_at is not None:

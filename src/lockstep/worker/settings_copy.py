@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SettingsCopy`: the settings of a run that a loop may change, to undo its step."""
+"""`LayersCopy` and `SettingsCopy`: settings of a run that a step may change, to undo the step."""
 
 from __future__ import annotations
 
@@ -18,16 +18,42 @@ if TYPE_CHECKING:
     from lockstep.operator.training_parts import TrainingParts
 
 
-class SettingsCopy:
-    """Schedulers' states, the optimizers' settings, frozen parameters, and the modes of layers.
+class LayersCopy:
+    """Which parameters train, and the modes of layers.
 
-    Two networks that take turns freeze each other, or evaluate each other in ``eval()``: a step
-    that is interrupted in between must not leave them so.
+    A loss may freeze a network for a part of it, and two networks that take turns freeze each
+    other, or evaluate each other in ``eval()``: a step that is interrupted in between must not
+    leave them so.
+
+    Args:
+        parameters: those that a step may freeze.
+        layers: all modules in the models; to find these takes too long for every step.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Module]) -> None:
+        self._parameters = parameters
+        self._layers = layers
+        self._requires_grad = [parameter.requires_grad for parameter in parameters]
+        self._modes = [layer.training for layer in layers]
+
+    def restore_layers(self) -> None:
+        """Restore which parameters train, and the modes of layers."""
+        for parameter, requires_grad in zip(self._parameters, self._requires_grad, strict=True):
+            parameter.requires_grad_(requires_grad)
+        for layer, training in zip(self._layers, self._modes, strict=True):
+            layer.training = training
+
+    def restore(self) -> None:
+        """Restore everything that was copied."""
+        self.restore_layers()
+
+
+class SettingsCopy(LayersCopy):
+    """Also schedulers' states, and the optimizers' settings.
 
     Args:
         run: its schedulers and optimizers.
-        parameters: those that a loop may freeze.
-        layers: all modules in the models; to find these takes too long for every step.
+        parameters, layers: see `LayersCopy`.
     """
 
     def __init__(
@@ -36,9 +62,8 @@ class SettingsCopy:
         parameters: Sequence[nn.Parameter],
         layers: Sequence[nn.Module],
     ) -> None:
+        super().__init__(parameters, layers)
         self._run = run
-        self._parameters = parameters
-        self._layers = layers
         self._schedulers = [copy.deepcopy(each.state_dict()) for each in run.schedulers]
         self._groups = [
             [{key: value for key, value in group.items() if key != "params"} for group in groups]
@@ -55,18 +80,9 @@ class SettingsCopy:
         ]
         self._values = TensorCopies()
         self._values.take(self._tensors)
-        self._requires_grad = [parameter.requires_grad for parameter in parameters]
-        self._modes = [layer.training for layer in layers]
-
-    def restore_layers(self) -> None:
-        """Restore which parameters train, and the modes of layers."""
-        for parameter, requires_grad in zip(self._parameters, self._requires_grad, strict=True):
-            parameter.requires_grad_(requires_grad)
-        for layer, training in zip(self._layers, self._modes, strict=True):
-            layer.training = training
 
     def restore(self) -> None:
-        self.restore_layers()
+        super().restore()
         for scheduler, state in zip(self._run.schedulers, self._schedulers, strict=True):
             scheduler.load_state_dict(state)
         for optimizer, groups in zip(self._run.optimizers, self._groups, strict=True):

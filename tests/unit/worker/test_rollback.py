@@ -9,6 +9,7 @@ import torch
 from tests.ray.surviving import (
     Classifier,
     CountsItsLosses,
+    FreezesInItsLoss,
     FreezesInTurn,
     FreezesInTurnInItsOwnEpoch,
     LearnsABaseline,
@@ -141,7 +142,14 @@ def test_a_ctrl_c_in_the_step_takes_effect_when_it_is_committed(operator_cls):
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
 @pytest.mark.parametrize(
     "operator_cls",
-    [FreezesInTurn, FreezesInTurnInItsOwnEpoch, LearnsABaseline, CountsItsLosses, Momentum],
+    [
+        FreezesInItsLoss,
+        FreezesInTurn,
+        FreezesInTurnInItsOwnEpoch,
+        LearnsABaseline,
+        CountsItsLosses,
+        Momentum,
+    ],
 )
 def test_a_step_that_fails_leaves_nothing_of_it(operator_cls, phase):
     """Nothing stays frozen or in ``eval()``, and the user's own state is that of before."""
@@ -150,6 +158,32 @@ def test_a_step_that_fails_leaves_nothing_of_it(operator_cls, phase):
         with pytest.raises(RuntimeError):
             run.train()
         assert finished(run)[1] == expected
+
+
+def test_what_is_frozen_between_the_batches_of_a_window_stays_so():
+    """Not what a loss has frozen that failed."""
+
+    class Fails(Regression):
+        fails = False
+
+        def compute_loss(self, batch, batch_info):
+            if self.fails:
+                self.model.eval().requires_grad_(False)
+                raise LookupError
+            return super().compute_loss(batch, batch_info)
+
+    with trainer(Fails, accumulate=2) as run:
+        run.train(num_steps=1)
+        operator = run.get_local_operator()
+        operator.model.bias.requires_grad_(False)
+        operator.fails = True
+        with pytest.raises(LookupError):
+            run.train()
+        operator.fails = False
+        run.train(num_steps=1)
+        model = operator.model
+        assert (model.weight.requires_grad, model.bias.requires_grad) == (True, False)
+        assert model.training
 
 
 def test_a_step_that_counts_although_its_loop_failed_leaves_nothing_frozen():
