@@ -5,7 +5,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from tests.ray.operators import Net, net, problem, sgd
+from tests.ray.operators import DefaultLoop, Net, net, problem, sgd
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -234,3 +234,12 @@ def _one_ahead(iterator):
         yield held
         held = following
     yield held
+
+
+class OneRow(DefaultLoop):
+    """Only rank 0 ever has a sample."""
+
+    def setup(self, config):
+        super().setup(config)
+        data = TensorDataset(*(tensor[:1] for tensor in problem()))
+        self.register_data(train_loader=DataLoader(data, config[BATCH_SIZE]))

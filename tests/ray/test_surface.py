@@ -385,3 +385,14 @@ def test_loaders_of_ones_own_go_on_in_the_middle_of_an_epoch(tmp_path):
             two.load(path)
             two.train()
             assert farthest(two.get_model(), operators.own_parts_in_one_process(1)) < 1e-12
+
+
+@pytest.mark.slow
+def test_a_rank_without_any_sample_steps_with_a_scaled_loss():
+    with start(operators.OneRow, num_workers=1, precision="fp16") as one:
+        one.train(num_steps=3)
+        expected = one.get_model()
+    with start(operators.OneRow, precision="fp16") as two:
+        two.train(num_steps=3)
+        assert farthest(two.get_model(), expected) < 1e-12
+    assert farthest(expected, net()) > 1e-3

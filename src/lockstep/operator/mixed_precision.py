@@ -30,6 +30,9 @@ class Precision:
         self.name = name
         self._device_type = device.type
         self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+        if self._scaler is not None:
+            # The first use makes the scale, and in its first step a rank may have no loss to scale.
+            self._scaler.scale(torch.zeros((), device=device))
 
     def autocast(self, *, keeps_casts: bool = True) -> AbstractContextManager[Any]:
         """The context in which the loss is computed.
@@ -73,10 +76,18 @@ class Precision:
             self._scaler.step(optimizer)
             self._scaler.update()
 
-    def forget_unscaled(self) -> None:
-        """Forget, before a step is computed again, that its gradients were unscaled."""
-        if self._scaler is not None:
-            forget_unscaled(self._scaler)
+    def forget_unscaled(self, operator: object) -> None:
+        """Let this scaler, and those that `operator` holds, forget that gradients were unscaled.
+
+        After a step that was interrupted. A scaler that remembers having unscaled its gradients
+        would refuse to do so once more, or would take the next ones, scaled as they are, for
+        unscaled ones.
+        """
+        for scaler in (self._scaler, *vars(operator).values()):
+            if isinstance(scaler, torch.amp.GradScaler):
+                # One that has never scaled has nothing to forget, and raises AssertionError.
+                with suppress(AssertionError):
+                    scaler.update(scaler.get_scale())
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._scaler is None else self._scaler.state_dict()
@@ -84,14 +95,3 @@ class Precision:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._scaler is not None and state:
             self._scaler.load_state_dict(state)
-
-
-def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
-    """Let `scaler` forget that gradients were unscaled, before their step is computed again.
-
-    A scaler that remembers having unscaled its gradients would refuse to do so once more, or
-    would take them, scaled as they are, for unscaled ones.
-    """
-    # A scaler that has never scaled has nothing to forget, and raises AssertionError.
-    with suppress(AssertionError):
-        scaler.update(scaler.get_scale())

@@ -208,6 +208,7 @@ class StateAccess:
         operator = self.operator
         self.num_batches_to_recompute = 0
         operator._lockstep.forget_step()
+        operator._lockstep.precision.forget_unscaled(operator)
         if self._rollback is not None:
             self._rollback.forget()
         state_dicts.apply(operator, self.run, self._own_part(state))

@@ -14,7 +14,6 @@ import torch
 
 from lockstep.errors import ConfigurationError, PeerLostError
 from lockstep.group import Group
-from lockstep.operator.mixed_precision import forget_unscaled
 from lockstep.operator.non_finite_check import add_non_finite_checks
 from lockstep.operator.optimizer_comparison import compare_optimizers
 from lockstep.operator.optimizer_step_hooks import OptimizerStepHooks, add_step_listeners
@@ -322,16 +321,13 @@ class Worker(StateAccess):
         if call.request.purpose == "validation":
             call.rewind()
             return Undone.CALL
+        self.operator._lockstep.precision.forget_unscaled(self.operator)
         has_copies = self.memory is not None
         if not has_copies and self.before_call is None and self.rollback.is_complete:
             self.rollback.restore_layers()
             call.finish_step()
             return Undone.NOTHING_AS_STEP_COUNTS
         self.operator._lockstep.forget_step()
-        self.operator._lockstep.precision.forget_unscaled()
-        for held in vars(self.operator).values():
-            if isinstance(held, torch.amp.GradScaler):
-                forget_unscaled(held)
         if self.before_call is not None:
             # A `train_epoch` of the user's own: only it knows its state between two batches.
             self.load_state(self.before_call)

@@ -366,9 +366,11 @@ def test_one_worker_goes_back_also_where_several_could_not(argument):
 class LateError(Regression):
     """An error after the step, when nobody copies weights before a step any more."""
 
+    fails_at = 3
+
     def train_batch(self, batch, batch_info):
         result = super().train_batch(batch, batch_info)
-        if self.global_step == 3:
+        if self.global_step == self.fails_at:
             raise LookupError("no such metric")
         return result
 
@@ -396,16 +398,39 @@ class LateAfterStep(LateOwnLoop):
     train_batch = Regression.train_batch
 
     def after_step(self):
-        if self.global_step == 3:
+        if self.global_step == self.fails_at:
             raise LookupError("no such metric")
 
 
-@pytest.mark.parametrize("operator", [LateOwnLoop, LateAfterStep])
-def test_a_step_whose_loop_fails_behind_its_optimizer_counts(operator, caplog):
-    arguments = {"scheduler_step_freq": "batch"}
-    with trainer(
-        type("Good", (LateOwnLoop,), {"train_batch": Regression.train_batch}), **arguments
-    ) as good:
+class LateOwnScaler(LateAfterStep):
+    """A scaler of its own, whose `update` comes behind what fails."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def train_batch(self, batch, batch_info):
+        features, target = batch
+        self.optimizer.zero_grad()
+        loss = self.criterion(self.model(features), target)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return {"train_loss": loss.item()}
+
+
+@pytest.mark.parametrize(
+    ("operator", "precision"),
+    [
+        (LateOwnLoop, "fp32"),
+        (LateAfterStep, "fp32"),
+        (LateAfterStep, "fp16"),
+        (LateOwnScaler, "fp32"),
+    ],
+)
+def test_a_step_whose_loop_fails_behind_its_optimizer_counts(operator, precision, caplog):
+    arguments = {"scheduler_step_freq": "batch", "precision": precision}
+    with trainer(type("Good", (operator,), {"fails_at": None}), **arguments) as good:
         good.train()
         good.train()
         expected = good.state_dict()

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loss scaling on a rank that has no loss, and after a step that was interrupted."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from lockstep.operator.mixed_precision import Precision
+
+CPU = torch.device("cpu")
+
+
+def a_weight(gradient):
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    weight.grad = torch.full_like(weight, gradient)
+    return weight, torch.optim.SGD([weight], lr=1.0)
+
+
+def test_a_rank_without_a_loss_in_its_first_step_unscales_what_its_peers_have_scaled():
+    weight, optimizer = a_weight(2.0**16)
+    Precision("fp16", CPU).step(optimizer, [weight], None)
+    assert weight.tolist() == [0.0, 0.0]
+
+
+def test_the_scale_of_a_state_is_that_of_a_rank_that_has_scaled_nothing():
+    state = Precision("fp16", CPU).state_dict()
+    other = Precision("fp16", CPU)
+    other.load_state_dict({**state, "scale": 8.0})
+    weight, optimizer = a_weight(8.0)
+    other.step(optimizer, [weight], None)
+    assert weight.tolist() == [0.0, 0.0]
+
+
+def test_every_scaler_forgets_that_it_has_unscaled():
+    precision, own = Precision("fp16", CPU), torch.amp.GradScaler("cpu")
+    own.scale(torch.ones(()))
+    _, optimizer = a_weight(1.0)
+    operator = SimpleNamespace(own=own, never_used=torch.amp.GradScaler("cpu"), other=3)
+    for _ in range(2):
+        precision.unscale(optimizer)
+        own.unscale_(optimizer)
+        precision.forget_unscaled(operator)
