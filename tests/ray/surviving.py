@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from examples.digits import Digits
 from torch import nn
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.keys import BATCH_SIZE
@@ -332,6 +332,22 @@ class ReadsByItsPasses(Classifier):
         data = _data()
         loader = DataLoader(data, config[BATCH_SIZE], sampler=CountsItsPasses(len(data)))
         self.register_data(train_loader=loader)
+
+
+class _Rows(IterableDataset):
+    def __iter__(self):
+        return iter(list(_data()))
+
+
+class StreamInItsOwnEpoch(Classifier):
+    """The default loop over a stream that does not say how long it is."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.register_data(train_loader=DataLoader(_Rows(), config[BATCH_SIZE]))
+
+    def train_epoch(self, iterator, info):
+        return super().train_epoch(iterator, info)
 
 
 class Averaged(Classifier):

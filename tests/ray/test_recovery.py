@@ -10,6 +10,7 @@ import time
 import pytest
 from tests.ray.surviving import (
     ROWS,
+    STEPS_IN_EPOCH,
     Classifier,
     CountsItsLosses,
     FreezesInTurn,
@@ -17,6 +18,7 @@ from tests.ray.surviving import (
     OwnEpoch,
     ReadsByItsPasses,
     SharpnessAware,
+    StreamInItsOwnEpoch,
     TwoPlayers,
     Windows,
     digest,
@@ -208,6 +210,31 @@ def test_a_spare_that_would_read_in_another_order_is_refused_as_it_joins():
         pytest.raises(DataOrderError, match="different first global batches"),
     ):
         trainer.train()
+
+
+@pytest.mark.slow
+def test_a_newcomer_ends_the_epoch_with_which_the_call_before_it_has_ended():
+    """Its end shows to the next call, which steps the schedulers: with the third epoch they
+    change."""
+    found = []
+    for dies in (False, True):
+        with trainer_of(
+            StreamInItsOwnEpoch, scheduler_step_freq="epoch", spare_workers=1
+        ) as trainer:
+            trainer.train(num_steps=3 * STEPS_IN_EPOCH)
+            until_complete(trainer, 3)
+            if dies:
+                os.kill(trainer.apply_all_workers(os.getpid)[1], signal.SIGKILL)
+                assert len(trainer.apply_all_workers(os.getpid)) == 2
+            trainer.train(num_steps=4)
+            rates = trainer.apply_all_operators(_learning_rate)
+            found.append((rates, digest(trainer)))
+    assert found[0] == found[1]
+    assert found[0][0] == pytest.approx([0.009] * 2)
+
+
+def _learning_rate(operator):
+    return operator.optimizer.param_groups[0]["lr"]
 
 
 @pytest.mark.slow

@@ -80,8 +80,8 @@ class OperatorState:
         weighed_by: the unit of the default loops' weights (samples or the user's own), by purpose,
             once a loss was computed. Set by `ShardResults.weight_of`; a worker that joins takes it
             over from its source.
-        ran_default_epoch: the default `train_epoch` ran in this pass, maybe called by the user's.
-            Set by that loop, reset by `LoopRun` at the end of an epoch.
+        ran_default_epoch: the default `train_epoch` ran in this epoch, maybe called by the user's.
+            Set by that loop and by `state_dict.apply`, reset by `LoopRun` at the end of an epoch.
         meters: the metrics of the whole call. Reset by `begin_call`; set back by `Rollback`.
         summary: the metrics that the default loop returned for this pass; None if it did not run.
             Reset by `LoopRun` before each pass.

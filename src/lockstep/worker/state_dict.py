@@ -81,6 +81,7 @@ def collect(
     state["precision"] = take(operator._lockstep.precision.state_dict())
     state["operator"] = _operators_own_state(operator, take)
     state["global_step"] = operator._lockstep.committed
+    state["ran_default_epoch"] = operator._lockstep.ran_default_epoch
     return state
 
 
@@ -292,6 +293,7 @@ def apply(operator: TrainingOperator, run: TrainingParts, state: Mapping[str, An
         _load_module(run.plain_criterion(), state["criterion"])
     operator._lockstep.precision.load_state_dict(state.get("precision") or {})
     operator._lockstep.committed = operator.global_step = int(state.get("global_step", 0))
+    operator._lockstep.ran_default_epoch = bool(state.get("ran_default_epoch"))
     if operator.global_step:
         for optimizer in run.optimizers:  # a scheduler's warning does not know of other processes
             vars(optimizer)[WAS_STEPPED_ATTR] = True

@@ -31,6 +31,11 @@ class ScheduledStream(Scheduled, Streaming):
     pass
 
 
+class CallsTheDefaultEpoch(ScheduledStream):
+    def train_epoch(self, iterator, info):
+        return super().train_epoch(iterator, info)
+
+
 def run(calls, operator=Regression, **arguments):
     with trainer(operator, **arguments) as one:
         results = [one.train() if steps is WHOLE else one.train(num_steps=steps) for steps in calls]
@@ -82,6 +87,17 @@ def test_metrics_have_the_numbers_of_the_runs_steps():
 def test_an_epoch_schedule_steps_once_an_epoch_however_calls_are_cut(operator, calls):
     *_, learning_rate, _ = run(calls, operator, scheduler_step_freq="epoch")
     assert learning_rate == 0.1 * 0.5**2
+
+
+@pytest.mark.parametrize("operator", [ScheduledStream, CallsTheDefaultEpoch])
+def test_an_epoch_that_shows_to_be_over_after_a_resume_steps_its_schedule(operator):
+    with trainer(operator, scheduler_step_freq="epoch") as one:
+        one.train(num_steps=STEPS_PER_EPOCH)
+        state = one.state_dict()
+    with trainer(operator, scheduler_step_freq="epoch") as another:
+        another.load_state_dict(state)
+        another.train(num_steps=1)
+        assert another.get_local_operator().optimizer.param_groups[0]["lr"] == 0.05
 
 
 def test_a_batch_schedule_steps_once_a_step():
