@@ -183,7 +183,7 @@ def lines_of(error: BaseException) -> list[Place]:
     places = [
         Place(frame.filename, frame.lineno or 0, frame.name, frame.line or "")
         for frame in reversed(traceback.extract_tb(error.__traceback__))
-        if not frame.filename.startswith(_HERE)
+        if not frame.filename.startswith((_HERE, "<frozen "))
     ]
     own = [p for p in places if "site-packages" not in p.file]
     return (own or places)[:6]

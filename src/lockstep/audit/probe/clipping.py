@@ -48,8 +48,9 @@ def _clip(
         return original(*args, **kwargs)
     held = given["parameters"]  # an iterator has one reader
     held = [held] if isinstance(held, torch.Tensor) else list(held)
-    call = functools.partial(_with_first, original, held, args, kwargs)
-    return clip(probe, held, given[limit], call)
+    # As the program called it, with the parameters as a list.
+    args, kwargs = ((held, *args[1:]), kwargs) if args else (args, kwargs | {"parameters": held})
+    return clip(probe, held, given[limit], functools.partial(original, *args, **kwargs))
 
 
 def _by_norm(probe: Probe, held: list[torch.Tensor], largest: Any, clip: Callable[[], Any]) -> Any:
@@ -58,15 +59,6 @@ def _by_norm(probe: Probe, held: list[torch.Tensor], largest: Any, clip: Callabl
     if not hasattr(norm, "full_tensor"):
         probe.harmlessly(_note_norm, probe, held, norm, largest)
     return norm
-
-
-def _with_first(
-    original: Callable[..., Any], held: list[torch.Tensor], args: Any, kwargs: Any
-) -> Any:
-    """Called as the program called it, with the parameters as a list."""
-    if args:
-        return original(held, *args[1:], **kwargs)
-    return original(**{**kwargs, "parameters": held})
 
 
 def _note_norm(probe: Probe, held: list[torch.Tensor], norm: Any, largest: Any) -> None:

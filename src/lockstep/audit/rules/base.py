@@ -86,10 +86,7 @@ def first_in(track: SharedTrack, look: Look) -> Finding | None:
 
 def first_of_each(tracks: Iterable[SharedTrack], look: Look) -> Iterator[Finding]:
     """The same for several optimizers."""
-    for track in tracks:
-        found = first_in(track, look)
-        if found is not None:
-            yield found
+    return filter(None, (first_in(track, look) for track in tracks))
 
 
 def numbers(values: dict[int, float]) -> str:

@@ -8,14 +8,19 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 if TYPE_CHECKING:
-    from lockstep.audit.facts import Backward, Step
+    from lockstep.audit.facts import Backward, Fingerprint, Step
 
 _KEPT: Final = 1e-3
 
 
+def left_by(step: Step, key: str) -> Fingerprint | None:
+    """An optimizer's gradients when the step's last backward returned."""
+    return step.backwards[-1].gradients.get(key) if step.backwards else None
+
+
 def uses_what_backward_left(step: Step, key: str) -> bool:
     """Nobody has divided some of them since; a norm that is clipped makes all alike smaller."""
-    left = step.backwards[-1].gradients.get(key) if step.backwards else None
+    left = left_by(step, key)
     if left is None or step.gradients is None:
         return False
     norms, used = np.nan_to_num(left.norms), np.nan_to_num(step.gradients.norms)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.rules.base import Code
@@ -10,6 +11,7 @@ from lockstep.audit.rules.base import Code
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from lockstep.audit.facts import Collective
     from lockstep.audit.finding import Finding
     from lockstep.audit.ledger import Ledger
     from lockstep.audit.world import World
@@ -37,7 +39,7 @@ class Liveness:
         lost = world.lost
         stuck = {r: led.stuck_in for r, led in world.ledgers.items() if led.stuck_in is not None}
         if stuck and world.size > 1:
-            yield _waiting(world, lost)
+            yield _waiting(world, stuck, lost)
         elif (left := _left_the_others(world)) is not None:
             yield left
         died = {r: led.facts.died for r, led in world.ledgers.items() if led.facts.died}
@@ -96,28 +98,16 @@ def _lost_a_peer(ledger: Ledger) -> bool:
     )
 
 
-def _waiting(world: World, lost: list[int]) -> Finding:
-    lines, where = [], []
-    waiting, elsewhere = [], list(lost)
+def _waiting(world: World, stuck: dict[int, Collective], lost: list[int]) -> Finding:
     calls = {r: led.calls_made for r, led in world.ledgers.items()}
     most = max(calls.values())
-    operations = {
-        led.stuck_in.op
-        for led in world.ledgers.values()
-        if led.stuck_in and calls[led.rank] == most
-    }
-    for rank, ledger in world.ledgers.items():
-        stuck = ledger.stuck_in
-        lines.append(f"rank {rank} {ledger.standing}")
-        if stuck is not None:
-            waiting.append(rank)
-            where.extend(stuck.where)
-        else:
-            elsewhere.append(rank)
-            where.extend(ledger.stack)
+    operations = {call.op for rank, call in stuck.items() if calls[rank] == most}
+    elsewhere = [*lost, *(rank for rank in world.ledgers if rank not in stuck)]
+    stood = [stuck[r].where if r in stuck else led.stack for r, led in world.ledgers.items()]
+    lines = [f"rank {rank} {ledger.standing}" for rank, ledger in world.ledgers.items()]
     lines += [f"rank {rank} left no record" for rank in lost]
     mixed = not elsewhere and (len(operations) > 1 or len(set(calls.values())) > 1)
-    missing = elsewhere or sorted(r for r, count in calls.items() if count < most) or waiting
+    missing = elsewhere or sorted(r for r, count in calls.items() if count < most) or list(stuck)
     what = (
         "the ranks are in different collectives"
         if mixed
@@ -128,6 +118,6 @@ def _waiting(world: World, lost: list[int]) -> Finding:
         "every rank has to make the same collective calls in the same order: look for a condition "
         "on the rank or on this rank's own data before the lines above",
         rank=missing,
-        evidence={"calls": calls, "waiting": waiting},
-        where=where,
+        evidence={"calls": calls, "waiting": list(stuck)},
+        where=list(itertools.chain(*stood)),
     )

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from lockstep.audit.rules.base import Code, at_step, first_of_each
+from lockstep.audit.rules.left_by_backward import left_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,7 +38,7 @@ class Norms:
 
 def _judge_step(track: SharedTrack, number: int) -> Finding | None:
     steps = track.steps(number)
-    left = {rank: _left_by_backward(step, track.key) for rank, step in steps.items()}
+    left = {rank: _squares(left_by(step, track.key)) for rank, step in steps.items()}
     smaller = [rank for rank, step in steps.items() if _was_made_smaller(step, left[rank])]
     by_torch = any(clip.is_clipped for step in steps.values() for clip in step.clips)
     for rank in [] if by_torch else smaller:
@@ -104,19 +106,15 @@ def _replicas_counted(
     )
 
 
-def _left_by_backward(step: Step, key: str) -> list[float]:
-    """The squared norms of all gradients when the step's last backward returned."""
-    last = step.backwards[-1].gradients.get(key) if step.backwards else None
-    return [] if last is None else _squares(last)
-
-
-def _squares(gradients: Fingerprint) -> list[float]:
-    return [float(norm) ** 2 if norm == norm else 0.0 for norm in gradients.norms]
+def _squares(gradients: Fingerprint | None) -> list[float]:
+    norms = [] if gradients is None else gradients.norms
+    return [float(norm) * float(norm) if norm == norm else 0.0 for norm in norms]
 
 
 def _was_made_smaller(step: Step, left: list[float]) -> bool:
-    used = step.gradients
-    return used is not None and sum(_squares(used)) < (1.0 - _CLOSE) * sum(left)
+    used, before = step.gradients, sum(left)
+    # What is infinite is close to any number.
+    return used is not None and sum(_squares(used)) < (1.0 - _CLOSE) * before < math.inf
 
 
 def _added_up(step: Step, squared: float) -> Collective | None:

@@ -41,12 +41,11 @@ def same_samples(world: World, loadings: dict[int, Loading]) -> Finding | None:
     """One iteration on each rank: did they train on the same samples?"""
     if not all(x.training for x in loadings.values()) or _is_cut(world, loadings):
         return None
-    found = (
-        _same_batches(loadings)
-        or _overlap(loadings)
-        or _same_rows_of_loaders(loadings)
-        or _batches_elsewhere(loadings)
-    )
+    found = _same_batches(loadings)
+    if found is None and not _take_turns(loadings):
+        found = (
+            _overlap(loadings) or _same_rows_of_loaders(loadings) or _batches_elsewhere(loadings)
+        )
     alone = world.size > 1 and {facts.accelerate for facts in world.facts} - {None} == {1}
     return found if found is None or not alone else _of_accelerate(world, found)
 
@@ -156,8 +155,6 @@ def _overlap(loadings: dict[int, Loading]) -> Finding | None:
     first = loadings[min(loadings)]
     if any(not x.indices for x in loadings.values()) or first.size is None:
         return None
-    if _take_turns(loadings):
-        return None
     readers: Counter[int] = Counter()
     for loading in loadings.values():
         readers.update(set(_samples(loading)))
@@ -219,8 +216,6 @@ def _is_dealt(loadings: dict[int, Loading], missed: int) -> bool:
 
 def _same_rows_of_loaders(loadings: dict[int, Loading]) -> Finding | None:
     """Datasets of each rank's own, in which the samples of others are found."""
-    if _take_turns(loadings):
-        return None
     first = loadings[min(loadings)]
     held = {rank: list(zip(*x.rows, strict=False)) for rank, x in loadings.items()}
     found = _same_rows(held, first.key, first.where)
@@ -284,8 +279,6 @@ def _alike(held: Mapping[int, Sequence[object]], least_shared: int) -> _Pair | N
 
 def _batches_elsewhere(loadings: dict[int, Loading]) -> Finding | None:
     """Whole batches that another rank trains on as well, at another time: parts that overlap."""
-    if _take_turns(loadings):
-        return None
     held = {rank: [x.batches[place] for place in x.used] for rank, x in loadings.items()}
     pair = _alike(held, _LEAST_BATCHES)
     if pair is None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from lockstep.audit.ledger import REDUCING, SCATTERING
 from lockstep.audit.rules.base import named
+from lockstep.audit.rules.left_by_backward import left_by
 from lockstep.audit.shared_track import names_of
 
 if TYPE_CHECKING:
@@ -113,8 +114,7 @@ def _went_flat(step: Step, size: int) -> bool:
 
 def _written_since_backward(track: SharedTrack, step: Step) -> bool:
     """Are this rank's gradients no multiple of what backward left, as after a sum that is flat?"""
-    last = step.backwards[-1].gradients.get(track.key) if step.backwards else None
-    used = step.gradients
+    last, used = left_by(step, track.key), step.gradients
     if last is None or used is None or step.clips or len(last.samples) != len(used.samples):
         return False
     there = np.isfinite(last.samples) & np.isfinite(used.samples)
@@ -299,12 +299,10 @@ def _in_another_order(track: SharedTrack) -> Reason | None:
 
 
 def _equal_after_backward(track: SharedTrack, number: int) -> bool:
-    prints = {}
-    for rank, step in track.steps(number).items():
-        last = next((b.gradients.get(track.key) for b in reversed(step.backwards)), None)
-        if last is None:
-            return False
-        prints[rank] = last
+    left = {rank: left_by(step, track.key) for rank, step in track.steps(number).items()}
+    prints = {rank: gradients for rank, gradients in left.items() if gradients is not None}
+    if len(prints) < len(left):
+        return False
     for shared in track.parameters:
         hashes = {int(p.hashes[shared.index[r]]) for r, p in prints.items() if r in shared.index}
         if len(hashes) > 1:

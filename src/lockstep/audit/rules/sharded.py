@@ -140,12 +140,8 @@ class Unheld:
     def judge(self, world: World) -> Iterable[Finding]:
         if world.sync_of_lockstep() or any(f.sends for f in world.facts):
             return
-        for track in world.tracks:
-            if len(track.ranks) < world.size or track in world.alone:
-                continue
-            found = _judge_unheld(track)
-            if found is not None:
-                yield found
+        held = (t for t in world.tracks if len(t.ranks) == world.size and t not in world.alone)
+        yield from filter(None, map(_judge_unheld, held))
 
 
 def _judge_unheld(track: SharedTrack) -> Finding | None:
