@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker that is one step behind the others counts what it had taken part in."""
+"""A worker that is behind the others, or has made the steps of a call as they have."""
 
 from dataclasses import replace
 
@@ -22,4 +22,22 @@ def test_it_counts_the_shards_that_it_carried_then():
     worker.operator._lockstep.context = replace(setting, shard_assignment=fewer)
     call.catch_up(replace(call.progress, steps=2))
     assert call.committed.samples == 20
+    worker.stop()
+
+
+def test_a_call_whose_steps_are_made_asks_no_peer_about_the_data(monkeypatch):
+    """A peer that has made them as well may have returned from the call, and would not answer."""
+    spec = WorkerSpec(DefaultLoop, {BATCH_SIZE: 10}, num_workers=1, seed=0)
+    worker = Worker(spec, 0, 0)
+    worker.start(None)
+    call = worker._begin(LoopRequest("train", 2, False, {}))
+    call.run()
+    cursor, asked = worker.cursors["train"], []
+    monkeypatch.setattr(type(cursor.source), "agree", lambda *given: asked.append(given))
+    cursor.forget_agreement()  # as in a new group
+    behind_its_last_step = replace(call.progress, is_over=False)
+    worker._begin(LoopRequest("train", 2, False, {}, interrupted_at=behind_its_last_step)).run()
+    assert (asked, cursor.step) == ([], 2)
+    worker._begin(LoopRequest("train", 1, False, {})).run()
+    assert (len(asked), cursor.step) == (1, 3)
     worker.stop()

@@ -35,7 +35,8 @@ _CHECKED_FIELDS: Final = {
     "first_batch": (
         "first global batches",
         "a sampler or stream that is seeded per process, depends on the rank, or lists files "
-        "in no fixed order",
+        "in no fixed order; or an order that depends on how often it was read, and a worker has "
+        "joined that has read it less often: derive it from the epoch, in set_epoch",
     ),
 }
 

@@ -81,7 +81,7 @@ class Precision:
 
         After a step that was interrupted. A scaler that remembers having unscaled its gradients
         would refuse to do so once more, or would take the next ones, scaled as they are, for
-        unscaled ones.
+        unscaled ones. Where the step counts nevertheless, it does not count for the scale's growth.
         """
         for scaler in (self._scaler, *vars(operator).values()):
             if isinstance(scaler, torch.amp.GradScaler):

@@ -179,7 +179,14 @@ class OperatorState:
 
     @property
     def counts_nothing(self) -> bool:
-        """Whether the current batch is another worker's, or was counted before."""
+        """Whether the current batch is another worker's, or was counted before.
+
+        Raises:
+            WeightError: the user's loop reads ahead, and which batch is the current one is unknown.
+        """
+        ahead = self.global_batch.read_ahead
+        if ahead is not None and ahead.may_be_borrowed:
+            raise ahead.unknown_rows_error()
         return self.global_batch.is_borrowed or self.is_uncounted
 
     @property

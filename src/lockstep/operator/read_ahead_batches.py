@@ -27,11 +27,11 @@ class _Unused(NamedTuple):
 
     Attributes:
         samples: those for which it counts.
-        counts_rows: they are the batch's rows.
+        rows: its leading length; None if its tensors differ in it.
     """
 
     samples: int
-    counts_rows: bool
+    rows: int | None
 
 
 class ReadAheadBatches:
@@ -66,13 +66,18 @@ class ReadAheadBatches:
         """Whether there are such batches, and every one is borrowed."""
         return bool(self._unused) and not any(each.samples for each in self._unused)
 
+    @property
+    def may_be_borrowed(self) -> bool:
+        """Whether the batch in hand may be a borrowed one, and may be this worker's own."""
+        return self.has_borrowed_batch and (self._has_guessed or not self.are_borrowed)
+
     def note_read(self, read: ShardBatch, rounds: int) -> None:
         """Note that the batch `read` was read, after `rounds` reductions of the run."""
         self._note_trained(rounds)
         rows: int | None = None
         with suppress(NotShardableError):
             rows = leading_length(read.batch)
-        self._unused.append(_Unused(read.num_samples, rows == read.num_samples))
+        self._unused.append(_Unused(read.num_samples, rows))
         self._is_repeated = self._latest is not None and self._latest.batch is read.batch
         self._latest = read
 
@@ -81,7 +86,7 @@ class ReadAheadBatches:
         self._note_trained(rounds)
         self._has_ended = True
         if not self._unused:
-            self._latest = None  # its memory is the user's
+            self._latest = None  # nothing will be made from it
 
     def _note_trained(self, rounds: int) -> None:
         if self._unused and (self._has_run or rounds > self._rounds):
@@ -105,7 +110,8 @@ class ReadAheadBatches:
         if self._latest is None or not self._unused:
             return delivered
         is_latest = self._latest.batch is batch and not self._is_repeated
-        if is_latest or self.has_equal_batches or all(each.counts_rows for each in self._unused):
+        are_alike = len(set(self._unused)) == 1
+        if is_latest or are_alike or all(each.rows == each.samples for each in self._unused):
             return self._latest
         raise self.unknown_weight_error()
 
@@ -130,8 +136,9 @@ class ReadAheadBatches:
                 fix="override train_batch instead of train_epoch",
             )
         if self._has_ended and not self.has_equal_batches:
-            used = next(each for each in self._unused if (each.samples > 0) == (weight > 0))
-            self._unused.remove(used)
+            # Of batches that count alike, any; a loss without tokens may weigh 0 in any batch.
+            alike = (each for each in self._unused if (each.samples > 0) == (weight > 0))
+            self._unused.remove(next(alike, self._unused[0]))
             self._has_guessed = True
         return weight
 
@@ -150,10 +157,12 @@ class ReadAheadBatches:
 
     def _unknown(self, what: str, fix: str) -> WeightError:
         samples = [each.samples for each in self._unused]
+        rows = [each.rows for each in self._unused]
+        of_rows = "" if rows == samples else f" and leading lengths {rows}"
         return WeightError(
             what,
             where=self._where(),
-            got=f"batches of {samples} samples, read and not yet trained on",
+            got=f"batches of {samples} samples{of_rows}, read and not yet trained on",
             cause=_CAUSE,
             fix=fix,
         )

@@ -89,7 +89,7 @@ class Cursor:
         self._agreed_in = group
 
     def forget_agreement(self) -> None:
-        """Let the next `agree` check again; every rank of the group does, or none."""
+        """Let the next `agree` check again; all ranks of a group forget together."""
         self._agreed_in = None
 
     def move_to(self, epoch: int, step: int) -> None:

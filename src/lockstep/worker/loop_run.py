@@ -215,16 +215,21 @@ class LoopRun:
         operator, cursor, committed = self._operator, self.cursor, self.committed
         purpose, num_steps = self.request.purpose, self.limit
         first_index, group = committed.steps - self._pass_began, self._state.context.group
-        # First: where the epoch ends may be what the ranks agree on.
-        cursor.agree(group)
+        left = None if num_steps is None else num_steps - committed.steps
+        # A peer that has made as many steps as this rank may have returned from the call already,
+        # and would not answer.
+        agrees = left is None or left > 0
+        if agrees:
+            # First: where the epoch ends may be what the ranks agree on.
+            cursor.agree(group)
         # A pass that was interrupted behind its last step comes to its own end.
         if not first_index and cursor.step and cursor.ends_before(cursor.step):
             self._end_epoch()
-            cursor.agree(group)
+            if agrees:
+                cursor.agree(group)
         self._state.summary = None
         if self._rollback is not None:
             self._rollback.begin_pass(cursor)
-        left = None if num_steps is None else num_steps - committed.steps
         batches = BatchIterator(
             operator,
             cursor,
@@ -271,7 +276,8 @@ class LoopRun:
             or not operator._lockstep_overrides(TrainingOperator.train_epoch)
         ):
             step_schedulers(registered_parts(operator).schedulers)
-        self._state.ran_default_epoch = False
+        if training:
+            self._state.ran_default_epoch = False
         self.cursor.finish_epoch()
 
     def report(self) -> Report:

@@ -307,6 +307,7 @@ def _replay_call(
     worker.loop_run = run  # what the watchdog reads
     if committed < end:
         run.run()
+    # The run may have had no step to make, or have come to the end of an epoch.
     cursor.agree(worker.operator._lockstep.context.group)
     if cursor.ends_before(cursor.step):
         run._end_epoch()

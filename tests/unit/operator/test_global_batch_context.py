@@ -165,6 +165,37 @@ def test_batches_read_ahead_whose_rows_are_no_samples_are_exact_or_refused():
         context.shards_in(ROWS)
 
 
+def test_batches_read_ahead_of_as_many_samples_and_other_lengths_are_refused():
+    """Two samples each, of three time steps and of one: `ROWS` may be cut from either."""
+    context, _ = reading_ahead(ShardBatch(ROWS, 2, seed=1), ShardBatch(ROWS[:1], 2, seed=2))
+    with pytest.raises(WeightError, match=r"\[2, 2\] samples and leading lengths \[3, 1\]"):
+        context.shards_in(ROWS)
+
+
+def test_a_loss_that_weighs_nothing_may_be_of_any_batch():
+    """All were read before the first backward, and each holds rows of this worker's own."""
+    _, ahead = reading_ahead(ShardBatch(ROWS, 3, seed=1), ShardBatch(ROWS[:1], 1, seed=2))
+    ahead.note_end(rounds=0)
+    assert ahead.resolve_weight(0) == 0
+    assert ahead.resolve_weight(1) == 1
+
+
+@pytest.mark.parametrize("weights", [[], [3]])
+def test_whether_the_batch_in_hand_counts_is_unknown_before_and_after_a_guess(weights):
+    """Of two batches that were read, the second is borrowed."""
+    _, ahead = reading_ahead(ShardBatch(ROWS, 3, seed=1), ShardBatch(ROWS[:1], 0, seed=2))
+    ahead.note_end(rounds=0)
+    for weight in weights:
+        assert ahead.resolve_weight(weight) == weight
+    assert ahead.may_be_borrowed
+
+
+def test_a_borrowed_batch_that_was_read_alone_is_known_to_be_one():
+    _, ahead = reading_ahead(ShardBatch(ROWS[:1], 0, seed=2))
+    assert ahead.are_borrowed
+    assert not ahead.may_be_borrowed
+
+
 def test_a_borrowed_batch_that_is_trained_on_after_the_end_counts_nothing():
     context, ahead = reading_ahead(ShardBatch(ROWS, 0, seed=1))
     ahead.note_end(rounds=0)

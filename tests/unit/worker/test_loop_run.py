@@ -93,6 +93,7 @@ def test_an_epoch_schedule_steps_once_an_epoch_however_calls_are_cut(operator, c
 def test_an_epoch_that_shows_to_be_over_after_a_resume_steps_its_schedule(operator):
     with trainer(operator, scheduler_step_freq="epoch") as one:
         one.train(num_steps=STEPS_PER_EPOCH)
+        one.validate()  # it ends an epoch of its own data
         state = one.state_dict()
     with trainer(operator, scheduler_step_freq="epoch") as another:
         another.load_state_dict(state)
