@@ -10,11 +10,26 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import TorchTrainer, TrainingOperator
+from lockstep.errors import NotAvailableError
 from lockstep.keys import BATCH_SIZE
+
+
+class Langevin(torch.optim.SGD):
+    """Each step adds noise, as of stochastic gradient Langevin dynamics."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=1e-2)
+        return loss
+
 
 OPTIMIZERS = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "langevin": lambda parameters: Langevin(parameters, lr=0.1),
 }
 
 
@@ -71,6 +86,55 @@ def test_every_number_of_workers(optimizer, arguments):
 def test_without_it_the_bits_differ():
     """Otherwise the tests above would say nothing."""
     assert weights(1, "adam") != weights(3, "adam")
+
+
+class DrawsAfterItsStep(Classifier):
+    """As the second network of a GAN does for its own samples."""
+
+    def train_batch(self, batch, batch_info):
+        features, classes = batch
+        self.optimizer.zero_grad()
+        loss = self.criterion(self.model(features), classes)
+        loss.backward()
+        self.optimizer.step()
+        self.drawn = torch.rand(()).item()
+        return {"train_loss": loss.item()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["replicate", "ddp"])
+@pytest.mark.parametrize("operator_cls", [Classifier, DrawsAfterItsStep])
+def test_what_a_step_draws_is_the_same_on_each_worker_and_only_that(operator_cls, sync):
+    with TorchTrainer(
+        training_operator_cls=operator_cls,
+        num_workers=2,
+        sync=sync,
+        config={BATCH_SIZE: 16, "optimizer": "langevin"},
+    ) as trainer:
+        trainer.train(num_steps=3)
+        found = trainer.apply_all_operators(
+            lambda operator: (
+                [p.detach().numpy().tobytes() for p in operator.model.parameters()],
+                getattr(operator, "drawn", None),
+            )
+        )
+    (one, drawn_by_one), (other, drawn_by_other) = found
+    assert one == other
+    assert drawn_by_one is None or drawn_by_one != drawn_by_other
+
+
+@pytest.mark.slow
+def test_shards_are_stepped_by_no_optimizer_that_draws():
+    with (
+        TorchTrainer(
+            training_operator_cls=Classifier,
+            num_workers=2,
+            sync="fsdp",
+            config={BATCH_SIZE: 16, "optimizer": "langevin"},
+        ) as trainer,
+        pytest.raises(NotAvailableError, match="draws random numbers"),
+    ):
+        trainer.train(num_steps=1)
 
 
 @pytest.mark.slow

@@ -6,14 +6,19 @@ the registered one, as SAM's `second_step` does. So a global hook of torch's, as
 at each optimizer that is about to step. The hooks themselves it puts on the optimizer: there they
 come behind the guard's and behind the user's own, and do not see a step that one of these refuses.
 
-A wrapper's `step` may call the step of the optimizer within it (Lookahead): that is one step. A
-step that a GradScaler leaves out calls no hook.
+A wrapper's `step` may call the step of the optimizer within it (Lookahead), and a subclass's that
+of its base, where torch calls the hooks once more: that is one step. A step that a GradScaler
+leaves out calls no hook.
+
+A step may draw random numbers (Langevin noise, stochastic rounding). They go into weights that
+ranks share, and the generators of each rank stand where its own samples have left them. So a step
+has a seed of its own, the same on every rank.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -21,9 +26,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.compiler_disable import disable_dynamo
+from lockstep.errors import NotAvailableError
 from lockstep.operator.custom_loop_refusals import refuse_own_step, requested_loop_options
 from lockstep.operator.loop_protocols import Operator
-from lockstep.randomness import derive_seed, preserve_rng_state
+from lockstep.operator.non_finite_check import is_given_closure
+from lockstep.randomness import RandomState, derive_seed, preserve_rng_state, seed_all
 from lockstep.sync.optimizer_inspection import optimizer_parameters, share_parameters
 
 if TYPE_CHECKING:
@@ -50,6 +57,12 @@ class OptimizerStepHooks:
         self._after: list[StepListener] = []
         self._hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
+        self._is_in_shards = self._state.context.options.sync == "fsdp"
+        # The default loop seeds each shard anew. A loop of the user's own goes on to draw, for its
+        # own samples, after the step.
+        self._restores_generators = operator._lockstep_overrides_loop()
+        self._generators: RandomState | None = None
+        self._seeded: torch.Tensor | None = None
         for optimizer in run.optimizers:
             self._hook(optimizer)
         # Weakly: the process keeps a global hook, also of a trainer that nobody has shut down.
@@ -91,27 +104,54 @@ class OptimizerStepHooks:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if self._is_within_another(optimizer):
+        running = self._state.global_batch.running_steps
+        if _is_within(running, optimizer):
+            running.append(optimizer)
             return
         for listener in self._before:
             listener(optimizer, args, kwargs)
-        self._state.global_batch.running_steps.append(optimizer)
+        running.append(optimizer)
+        # A closure computes losses, and draws for the samples of its rank.
+        if not is_given_closure(args, kwargs):
+            self._seed_step()
+
+    def _seed_step(self) -> None:
+        number = len(self._state.global_batch.stepped_optimizers)
+        run_seed = self._state.context.shard_assignment.seed
+        self._generators = RandomState.capture() if self._restores_generators else None
+        seed_all(derive_seed(run_seed, "step", self._state.committed, number))
+        self._seeded = torch.get_rng_state() if self._is_in_shards else None
+
+    def _end_seeded_step(self) -> None:
+        generators, self._generators = self._generators, None
+        seeded, self._seeded = self._seeded, None
+        has_drawn = seeded is not None and not torch.equal(torch.get_rng_state(), seeded)
+        if generators is not None:
+            generators.restore()
+        if has_drawn and not self._state.context.group.is_alone:
+            raise NotAvailableError(
+                "an optimizer that draws random numbers cannot step shards",
+                where=self._state.context.group.place,
+                cause="each rank steps its own rows, and would draw the same numbers for them",
+                fix='sync="replicate" or sync="ddp"',
+            )
 
     def _after_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if self._is_within_another(optimizer):
-            return
         running = self._state.global_batch.running_steps
         if optimizer in running:  # unless its closure has read the next batch
             running.remove(optimizer)
+        if _is_within(running, optimizer):
+            return
+        self._end_seeded_step()
         for listener in self._after:
             listener(optimizer, args, kwargs)
 
-    def _is_within_another(self, optimizer: Optimizer) -> bool:
-        """Whether a step is a part of the step of another optimizer of its parameters."""
-        running = self._state.global_batch.running_steps
-        return any(each is not optimizer and share_parameters(each, optimizer) for each in running)
+
+def _is_within(running: Sequence[Optimizer], optimizer: Optimizer) -> bool:
+    """Whether a step is a part of a running step of the same parameters, also of its own object."""
+    return any(each is optimizer or share_parameters(each, optimizer) for each in running)
 
 
 def add_step_listeners(operator: Operator, hooks: OptimizerStepHooks) -> None:
