@@ -7,7 +7,7 @@ import threading
 from types import FunctionType
 
 from lockstep.audit.options import Options
-from lockstep.audit.probe.frames import users_lines
+from lockstep.audit.probe.frames import outwards, users_lines
 from lockstep.audit.rank import DUMP, Rank
 
 
@@ -32,7 +32,7 @@ def test_a_file_that_got_the_number_of_the_pipe_is_not_read(tmp_path):
 
 
 def _looks():
-    return users_lines(sys._getframe())
+    return users_lines(outwards(sys._getframe()))
 
 
 def test_a_frame_between_two_lines_stands_where_its_function_begins():

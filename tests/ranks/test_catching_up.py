@@ -27,7 +27,7 @@ def test_it_counts_the_shards_that_it_carried_then():
 
 def test_a_call_whose_steps_are_made_asks_no_peer_about_the_data(monkeypatch):
     """A peer that has made them as well may have returned from the call, and would not answer."""
-    spec = WorkerSpec(DefaultLoop, {BATCH_SIZE: 10}, num_workers=1, seed=0)
+    spec = WorkerSpec(DefaultLoop, {BATCH_SIZE: 10}, num_workers=1, num_shards=1, seed=0)
     worker = Worker(spec, 0, 0)
     worker.start(None)
     call = worker._begin(LoopRequest("train", 2, False, {}))

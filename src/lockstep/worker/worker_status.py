@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import linecache
 import os
-import sys
 import traceback
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from lockstep.phases import Phase, phase_of
+from lockstep.thread_frames import frames_of_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
     from types import FrameType
 
     from lockstep.worker.report import LoopCounts
@@ -83,23 +83,18 @@ def status_of_thread(
     thread_id: int, steps: int, counted: LoopCounts | None, *, is_warm: bool
 ) -> WorkerStatus:
     """The status of the thread `thread_id` of this process, with the given counts."""
-    frame = sys._current_frames().get(thread_id)
-    if frame is None:
+    frames = frames_of_thread(thread_id)
+    if not frames:
         return WorkerStatus(steps, is_warm, Phase.NO_THREAD, "", "", counted)
-    phase = Phase.WAITING if _is_in_torch_distributed(frame) else phase_of(thread_id)
-    stack = "".join(traceback.format_stack(frame))
-    return WorkerStatus(steps, is_warm, phase, _users_line(frame), stack, counted)
+    phase = Phase.WAITING if _is_in_torch_distributed(frames) else phase_of(thread_id)
+    outermost_first = ((frame, frame.f_lineno) for frame in reversed(frames))
+    stack = "".join(traceback.StackSummary.extract(outermost_first).format())
+    return WorkerStatus(steps, is_warm, phase, _users_line(frames), stack, counted)
 
 
-def _iter_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _is_in_torch_distributed(frame: FrameType) -> bool:
+def _is_in_torch_distributed(frames: Sequence[FrameType]) -> bool:
     """Whether the user's code waits in torch's own collective, which enters no phase."""
-    for each in _iter_frames(frame):
+    for each in frames:
         package, _, rest = each.f_globals.get("__name__", "").partition(".")
         if package == "lockstep":
             return False
@@ -108,8 +103,8 @@ def _is_in_torch_distributed(frame: FrameType) -> bool:
     return False
 
 
-def _users_line(frame: FrameType) -> str:
-    for each in _iter_frames(frame):
+def _users_line(frames: Sequence[FrameType]) -> str:
+    for each in frames:
         file = each.f_code.co_filename
         if file.startswith(_LOCKSTEP_FOLDER) or any(part in file for part in _LIBRARIES):
             continue

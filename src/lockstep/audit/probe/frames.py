@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.audit.finding import Place
+from lockstep.thread_frames import frames_of_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from types import FrameType
 
 _OURS: Final = str(Path(__file__).resolve().parents[2])
@@ -83,7 +84,7 @@ def looks_at_its_locals(frame: FrameType) -> bool:
 def lines_through_a_library() -> list[Place]:
     """The user's lines, and behind them the library's that they led to, if one did."""
     inner = next(iter(users_frames(1)), None)
-    lines = users_lines(inner)
+    lines = users_lines(outwards(inner))
     if inner is not None and _distance(inner.f_code.co_filename) == 1 and lines:
         code = inner.f_code
         place = Place(code.co_filename, inner.f_lineno or 0, code.co_name, "")
@@ -91,14 +92,14 @@ def lines_through_a_library() -> list[Place]:
     return lines
 
 
-def users_lines(frame: FrameType | None = None) -> list[Place]:
+def users_lines(frames: Iterable[FrameType] | None = None) -> list[Place]:
     """The innermost lines of the user's own files; of a library's if there are none.
 
     Costs a quarter of a microsecond a frame; the text is read later, by `with_text`.
     """
     own: list[Place] = []
     library: list[Place] = []
-    for walked in outwards(frame or sys._getframe(1)):
+    for walked in outwards(sys._getframe(1)) if frames is None else frames:
         code = walked.f_code
         distance = _distance(code.co_filename)
         if distance < 2:
@@ -117,6 +118,4 @@ def users_lines(frame: FrameType | None = None) -> list[Place]:
 
 def stack_of_main_thread() -> list[Place]:
     """Where the program stands, seen from another thread."""
-    main = threading.main_thread().ident
-    frame = sys._current_frames().get(main) if main is not None else None
-    return [] if frame is None else users_lines(frame)
+    return users_lines(frames_of_thread(threading.main_thread().ident))

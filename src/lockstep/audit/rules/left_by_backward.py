@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 if TYPE_CHECKING:
-    from lockstep.audit.facts import Backward, Fingerprint, Step
+    from lockstep.audit.facts import Backward, Step
+    from lockstep.audit.prints import Fingerprint
 
 _KEPT: Final = 1e-3
 

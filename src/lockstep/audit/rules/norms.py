@@ -107,8 +107,8 @@ def _replicas_counted(
 
 
 def _squares(gradients: Fingerprint | None) -> list[float]:
-    norms = [] if gradients is None else gradients.norms
-    return [float(norm) * float(norm) if norm == norm else 0.0 for norm in norms]
+    norms = () if gradients is None else map(float, gradients.norms)
+    return [norm * norm if norm == norm else 0.0 for norm in norms]
 
 
 def _was_made_smaller(step: Step, left: list[float]) -> bool:
