@@ -337,7 +337,7 @@ class TorchTrainer:
             ConfigurationError: `predict_batch` returned something without one row per sample.
             Whatever the model raises; the run is as it was.
         """
-        return order_predictions(self._workers.call(predict.with_args(loader)))
+        return order_predictions(self._workers.call(predict.with_args(loader)), loader)
 
     def update_scheduler(self, metric: float) -> None:
         """Step every registered scheduler, giving `metric` to those that take one."""

@@ -74,6 +74,16 @@ class ReadyBatches(torch.utils.data.Dataset):
         return (FEATURES[index * 5 : index * 5 + 5],)
 
 
+class ReadsLists(torch.utils.data.Dataset):
+    """Is asked for a list of samples at once."""
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, indices):
+        return (FEATURES[torch.as_tensor(indices)],)
+
+
 class NumpyOrder(Sampler):
     def __iter__(self):
         return iter(np.random.permutation(SAMPLES))
@@ -97,6 +107,10 @@ LOADERS = {
     "tensors as indices": DataLoader(DATA, batch_size=4, sampler=order()),
     "loader workers": DataLoader(DATA, batch_size=4, shuffle=True, num_workers=1),
     "ready batches": DataLoader(ReadyBatches(), batch_size=None, shuffle=True),
+    "lists of samples": DataLoader(
+        ReadsLists(), batch_size=None, sampler=BatchSampler(RandomSampler(DATA), 2, False)
+    ),
+    "tensors of samples": DataLoader(ReadsLists(), batch_size=None, sampler=order().split(5)),
     "stream": DataLoader(Stream(), batch_size=4),
     "a list": [(part,) for part in FEATURES.split(7)],
     "tensors": list(FEATURES.split(7)),
@@ -115,6 +129,10 @@ def test_a_selection_keeps_the_order_of_its_sampler(trainer):
     assert torch.equal(torch.stack(trainer.predict(chosen)), 2 * FEATURES[[7, 3, 3, 20, 1]])
     some = trainer.predict(DataLoader(DATA, 2, sampler=SubsetRandomSampler([4, 9, 14])))
     assert sorted(row[0].item() for row in some) == [24.0, 54.0, 84.0]
+    first = [2, 0, 1]  # each index of a part of the dataset, once
+    by_lists = DataLoader(ReadsLists(), batch_size=None, sampler=BatchSampler(first, 2, False))
+    for part in (DataLoader(DATA, batch_size=2, sampler=first), by_lists):
+        assert torch.equal(torch.stack(trainer.predict(part)), 2 * FEATURES[first])
     drawn = DataLoader(DATA, 2, sampler=WeightedRandomSampler(torch.ones(SAMPLES), 30))
     assert len(trainer.predict(drawn)) == 30
     assert trainer.predict(DataLoader(TensorDataset(FEATURES[:0]), 4)) == []
