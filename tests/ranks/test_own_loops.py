@@ -6,6 +6,9 @@ Workers are threads over real gloo, and read loaders of their own (``add_dist_sa
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
@@ -138,3 +141,61 @@ def test_a_worker_that_has_run_out_takes_part_where_nothing_counts_its_batch_twi
     assert (first.metrics["rows"], second.metrics["rows"]) == (pytest.approx(3.2), 4)
     for done, features in zip((first, second), FEATURES, strict=True):
         assert done.metrics["val_loss"] == pytest.approx(features.mean().item(), rel=1e-12)
+
+
+LENGTHS = [[3, 1, 4], [5, 2, 6]]
+"""Of each rank's sequences, in batches of two and one."""
+SEQUENCES = [
+    [(rows(length, 4, seed=50 + length), rows(1, 1, seed=60 + length)[0]) for length in lengths]
+    for lengths in LENGTHS
+]
+
+
+def time_first(items):
+    return pad_sequence([steps for steps, _ in items]), torch.stack([wanted for _, wanted in items])
+
+
+class SumsTimeSteps(TrainingOperator):
+    """Zeros behind a sequence change nothing, so that a batch may be as long as it likes."""
+
+    trained = None
+
+    def setup(self, config):
+        model = reset(nn.Linear(4, 1, bias=False), 7)
+        self.model, self.optimizer = self.register(models=model, optimizers=sgd(model))
+        loader = DataLoader(SEQUENCES[self.world_rank], PER_BATCH, collate_fn=time_first)
+        self.register_data(train_loader=loader)
+
+    def compute_loss(self, batch, batch_info):
+        steps, wanted = batch
+        return F.mse_loss(self.model(steps).sum(0), wanted)
+
+    def after_step(self):
+        self.trained[self.world_rank] = self.model.weight.detach().clone()
+
+
+class SumsTimeStepsInALoop(SumsTimeSteps):
+    def train_epoch(self, iterator, info):
+        for batch in iterator:
+            self.optimizer.zero_grad()
+            self.backward(self.compute_loss(batch, {}))
+            self.optimizer.step()
+        self.after_step()
+        return {}
+
+
+@pytest.mark.parametrize("operator_cls", [SumsTimeSteps, SumsTimeStepsInALoop])
+def test_batches_with_time_steps_first_count_for_their_samples(operator_cls, monkeypatch):
+    monkeypatch.setattr(operator_cls, "trained", {})
+    reports = on_workers(operator_cls, "train")
+    assert [(report.samples, report.steps) for report in reports] == [(3, 2)] * 2
+    model = reset(nn.Linear(4, 1, bias=False), 7)
+    optimizer = sgd(model)
+    for taken in (slice(0, 2), slice(2, 3)):
+        steps, wanted = time_first([item for items in SEQUENCES for item in items[taken]])
+        optimizer.zero_grad()
+        F.mse_loss(model(steps).sum(0), wanted).backward()
+        optimizer.step()
+    for weight in operator_cls.trained.values():
+        assert (weight - model.weight).abs().max() < 1e-12
+    assert set(operator_cls.trained) == {0, 1}

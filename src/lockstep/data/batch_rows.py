@@ -22,6 +22,7 @@ from lockstep.tensor_tree import (
     children_of,
     is_rows,
     keystr,
+    leaves_of,
     rebuild_container,
     tree_map_with_path,
 )
@@ -57,6 +58,34 @@ def _first_length(batch: Any) -> int | None:
         return len(batch) if is_rows(batch) else None
     lengths = (_first_length(child) for _, child in children)
     return next((length for length in lengths if length is not None), None)
+
+
+def count_samples(batch: Any, num_asked: int) -> int:
+    """Number of samples: the rows, mostly; where time steps come first, the second dimension.
+
+    Torch's recurrent layers take ``(T, N, ...)``, and T, the longest sequence of the batch, is not
+    what a mean over N samples counts for. Shapes alone do not tell ``(T, N, F)`` with N targets
+    from ``(N, T, F)`` with T points of time. It is told by the samples for which the dataset was
+    asked: all tensors but the first have so many rows, and the first so many columns.
+
+    Args:
+        num_asked: the samples for which the dataset was asked. One shows little: a dimension of
+            one is common.
+
+    Raises:
+        NotShardableError: nothing in the batch has a length.
+    """
+    rows = leading_length(batch)
+    if rows == num_asked:
+        return rows
+    tensors = [
+        leaf
+        for leaf in leaves_of(batch)
+        if isinstance(leaf, (torch.Tensor, np.ndarray)) and leaf.ndim
+    ]
+    if len(tensors) < 2 or tuple(tensors[0].shape[:2]) != (rows, num_asked):
+        return rows
+    return num_asked if all(len(each) == num_asked for each in tensors[1:]) else rows
 
 
 def concatenate(batches: Sequence[Any]) -> Any:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from lockstep.data.batch_rows import concatenate, leading_length
+from lockstep.data.batch_rows import concatenate, count_samples, leading_length
 from lockstep.data.collated_rows import CollatedRows
 from lockstep.data.data_order_check import check_same_plan, plan_fingerprint
 from lockstep.data.global_batches import GlobalBatch, global_batches_of
@@ -278,6 +278,12 @@ class ShardedLoader:
             return LoadedPart(batch, 0, tuple(own), indices)
         counted = kind.count(items)
         if counted is None:
-            return LoadedPart(batch, leading_length(batch), shards, indices)
+            return LoadedPart(batch, _count_rows(batch, indices), shards, indices)
         miscount = None if self._copy is None else self._rows.weight_error(batch, counted)
         return LoadedPart(batch, counted, shards, indices, miscount)
+
+
+def _count_rows(batch: Any, indices: Sequence[Any]) -> int:
+    # A sampler of lists asks the dataset for so many samples at once. One shows nothing.
+    asks_for_list = len(indices) == 1 and isinstance(indices[0], list) and len(indices[0]) > 1
+    return count_samples(batch, len(indices[0])) if asks_for_list else leading_length(batch)

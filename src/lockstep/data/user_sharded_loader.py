@@ -10,10 +10,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from lockstep.data.batch_rows import leading_length
-from lockstep.data.global_batches import announce_epoch, check_reiterable, length_or_none
+from lockstep.data.batch_rows import count_samples, leading_length
+from lockstep.data.global_batches import (
+    announce_epoch,
+    check_reiterable,
+    is_exactly,
+    length_or_none,
+)
 from lockstep.data.isolated_randomness import IsolatedRandomness, find_generators
 from lockstep.data.sharded_loader import LoadedPart, Step
 from lockstep.errors import DataOrderError, NotShardableError
@@ -58,6 +63,7 @@ class UserShardedLoader:
         self._borrows = borrows
         self._loader = loader
         self._agreed_steps: int | None = None
+        self._has_time_first = False
         self._shards = tuple(assignment.shards)
         self._holders = [loader]
         if isinstance(loader, DataLoader):
@@ -124,15 +130,26 @@ class UserShardedLoader:
         last: Any = None
         step = 0
         for batch in self._read(epoch):
+            num_samples = self._count(batch, step)
             last = (batch,) if self._borrows else None
             if step >= start_step:
-                yield Step(step, [LoadedPart(batch, leading_length(batch), self._shards)], None)
+                yield Step(step, [LoadedPart(batch, num_samples, self._shards)], None)
             step += 1
         for index in range(max(step, start_step), num_steps or 0):
             yield Step(index, [LoadedPart(last[0], 0, self._shards)] if last else [], None)
 
     def close(self) -> None:
         """Do nothing: the loader and its worker processes are the user's."""
+
+    def _count(self, batch: Any, step: int) -> int:
+        """The samples of `batch`; called for each batch of an epoch, in order."""
+        rows, num_asked = leading_length(batch), _num_asked(self._loader, step)
+        # A dimension of one is common. It shows nothing, unless earlier batches have shown it.
+        if num_asked is None or (num_asked < 2 and not self._has_time_first):
+            return rows
+        counted = count_samples(batch, num_asked)
+        self._has_time_first |= counted != rows
+        return counted
 
     def _read(self, epoch: int) -> Iterator[Any]:
         holders = (self._loader, *self._holders)
@@ -145,3 +162,16 @@ class UserShardedLoader:
         iterator = isolation.open(self._loader)
         while drawn := isolation.draw(iterator, 1):
             yield drawn[0]
+
+
+def _num_asked(loader: Any, step: int) -> int | None:
+    """The samples of which the loader makes a batch; None where it does not say so certainly."""
+    if not isinstance(loader, DataLoader):
+        return None
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    # Each process of a loader reads its own part of a stream, and ends with a short batch.
+    if not is_exactly(sampler, BatchSampler) or (is_stream and loader.num_workers):
+        return None
+    length = length_or_none(loader.dataset if is_stream else sampler.sampler)
+    return None if length is None else min(sampler.batch_size, length - step * sampler.batch_size)

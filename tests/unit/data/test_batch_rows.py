@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from lockstep.content_digest import content_digest
-from lockstep.data.batch_rows import concatenate, leading_length, slice_rows
+from lockstep.data.batch_rows import concatenate, count_samples, leading_length, slice_rows
 from lockstep.errors import NotShardableError
 
 Pair = namedtuple("Pair", "x y")
@@ -60,6 +60,26 @@ def test_length_is_that_of_the_first_tensor_array_or_sequence() -> None:
     assert leading_length(Record(torch.ones(6), [])) == 6
     with pytest.raises(NotShardableError, match="number of samples"):
         leading_length(3)
+
+
+def test_a_batch_of_time_steps_first_has_as_many_samples_as_were_asked_for() -> None:
+    steps, targets = torch.ones(5, 3, 2), torch.ones(3)
+    assert count_samples((steps, targets), 3) == 3
+    assert count_samples({"x": steps.numpy(), "n": [1, 2, 3], "y": targets, "scale": 2.0}, 3) == 3
+    assert count_samples((torch.ones(5, 3), targets, torch.ones(3, 5)), 3) == 3
+    # Nothing else shows that a row is no sample.
+    for alike in (
+        (steps, targets, torch.ones(5)),  # a target for each row
+        (steps, torch.ones(5, 3)),
+        (steps,),
+        (torch.ones(5, 4, 3), targets),
+        (torch.ones(5), targets),
+        (targets, steps),  # three rows in any case
+    ):
+        assert count_samples(alike, 3) == leading_length(alike)
+    # Rows are samples, beside what belongs to no sample: points of time, weights of classes.
+    assert count_samples((torch.ones(5, 3, 2), targets), 5) == 5
+    assert count_samples((torch.ones(5, 3), targets), 5) == 5
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import itertools
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from lockstep.data import BatchParts, ShardAssignment, ShardedLoader, split_batch_size
 from lockstep.errors import ConfigurationError
@@ -190,3 +191,20 @@ def test_every_worker_knows_of_a_step_in_which_shards_are_empty() -> None:
     workers = share_out(lambda: DataLoader(range(10), batch_size=2), 4, 3)
     for steps in workers:
         assert [step.has_empty_shards for step in steps] == [False, True]
+
+
+class ReadsSequences(Dataset):
+    """Is asked for a list of sequences at once, and gives their time steps first."""
+
+    def __getitem__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        sequences = [torch.ones(3 + index, 2) for index in indices]
+        return pad_sequence(sequences), torch.tensor(indices)
+
+
+def test_a_batch_of_time_steps_first_counts_for_the_samples_that_were_asked_for() -> None:
+    def make() -> DataLoader:
+        lists = BatchSampler(range(6), 2, drop_last=False)
+        return DataLoader(ReadsSequences(), batch_size=None, sampler=lists)
+
+    workers = share_out(make, 2, 2)
+    assert [[p.num_samples for s in steps for p in s.parts] for steps in workers] == [[2, 2], [2]]

@@ -3,7 +3,8 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from lockstep.data import ShardAssignment, UserShardedLoader
 from lockstep.errors import NotShardableError, WrongTypeError
@@ -84,3 +85,55 @@ def test_what_cannot_start_again_is_refused() -> None:
         UserShardedLoader(iter([1]), SECOND)
     with pytest.raises(WrongTypeError, match="not a loader"):
         UserShardedLoader(3, SECOND)
+
+
+LENGTHS = [4, 7, 2, 5, 3]
+
+
+def _time_first(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    return pad_sequence([torch.ones(length, 2) for length in lengths]), torch.tensor(lengths)
+
+
+class _ReadsLists(Dataset):
+    def __getitem__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        return _time_first([LENGTHS[index] for index in indices])
+
+
+class _Stream(IterableDataset):
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __iter__(self) -> object:
+        return iter(LENGTHS)
+
+
+def _counts(loader: object) -> list[int]:
+    steps = UserShardedLoader(loader, SECOND).batches(0)
+    return [part.num_samples for step in steps for part in step.parts]
+
+
+def test_batches_with_time_steps_first_have_as_many_samples_as_the_loader_asked_for() -> None:
+    lists = BatchSampler(range(5), 2, drop_last=False)
+    assert _counts(DataLoader(LENGTHS, 2, collate_fn=_time_first)) == [2, 2, 1]
+    assert _counts(DataLoader(LENGTHS, batch_sampler=lists, collate_fn=_time_first)) == [2, 2, 1]
+    assert _counts(DataLoader(_ReadsLists(), batch_size=None, sampler=lists)) == [2, 2, 1]
+    assert _counts(DataLoader(_Stream(), 2, collate_fn=_time_first)) == [2, 2, 1]
+    loader = DataLoader(LENGTHS, 2, collate_fn=_time_first)
+    assert [step[2] for step in _steps(loader, 0, 2)] == [1]
+
+
+def test_rows_are_the_samples_where_nothing_else_is_certain() -> None:
+    def points_of_time(items: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(len(items), 4, 2), torch.ones(4)
+
+    def unpacked(items: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        (rows,) = items
+        return torch.ones(rows, 1, 8, 8), torch.ones(1)
+
+    def crops(items: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(3 * len(items), 3, 8, 8), torch.ones(len(items))
+
+    assert _counts(DataLoader(range(6), 4, collate_fn=points_of_time)) == [4, 2]
+    assert _counts(DataLoader(LENGTHS, 1, collate_fn=unpacked)) == LENGTHS
+    assert _counts(DataLoader(range(3), 2, collate_fn=crops)) == [6, 3]
+    assert _counts([_time_first(LENGTHS)]) == [7]  # nobody says how many it was made of
