@@ -278,6 +278,41 @@ def test_a_model_of_ones_own_holds_the_trained_state():
             assert all(torch.equal(a, b) for a, b in zip(momentum, rank, strict=True))
 
 
+def test_settings_that_the_copies_of_ones_own_optimizer_do_not_hear_of_are_refused():
+    model = net()
+    optimizer = sgd(model)
+    (group,) = optimizer.param_groups
+    rate, group["lr"] = group["lr"], 1.0
+    operator = TrainingOperator.from_model(
+        model,
+        optimizer=optimizer,
+        criterion=nn.MSELoss(),
+        train_loader=DataLoader(TensorDataset(*problem()), 6),
+    )
+    group["lr"] = rate  # nobody has a copy yet
+    with start(operator) as two:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for _ in range(3):
+            two.train(num_steps=STEPS // 3)
+        assert farthest(model, one_process()) < 1e-12
+        trained, step = [each.detach().clone() for each in model.parameters()], two.status()["step"]
+        with pytest.warns(UserWarning, match="optimizer.step"):  # which the workers call
+            scheduler.step()
+        with pytest.raises(ConfigurationError, match=rf"lr {rate} -> {rate / 2}"):
+            two.train(num_steps=1)
+        assert two.status()["step"] == step
+        assert all(map(torch.equal, model.parameters(), trained))
+        theirs = two.get_model().parameters()
+        assert all(map(torch.equal, theirs, trained))
+
+        def halve(own):
+            own.optimizer.param_groups[0]["lr"] = rate / 2
+
+        two.apply_all_operators(halve)
+        two.train(num_steps=1)
+        assert optimizer.param_groups[0]["lr"] == rate / 2
+
+
 @pytest.mark.slow
 def test_a_model_of_ones_own_holds_the_steps_of_a_call_in_which_a_callback_failed():
     class Fails(Callback):

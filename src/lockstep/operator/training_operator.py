@@ -67,6 +67,8 @@ class TrainingOperator:
     # Loads a trained state into the user's own objects, in the driver's process; only classes made
     # from instances have a function.
     _lockstep_load_into_instance: ClassVar[Callable[[Mapping[str, Any]], None] | None] = None
+    # The optimizer that such a class was made from, where the workers' copies know its settings.
+    _lockstep_given_optimizer: ClassVar[operator_factories.GivenOptimizer | None] = None
     # Whether `setup` copies the user's own objects, and leaves them to the run that trains them.
     _lockstep_trains_copies: ClassVar[bool] = False
 

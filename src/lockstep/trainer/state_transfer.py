@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import checkpoint
 from lockstep.checkpoint import StoredTensor
-from lockstep.errors import CheckpointError, CheckpointWriteError, NotAvailableError
+from lockstep.errors import (
+    CheckpointError,
+    CheckpointWriteError,
+    ConfigurationError,
+    NotAvailableError,
+)
 from lockstep.host_memory import available_memory
 from lockstep.operator import TrainingOperator
 from lockstep.tensor_tree import leaves_of
@@ -51,6 +56,10 @@ class StateTransfer:
         self._dataset = dataset
         self._steps = steps
         self._on_load = on_load
+        operator_cls = workers.spec.operator_cls
+        given = operator_cls._lockstep_given_optimizer
+        if given is not None and not operator_cls._lockstep_trains_copies:
+            given.note_settings()  # the workers have just got copies
 
     def take(self) -> dict[str, Any]:
         """See `TorchTrainer.state_dict`."""
@@ -154,12 +163,36 @@ class StateTransfer:
 
     def update_users_objects(self) -> None:
         """Load the trained state into the objects that the user gave to `from_model`."""
-        operator_cls = self._workers.spec.operator_cls
-        absorb = operator_cls._lockstep_load_into_instance
-        if absorb is None or operator_cls._lockstep_trains_copies:
-            return
-        if self._workers.local_operator() is None:
+        absorb = self._workers.spec.operator_cls._lockstep_load_into_instance
+        if absorb is not None and self._copies_are_trained():
             absorb(self._state_of_rank_0(Worker.state_dict.with_args()))
+
+    def refuse_lost_settings(self) -> None:
+        """Refuse settings that the user's own optimizer has, and the workers' copies have not.
+
+        Raises:
+            ConfigurationError: the optimizer given to `from_model` was changed in this process.
+        """
+        given = self._workers.spec.operator_cls._lockstep_given_optimizer
+        if given is None or not self._copies_are_trained() or not (changes := given.changes()):
+            return
+        # The user may have made the same change in the workers.
+        state = self._state_of_rank_0(Worker.state_dict.with_args())
+        if given.differs_from(state["optimizers"][0]["param_groups"]):
+            raise ConfigurationError(
+                "the optimizer that from_model was given was changed, and the workers train copies",
+                got=", ".join(changes),
+                cause="a scheduler around it, or the program, changes the object in this process"
+                " alone; with one worker that is the one that trains",
+                fix="a TrainingOperator that registers the scheduler in setup, and"
+                " scheduler_step_freq='epoch'; or make the same change with"
+                " trainer.apply_all_operators(lambda operator: ... operator.optimizer ...)",
+            )
+
+    def _copies_are_trained(self) -> bool:
+        """Whether the workers train copies of what this process has given to `from_model`."""
+        on_copies = self._workers.spec.operator_cls._lockstep_trains_copies
+        return not on_copies and self._workers.local_operator() is None
 
 
 def _refuse_large(needed: int, available: float) -> None:

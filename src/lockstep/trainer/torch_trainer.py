@@ -255,6 +255,7 @@ class TorchTrainer:
         """
         checks.require_count("max_retries", max_retries, least=0)
         self._workers.open_engine()
+        self._state.refuse_lost_settings()
         self._dataset.set_dataset(dataset, self._workers)
         request = loop_request("train", num_steps, profile, info)
         if self._dataset.has_dataset:

@@ -265,3 +265,43 @@ def test_a_setup_that_fails_lets_go_of_the_model():
 def test_what_cannot_be_trained_is_refused(model, optimizer, named):
     with pytest.raises(WrongTypeError, match=named):
         TrainingOperator.from_model(model, optimizer=optimizer)
+
+
+def test_a_scheduler_around_the_given_optimizer_works_where_the_very_object_trains():
+    trained, expected = linear(), linear()
+    optimizer, plain = sgd(trained), sgd(expected)
+    operator = TrainingOperator.from_model(
+        trained, optimizer=optimizer, criterion=nn.MSELoss(), train_loader=loader()
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    with TorchTrainer(training_operator_cls=operator) as one:
+        for _ in range(3):
+            one.train()
+            scheduler.step()
+    for epoch in range(3):
+        plain.param_groups[0]["lr"] = 0.1 * 0.1**epoch
+        for features, targets in loader():
+            plain.zero_grad()
+            nn.functional.mse_loss(expected(features), targets).backward()
+            plain.step()
+    assert same(weights(trained), weights(expected))
+
+
+def test_settings_that_were_changed_are_named():
+    first, second = linear(), linear()
+    optimizer = torch.optim.AdamW(first.parameters(), lr=torch.tensor(0.5))
+    given = operator_factories.GivenOptimizer(optimizer)
+    assert given.changes() == []
+    (group,) = optimizer.param_groups
+    # Notes of a scheduler's, modes, and what is no number.
+    group.update(initial_lr=0.5, maximize=True, schedule=object())
+    assert given.changes() == []
+    group["lr"].fill_(0.25)
+    group["betas"] = (0.5, 0.999)
+    assert given.changes() == ["lr 0.5 -> 0.25", "betas [0.9, 0.999] -> [0.5, 0.999]"]
+    assert given.differs_from([{"lr": 0.5}])
+    assert not given.differs_from([{"lr": 0.25, "betas": [0.5, 0.999]}])
+    optimizer.add_param_group({"params": second.parameters()})
+    assert given.changes() == ["1 -> 2 parameter groups"]
+    given.note_settings()
+    assert given.changes() == []
