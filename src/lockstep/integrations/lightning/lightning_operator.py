@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from lockstep import reduction_context
-from lockstep.data.global_batches import global_batches_of
 from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.integrations.lightning import unsupported
 from lockstep.integrations.lightning.checkpoint_hooks import run_on_load_hooks, run_on_save_hooks
@@ -39,7 +38,7 @@ from lockstep.integrations.lightning.module_factory import (
 )
 from lockstep.integrations.lightning.optimization_hooks import OptimizationHooks, call_data_hook
 from lockstep.integrations.lightning.step_outputs import detach, loss_and_metrics
-from lockstep.integrations.lightning.trainer_view import LoaderView, TrainerView, update_view
+from lockstep.integrations.lightning.trainer_view import TrainerView, show_loaders, update_view
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator import TrainingOperator
 from lockstep.operator.default_loops import is_computed_per_shard
@@ -198,19 +197,7 @@ class LightningOperator(TrainingOperator):
                 validation = self._loader_of("val_dataloader")
         train, validation = single_loader(train, "train"), single_loader(validation, "validation")
         self.register_data(train_loader=train, validation_loader=validation)
-        shards = self._lockstep.context.shard_assignment.num_shards
-        lengths = [
-            None if each is None else global_batches_of(each, shards).num_steps()
-            for each in (train, validation)
-        ]
-        known = [float("inf") if each is None else each for each in lengths]
-        update_view(
-            self._view,
-            train_dataloader=None if train is None else LoaderView(train, lengths[0]),
-            val_dataloaders=None if validation is None else LoaderView(validation, lengths[1]),
-            num_training_batches=known[0] if train is not None else 0,
-            num_val_batches=[known[1]] if validation is not None else [],
-        )
+        show_loaders(self._view, train, validation)
 
     def _loader_of(self, hook: str) -> Any:
         for target in self._hook_targets:

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lockstep.data.global_batches import global_batches_of, length_or_none
 from lockstep.errors import NotAvailableError
 from lockstep.sync import is_local
 from lockstep.sync.optimizer_inspection import optimizer_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from lockstep.integrations.lightning.module_factory import ModuleFactory
     from lockstep.operator import TrainingOperator
+    from lockstep.operator.rank_context import RankContext
 
 _CONSTANTS: Final[dict[str, Any]] = {
     "logger": None,
@@ -169,6 +171,36 @@ class LoaderView:
         if name.startswith("__") or name == "_loader":
             raise AttributeError(name)
         return getattr(self._loader, name)
+
+
+def show_loaders(view: TrainerView, train: Any, validation: Any) -> None:
+    """Show a run's loaders, of which either may be None, and how many batches an epoch has.
+
+    Collective:
+        Every rank, where each reads a loader of its own: one small exchange.
+    """
+    lengths = _num_batches(view._operator._lockstep.context, (train, validation))
+    known = [math.inf if each is None else each for each in lengths]
+    update_view(
+        view,
+        train_dataloader=None if train is None else LoaderView(train, lengths[0]),
+        val_dataloaders=None if validation is None else LoaderView(validation, lengths[1]),
+        num_training_batches=known[0] if train is not None else 0,
+        num_val_batches=[known[1]] if validation is not None else [],
+    )
+
+
+def _num_batches(context: RankContext, loaders: Sequence[Any]) -> list[int | None]:
+    """The steps of an epoch over each of `loaders`; None without a loader, or if nobody knows."""
+    if context.options.add_dist_sampler:
+        num_shards = context.shard_assignment.num_shards
+        return [
+            None if each is None else global_batches_of(each, num_shards).num_steps()
+            for each in loaders
+        ]
+    # As `UserShardedLoader.agree` does it: the worker with the most batches decides.
+    by_rank = context.group.exchange([length_or_none(each) for each in loaders])
+    return [None if None in lengths else max(lengths) for lengths in zip(*by_rank, strict=True)]
 
 
 class StrategyView:

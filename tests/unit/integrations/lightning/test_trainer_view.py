@@ -2,15 +2,20 @@
 """What a module finds in its trainer."""
 
 import pytest
+import torch
 from tests.unit.integrations.lightning.modules import (
     GLOBAL_BATCH,
     SAMPLES,
     STEPS,
     Classifier,
     loader,
+    on_two_threads,
+    problem,
 )
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from lockstep import TorchTrainer, TrainingOperator
+from lockstep.worker import LoopRequest
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*does not have many workers"
@@ -34,3 +39,43 @@ def test_a_loaders_length_is_in_global_batches():
     assert metrics["length"] == STEPS
     assert metrics["batch_size"] == GLOBAL_BATCH // 2
     assert metrics["validation"] == -(-SAMPLES // (2 * GLOBAL_BATCH))
+
+
+class KnowsItsEnd(Classifier):
+    """Each rank reads a part of its own."""
+
+    rows = (22, 22)
+
+    def train_dataloader(self):
+        ranks, rank = len(self.rows), self.trainer.global_rank
+        part = Subset(problem(), range(ranks * self.rows[rank]))
+        sampler = DistributedSampler(part, ranks, rank, shuffle=False)
+        return DataLoader(part, GLOBAL_BATCH // ranks, sampler=sampler)
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        steps = self.trainer.estimated_stepping_batches
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class HasUnequalParts(KnowsItsEnd):
+    rows = (22, 17)
+
+
+@pytest.mark.parametrize("module_cls", [KnowsItsEnd, HasUnequalParts])
+def test_an_epoch_of_loaders_of_ones_own_is_as_long_as_the_longest(module_cls):
+    """A schedule ends with the run: its last step alone has a rate of zero behind it."""
+
+    def body(worker):
+        view, optimizer = worker.operator.module.trainer, worker.operator.optimizer
+        told = [len(view.train_dataloader), view.estimated_stepping_batches]
+        worker.train(LoopRequest("train", None, False, {}))
+        worker.train(LoopRequest("train", STEPS - 1, False, {}))
+        before = optimizer.param_groups[0]["lr"]
+        worker.train(LoopRequest("train", 1, False, {}))
+        return [*told, before > 0, optimizer.param_groups[0]["lr"]]
+
+    operator = TrainingOperator.from_lightning(module_cls, max_epochs=2)
+    ends = on_two_threads(operator, body, add_dist_sampler=False)
+    assert ends == [[STEPS, 2 * STEPS, True, 0.0]] * 2
