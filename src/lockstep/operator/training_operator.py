@@ -396,6 +396,10 @@ class TrainingOperator:
         loops = (TrainingOperator.validate, TrainingOperator.validate_batch)
         return any(cls._lockstep_overrides(loop) for loop in loops)
 
+    def _lockstep_predicting(self) -> AbstractContextManager[Any]:
+        """Entered around all that this rank computes for `trainer.predict`."""
+        return nullcontext()
+
     def _lockstep_end(self) -> None:
         """Do what is left to do on this rank when the trainer shuts down without a failure."""
 

@@ -65,7 +65,13 @@ def predict(worker: Worker, loader: Any) -> list[Prediction]:
         parts = BatchParts.JOINT_OR_BORROWED
     source = ShardedLoader(loader, assignment, parts=parts, keeps_last=True, keeps_generators=False)
     try:
-        with preserve_rng_state(), worker.arithmetic(), torch.no_grad(), _eval_mode(run):
+        with (
+            preserve_rng_state(),
+            worker.arithmetic(),
+            torch.no_grad(),
+            _eval_mode(run),
+            operator._lockstep_predicting(),
+        ):
             predicted = [
                 _predict_part(operator, step.index, part, assignment)
                 for step in _read(source.batches(epoch=0))

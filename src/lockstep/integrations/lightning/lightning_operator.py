@@ -38,7 +38,12 @@ from lockstep.integrations.lightning.module_factory import (
 )
 from lockstep.integrations.lightning.optimization_hooks import OptimizationHooks, call_data_hook
 from lockstep.integrations.lightning.step_outputs import detach, loss_and_metrics
-from lockstep.integrations.lightning.trainer_view import TrainerView, show_loaders, update_view
+from lockstep.integrations.lightning.trainer_view import (
+    TrainerView,
+    show_loaders,
+    show_predicting,
+    update_view,
+)
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator import TrainingOperator
 from lockstep.operator.default_loops import is_computed_per_shard
@@ -48,6 +53,7 @@ from lockstep.operator.shard_results import ShardResults
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from contextlib import AbstractContextManager
 
     from lockstep.operator import Options
 
@@ -416,6 +422,9 @@ class LightningOperator(TrainingOperator):
         return module.predict_step(
             *_step_arguments(module.predict_step, batch, batch_info["batch_idx"])
         )
+
+    def _lockstep_predicting(self) -> AbstractContextManager[None]:
+        return show_predicting(self._view)
 
     def state_dict(self) -> Any:
         return {

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -32,7 +33,6 @@ _CONSTANTS: Final[dict[str, Any]] = {
     "fast_dev_run": False,
     "sanity_checking": False,
     "testing": False,
-    "predicting": False,
     "should_stop": False,
     "max_steps": -1,
     "num_nodes": 1,
@@ -71,6 +71,7 @@ class TrainerView:
             global_step=0,
             training=False,
             validating=False,
+            predicting=False,
             callback_metrics={},
             num_training_batches=math.inf,
             num_val_batches=[],
@@ -151,6 +152,21 @@ def update_view(view: TrainerView, **values: Any) -> None:
     Rejected: a method of the view, which a module could find where Lightning's trainer has none.
     """
     vars(view).update(values)
+
+
+@contextmanager
+def show_predicting(view: TrainerView) -> Iterator[None]:
+    """Inside, `view` shows a prediction, whatever the run did before and does next.
+
+    A module's transfer hooks ask it whether they are to augment the batch.
+    """
+    names = ("training", "validating", "predicting")
+    before = {name: getattr(view, name) for name in names}
+    update_view(view, training=False, validating=False, predicting=True)
+    try:
+        yield
+    finally:
+        update_view(view, **before)
 
 
 class LoaderView:

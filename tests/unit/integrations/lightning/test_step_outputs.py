@@ -6,6 +6,7 @@ import torch
 from tests.unit.integrations.lightning.modules import (
     GLOBAL_BATCH,
     SAMPLES,
+    STEPS,
     Classifier,
     loader,
     problem,
@@ -127,6 +128,26 @@ def test_predict_step_is_what_predict_collects():
     with trainer(Predicts) as one:
         found = torch.stack(one.predict(loader()))
         assert found.equal(one.get_model()(problem().tensors[0] * 2).argmax(dim=1))
+
+
+class AugmentsInTraining(Classifier):
+    """As Lightning's documentation of the hook does, and notes what it was told."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        told = vars(self).setdefault("told", [])
+        told.append((self.trainer.training, self.trainer.predicting))
+        return (batch[0] * 2 if self.trainer.training else batch[0]), batch[1]
+
+
+def test_a_prediction_is_not_augmented():
+    with trainer(AugmentsInTraining) as one:
+        one.train(num_steps=2)
+        found = torch.stack(one.predict(loader()))
+        expected = one.get_model()(problem().tensors[0]).detach()
+        one.train(num_steps=1)
+        told = one.get_local_operator().module.told
+    assert (found - expected).abs().max() < 1e-12
+    assert told == [(True, False)] * 2 + [(False, True)] * STEPS + [(True, False)]
 
 
 def test_hooks_of_lightnings_own_prediction_are_refused_when_it_predicts():
