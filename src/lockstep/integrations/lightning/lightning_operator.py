@@ -20,6 +20,7 @@ import torch
 from lockstep import reduction_context
 from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.integrations.lightning import unsupported
+from lockstep.integrations.lightning.batch_end_hook import BatchEndHook, Output
 from lockstep.integrations.lightning.checkpoint_hooks import run_on_load_hooks, run_on_save_hooks
 from lockstep.integrations.lightning.logging_capture import LoggingCapture
 from lockstep.integrations.lightning.lr_schedulers import (
@@ -183,7 +184,8 @@ class LightningOperator(TrainingOperator):
         self._started_epoch = -1
         self._num_ended_epochs = 0
         self._first_index = 0
-        self._outputs: list[tuple[Any, Any, float]] = []
+        self._outputs: list[Output] = []
+        self._batch_end_hook = BatchEndHook(self, module, self._logging)
 
     def _prepare_data(self) -> None:
         """Call `prepare_data`, which downloads, on one worker of each node; the others wait."""
@@ -242,6 +244,7 @@ class LightningOperator(TrainingOperator):
             metrics = super().train_epoch(iterator, info)
             epoch_over = _is_epoch_over(iterator)
             if epoch_over:
+                self._batch_end_hook.share_writes()
                 self._step_epoch_schedulers(epoch)
                 if unsupported.overrides(module, "on_train_epoch_end"):
                     self._update_callback_metrics(self._logging.values_so_far(), epoch_over=False)
@@ -300,9 +303,7 @@ class LightningOperator(TrainingOperator):
                 metrics = self._train_automatically(batch, batch_info, index)
             else:
                 metrics = self._train_manually(batch, index)
-            for output, moved, num_samples in self._outputs:
-                with self._logging.counting_for(num_samples, first_time=False):
-                    self.module.on_train_batch_end(output, moved, index)
+            self._batch_end_hook.call(self._outputs, index)
         self._outputs = []
         return metrics
 

@@ -57,7 +57,7 @@ class Classifier(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=0.9)
 
 
-def by_lightning(module, *, max_epochs=3, validates=True, **arguments):
+def by_lightning(module, *, max_epochs=3, validates=True, train=None, **arguments):
     """`module` as Lightning's own trainer leaves it, and that trainer."""
     trainer = lightning.Trainer(
         max_epochs=max_epochs,
@@ -70,7 +70,8 @@ def by_lightning(module, *, max_epochs=3, validates=True, **arguments):
         num_sanity_val_steps=0,
         **arguments,
     )
-    trainer.fit(module, loader(), loader() if validates else None)
+    train = loader() if train is None else train
+    trainer.fit(module, train, loader() if validates else None)
     return module, trainer
 
 
