@@ -8,22 +8,30 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from tests.procs.odd_optimizers import (
+    SAM,
     AssignsData,
     ByNorms,
     EmptiesGradients,
+    Lookahead,
     OfOldStyle,
+    OfTwoKinds,
     WritesToGradients,
 )
 from torch import nn
 
 from harness import reset
 from lockstep.errors import PeerLostError
+from lockstep.operator.state_copy import load_state
 from lockstep.sync.fsdp import FSDPSync
+from lockstep.sync.optimizer_inspection import inner_optimizers, optimizers_with_state
 from lockstep.sync.parameter_shards import gather_whole
+from lockstep.tensor_tree import tree_map
+from lockstep.worker.state_dict import copy_own_rows
 from ranks.programs import X, Y
 
 
@@ -75,9 +83,37 @@ class Pair:
         pairs = zip(self.model.parameters(), self.truth.parameters(), strict=True)
         return max(float((a.grad - b.grad).abs().max()) for a, b in pairs)
 
+    def inner_states_apart(self) -> float:
+        """Of the optimizers within, as a checkpoint has their states."""
+        ours, theirs = map(inner_states, (self.optimizer, self.true_optimizer))
+        assert [each.keys() for each in ours] == [each.keys() for each in theirs]
+        pairs = [
+            (own[name], true)
+            for one, other in zip(ours, theirs, strict=True)
+            for number, own in one.items()
+            for name, true in other[number].items()
+            if isinstance(true, torch.Tensor)
+        ]
+        return max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
+
     def apart(self) -> float:
         pairs = zip(self.model.parameters(), self.truth.parameters(), strict=True)
         return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+def inner_states(optimizer) -> list[dict[int, dict[str, Any]]]:
+    return [gathered(each.state_dict())["state"] for each in inner_optimizers(optimizer)]
+
+
+def gathered(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy of an optimizer's state with whole tensors."""
+
+    def whole(leaf):
+        is_tensor = isinstance(leaf, torch.Tensor)
+        return gather_whole(leaf.detach()).clone() if is_tensor else copy.deepcopy(leaf)
+
+    found: dict[str, Any] = tree_map(whole, state)
+    return found
 
 
 def momentum(params):
@@ -86,6 +122,10 @@ def momentum(params):
 
 def adam(params):
     return torch.optim.Adam(params, lr=0.05)
+
+
+def lookahead(params):
+    return Lookahead(adam(params))
 
 
 def paired(group, make=momentum) -> Pair:
@@ -247,6 +287,67 @@ def stepped_before(group):
     return pair.apart()
 
 
+def stepped_before_within(group):
+    """What an optimizer within another one remembers already is shared out."""
+    model, truth = reset(Net(), 3), reset(Net(), 3)
+    made = []
+    for each in (model, truth):
+        optimizer = lookahead(each.parameters())
+        ((each(X) - Y) ** 2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        made.append(optimizer)
+    sync = FSDPSync([model], group, made[:1])
+    part = slice(0, 8) if group.rank == 0 else slice(8, 12)
+    pair = Pair(model, made[0], sync, truth, made[1], part)
+    assert pair.inner_states_apart() == 0.0
+    pair.train()
+    moments = pair.optimizer.inner.state[model.first.weight]["exp_avg"]
+    assert len(moments.to_local()) == (3 if group.rank == 0 else 2)
+    return max(pair.apart(), pair.inner_states_apart())
+
+
+def states_within_there_and_back(group):
+    """Whole states, and rows as a checkpoint directory has them, go into a fresh run."""
+    pair = paired(group, lookahead)
+    pair.train(3)
+    made = optimizers_with_state([pair.optimizer])
+    assert len(made) == 2
+    whole = [gathered(each.state_dict()) for each in made]
+    rows = [copy_own_rows(each.state_dict()) for each in made]
+    weights = copy.deepcopy(pair.model.state_dict())
+    pair.sync.detach()
+    found = 0.0
+    for states in (whole, rows):
+        fresh = paired(group, lookahead)
+        for model, _ in fresh.both():
+            model.load_state_dict(weights)
+        for optimizer, given in ((fresh.optimizer, states), (fresh.true_optimizer, whole)):
+            for each, state in zip(optimizers_with_state([optimizer]), given, strict=True):
+                load_state(each, copy.deepcopy(state))
+        assert fresh.inner_states_apart() == 0.0
+        fresh.train(3)
+        found = max(found, fresh.apart(), fresh.inner_states_apart())
+        fresh.sync.detach()
+    return found
+
+
+def steps_of_the_optimizer_within(group):
+    """A loop calls them by itself, with whole parameters; so its state is whole."""
+    pair = paired(group, lambda ps: SAM(ps, adam))
+    for step in range(4):
+        for name in ("first_step", "second_step"):
+            pair.backward()
+            for _, optimizer in pair.both():
+                getattr(optimizer, name)()
+        if step == 1:
+            for _, optimizer in pair.both():
+                load_state(optimizer.base, copy.deepcopy(optimizer.base.state_dict()))
+    moments = pair.optimizer.base.state[pair.model.first.weight]["exp_avg"]
+    assert type(moments) is torch.Tensor
+    return max(pair.apart(), pair.inner_states_apart())
+
+
 class Failing(torch.optim.Optimizer):
     """Raises in some steps: before it has done anything, or when it has done all."""
 
@@ -316,6 +417,10 @@ OPTIMIZERS = {
     "of old style": OfOldStyle,
     "writes to gradients": WritesToGradients,
     "empties gradients": EmptiesGradients,
+    "Lookahead": lookahead,
+    "of two kinds": OfTwoKinds,
+    "of two kinds with groups of their own": partial(OfTwoKinds, own_groups=True),
+    "Lookahead of Adafactor": lambda ps: Lookahead(torch.optim.Adafactor(ps, lr=0.05)),
 }
 
 
@@ -328,7 +433,7 @@ def every_optimizer(group):
         grads = [[p.grad for p in m.parameters()] for m in (pair.model, pair.truth)]
         assert [g is None for g in grads[0]] == [g is None for g in grads[1]], name
         left = 0.0 if grads[0][0] is None else pair.gradients_apart()
-        found[name] = max(pair.apart(), left)
+        found[name] = max(pair.apart(), left, pair.inner_states_apart())
         pair.sync.detach()
     return found
 
@@ -448,6 +553,9 @@ SAME = [
     groups_added_and_a_scheduler,
     state_there_and_back,
     stepped_before,
+    stepped_before_within,
+    states_within_there_and_back,
+    steps_of_the_optimizer_within,
     a_step_that_raises,
     with_a_scaler,
     given_back,

@@ -27,6 +27,7 @@ from harness import reset
 from lockstep.errors import LockstepError
 from lockstep.group import Group
 from lockstep.sync.fsdp import FSDPSync
+from lockstep.sync.optimizer_inspection import own_attributes
 from ranks.programs import PROGRAMS, Accumulated, X, Y, mlp, prepared, sgd, squared
 from ranks.worlds import OneProcess, OnRanks
 from ranks.wrapped_programs import LearnedLoss
@@ -80,6 +81,7 @@ def state(*modules: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 @contextmanager
 def adopting(sync):
     """Inside, whatever optimizer a program makes is handed to `sync`."""
+    own_attributes(sgd(nn.Linear(1, 1)))  # compares with an optimizer that it makes, once
     before = torch.optim.Optimizer.__init__
 
     def made(optimizer, *arguments):

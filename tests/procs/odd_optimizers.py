@@ -53,3 +53,72 @@ class AssignsData(ByNorms):
         for options in self.param_groups:
             for param in options["params"]:
                 param.data = param.data - options["lr"] * param.grad.data
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Every second step of the optimizer within it goes half of the way."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+        self.param_groups = inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        held = [p for group in self.param_groups for p in group["params"]]
+        for p in held:
+            self.state[p].setdefault("slow", p.detach().clone())
+        self.inner.step()
+        for p in held:
+            state = self.state[p]
+            state["steps"] = state.get("steps", 0) + 1
+            if state["steps"] % 2 == 0:
+                state["slow"].add_(p - state["slow"], alpha=0.5)
+                p.copy_(state["slow"])
+
+
+class OfTwoKinds(torch.optim.Optimizer):
+    """Momentum for matrices and Adam for the rest, as Muon is used; the groups are theirs.
+
+    With `own_groups` they have groups of their own, of the same parameters.
+    """
+
+    def __init__(self, params, own_groups=False):
+        params = list(params)
+        rest = [p for p in params if p.dim() < 2]
+        self.inner = {
+            "matrices": torch.optim.SGD([p for p in params if p.dim() == 2], lr=0.1, momentum=0.9),
+            "rest": torch.optim.Adam(rest, lr=0.05),
+        }
+        super().__init__(params, {})
+        if not own_groups:
+            self.param_groups = [g for each in self.inner.values() for g in each.param_groups]
+
+    def step(self, closure=None):
+        for each in self.inner.values():
+            each.step()
+
+
+class SAM(torch.optim.Optimizer):
+    """As it is widely written: the loop calls two steps, and never `step`."""
+
+    def __init__(self, params, make):
+        super().__init__(params, {"rho": 0.05})
+        self.base = make(self.param_groups)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["old"] = p.detach().clone()
+                p.add_(p.grad, alpha=group["rho"])
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_(self.state[p]["old"])
+        self.base.step()
+        self.zero_grad()

@@ -4,8 +4,9 @@
 The user's own object stays. Outside of its `step` its `param_groups` hold the model's parameters,
 whole and with whole gradients, for clipping, scalers and schedulers.
 While its `step` runs they are shards (`parameter_shards`). Afterwards the ranks exchange their
-rows. `torch.distributed.optim.ZeroRedundancyOptimizer` shares out whole parameters instead, and is
-an object of its own.
+rows. An optimizer within it that shares its groups steps shards, too.
+`torch.distributed.optim.ZeroRedundancyOptimizer` shares out whole parameters instead, and is an
+object of its own.
 """
 
 from __future__ import annotations
@@ -14,17 +15,21 @@ from contextlib import suppress
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim import Adafactor, Optimizer
 
 from lockstep._torch_compat import is_step_wrapper
 from lockstep.errors import LockstepError
-from lockstep.sync.optimizer_inspection import needs_closure, optimizer_parameters
+from lockstep.local_rows import LocalRows
+from lockstep.sync.optimizer_inspection import (
+    inner_optimizers,
+    needs_closure,
+    optimizer_parameters,
+)
 from lockstep.sync.optimizer_step_patch import OptimizerStepPatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    import torch
 
     from lockstep.sync.parameter_shards import ParameterShard, ParameterShards
 
@@ -34,8 +39,10 @@ def needs_whole_step(optimizer: Optimizer) -> bool:
 
     An optimizer that evaluates the loss within a step may compute with the weights from before it.
     Adafactor's state is a row and a column: sharding saves nothing, and DTensor lacks an operation.
+    The same holds for one that has such an optimizer within it.
     """
-    return isinstance(optimizer, Adafactor) or needs_closure(optimizer)
+    members = (optimizer, *inner_optimizers(optimizer))
+    return any(isinstance(each, Adafactor) or needs_closure(each) for each in members)
 
 
 class ShardedOptimizer:
@@ -66,13 +73,20 @@ class ShardedOptimizer:
         for param, state in optimizer.state.items():
             if shards.shard_of(param) is not None:
                 state.update(shards.shard_state(state, param))
-        self._load_hook = optimizer.register_load_state_dict_pre_hook(self._before_load)
+        self._load_hooks = [
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            *(
+                each.register_load_state_dict_pre_hook(self._before_load_within)
+                for each in inner_optimizers(optimizer)
+            ),
+        ]
         self._own_step = _own_step(optimizer)
         self._replaced = OptimizerStepPatch(optimizer, self._step)
 
     def release(self) -> None:
         """Make the optimizer an ordinary one again; each rank keeps its rows of the state."""
-        self._load_hook.remove()
+        for hook in self._load_hooks:
+            hook.remove()
         self._replaced.restore()
 
     # ------------------------------------------------------------------------------- a step
@@ -123,7 +137,7 @@ class ShardedOptimizer:
         return evaluate
 
     def _swap_in(self) -> None:
-        """Put the shards in the place of their parameters, in the groups and in the state."""
+        """Put the shards in the place of their parameters, in the groups and in the states."""
         optimizer = self.optimizer
         self._whole_groups = [list(group["params"]) for group in optimizer.param_groups]
         shards = {
@@ -136,13 +150,32 @@ class ShardedOptimizer:
         self._in_step = sorted(shards.values(), key=lambda shard: shard.number)
         for shard in self._in_step:
             shard.begin_step()
-            if shard.whole in optimizer.state:
-                optimizer.state[shard.param] = optimizer.state.pop(shard.whole)
         for group, params in zip(optimizer.param_groups, self._whole_groups, strict=True):
             # In place: an optimizer may keep the list itself.
             group["params"][:] = [
                 shards[id(param)].param if id(param) in shards else param for param in params
             ]
+        for member in self._members():
+            # One with groups of its own goes on to step whole parameters, on every rank alike.
+            held = set(map(id, optimizer_parameters(member)))
+            for shard in self._in_step:
+                if id(shard.param) in held and shard.whole in member.state:
+                    member.state[shard.param] = self._own_rows(member, shard)
+
+    def _members(self) -> list[Optimizer]:
+        """The optimizer, and those within it that step its shards; asked while it holds shards."""
+        return [self.optimizer, *inner_optimizers(self.optimizer)]
+
+    def _own_rows(self, member: Optimizer, shard: ParameterShard) -> Any:
+        """Take the state of a parameter out of `member`, with this rank's rows of what is whole.
+
+        The state of an optimizer within another one is whole until it first steps a shard: a loop
+        may step it by itself, with whole parameters (SAM's `second_step`).
+        """
+        state = member.state.pop(shard.whole)
+        if isinstance(state, dict):
+            state.update(self._shards.shard_state(state, shard.whole))
+        return state
 
     def _swap_out(self) -> list[torch.Tensor]:
         """Put the parameters back; returns the tensors whose rows have to be gathered."""
@@ -150,11 +183,12 @@ class ShardedOptimizer:
         self._in_step = []
         if not stepped:
             return []
+        for member in self._members():
+            for shard in stepped:
+                if shard.param in member.state:
+                    member.state[shard.whole] = member.state.pop(shard.param)
         for group, params in zip(optimizer.param_groups, self._whole_groups, strict=False):
             group["params"][:] = params
-        for shard in stepped:
-            if shard.param in optimizer.state:
-                optimizer.state[shard.whole] = optimizer.state.pop(shard.param)
         self._stepped = stepped
         return [tensor for shard in stepped for tensor in shard.end_step()]
 
@@ -162,13 +196,22 @@ class ShardedOptimizer:
 
     def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Load only this rank's rows of a whole state."""
+        return self._with_rows(optimizer, state, (torch.Tensor, LocalRows))
+
+    def _before_load_within(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """As `_before_load`; what is whole stays so until a step, see `_own_rows`."""
+        return self._with_rows(optimizer, state, (LocalRows,))
+
+    def _with_rows(
+        self, optimizer: Optimizer, state: dict[str, Any], kinds: tuple[type, ...]
+    ) -> dict[str, Any]:
         held = optimizer_parameters(optimizer)
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         params = dict(zip(numbers, held, strict=False))
-        kept = {
-            number: self._shards.shard_state(own, params[number]) if number in params else own
-            for number, own in state["state"].items()
-        }
+        kept = dict(state["state"])
+        for number in kept.keys() & params.keys():
+            whole = {name: each for name, each in kept[number].items() if isinstance(each, kinds)}
+            kept[number] = kept[number] | self._shards.shard_state(whole, params[number])
         return {**state, "state": kept}
 
 
