@@ -26,9 +26,12 @@ from torch import nn
 
 from harness import reset
 from lockstep.errors import PeerLostError
-from lockstep.operator.state_copy import load_state
 from lockstep.sync.fsdp import FSDPSync
-from lockstep.sync.optimizer_inspection import inner_optimizers, optimizers_with_state
+from lockstep.sync.optimizer_inspection import (
+    inner_optimizers,
+    load_state,
+    optimizers_with_state,
+)
 from lockstep.sync.parameter_shards import gather_whole
 from lockstep.tensor_tree import tree_map
 from lockstep.worker.state_dict import copy_own_rows

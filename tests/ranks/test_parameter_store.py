@@ -6,9 +6,11 @@ import pickle
 
 import pytest
 import torch
+from tests.procs.odd_optimizers import Lookahead
 from torch import nn
 
 from lockstep.errors import ReplicasDifferError
+from lockstep.sync.optimizer_inspection import inner_optimizers
 from lockstep.sync.parameter_server.messages import Message, OptimizerRequest
 from lockstep.sync.parameter_server.parameter_store import ParameterStore
 from lockstep.sync.parameter_server.remote_optimizer import pickle_optimizers
@@ -40,6 +42,8 @@ OPTIMIZERS = {
     "adam": lambda params: torch.optim.Adam(params, lr=0.1, amsgrad=True),
     "rprop": lambda params: torch.optim.Rprop(params, lr=0.1),
     "counting": lambda params: Counting(params, lr=0.1),
+    "lookahead": lambda params: Lookahead(torch.optim.Adam(params, lr=0.1)),
+    "lookahead of counting": lambda params: Lookahead(Counting(params, lr=0.1)),
 }
 
 
@@ -93,8 +97,12 @@ class Run:
     def load(self, state, point):
         self.alone(self.request("load_state_dict", 0, point, state=state))
 
-    def state(self, optimizer=0):
-        return copy.deepcopy(self.alone(self.request("state_dict", optimizer, None)).body)
+    def state(self, optimizer=0, inner=None):
+        asked = self.request("state_dict", optimizer, None, inner=inner)
+        return copy.deepcopy(self.alone(asked).body)
+
+    def num_inner(self, optimizer):
+        return len(inner_optimizers(self.store._optimizers[optimizer]))
 
     def weights(self):
         return [param.detach().clone() for param in self.store._parameters.values()]
@@ -110,7 +118,8 @@ def assert_same_bits(run, other):
     for mine, theirs in zip(run.weights(), other.weights(), strict=True):
         assert torch.equal(mine, theirs)
     for optimizer in range(len(run.numbers)):
-        _same(run.state(optimizer), other.state(optimizer))
+        for inner in (None, *range(run.num_inner(optimizer))):
+            _same(run.state(optimizer, inner), other.state(optimizer, inner))
 
 
 def _same(mine, theirs):

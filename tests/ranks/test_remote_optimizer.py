@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from tests.procs.odd_optimizers import SAM, Lookahead, OfTwoKinds
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
@@ -20,6 +21,7 @@ from lockstep.errors import (
     ReplicasDifferError,
 )
 from lockstep.sync import ParameterServerSync
+from lockstep.sync.optimizer_inspection import load_state, optimizers_with_state
 from ranks.programs import X, Y, mlp, squared
 from ranks.served import serve_ranks, server
 from ranks.test_replicate_exact import weights
@@ -246,6 +248,71 @@ def test_an_optimizer_of_ones_own():
     def loop(model, attach, part, rank):
         optimizer = Halving(model.parameters(), lr=0.1)
         steps(model, attach(optimizer), optimizer, part)
+
+    assert_as_one_process(loop)
+
+
+def states_of(members):
+    return copy.deepcopy([each.state_dict() for each in members])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: Lookahead(torch.optim.Adam(params, lr=0.01)),
+        OfTwoKinds,
+    ],
+    ids=["one", "two"],
+)
+def test_the_state_of_an_optimizer_within_another_one_is_the_owners(make):
+    def loop(model, attach, part, rank):
+        optimizer = make(model.parameters())
+        sync = attach(optimizer)
+        scheduler = StepLR(optimizer, 1, gamma=0.7)
+        members = [model, scheduler, *optimizers_with_state([optimizer])]
+        assert len(members) > 3
+        early = states_of(members)
+        steps(model, sync, optimizer, part, count=3, after=scheduler.step)
+        kept = states_of(members)
+        assert sum(len(state["state"]) for state in kept[3:]) == 4
+        for state in (early, kept):
+            steps(model, sync, optimizer, part, count=1, after=scheduler.step)
+            for each, own in zip(members, copy.deepcopy(state), strict=True):
+                each.load_state_dict(own) if each is model else load_state(each, own)
+        steps(model, sync, optimizer, part, count=3, after=scheduler.step)
+
+    assert_as_one_process(loop)
+
+
+def test_an_optimizer_within_another_one_may_have_attributes_and_a_state_before():
+    def loop(model, attach, part, rank):
+        optimizer = Lookahead(Halving(model.parameters(), lr=0.1))
+        other = Lookahead(torch.optim.Adam(model.parameters(), lr=0.01))
+        steps(model, OneProcess(), other, slice(None), count=2)
+        sync = attach(optimizer, other)
+        steps(model, sync, optimizer, part)
+        steps(model, sync, other, part)
+
+    assert_as_one_process(loop)
+
+
+def test_an_optimizer_within_another_one_that_the_loop_steps_itself_has_its_state_here():
+    def loop(model, attach, part, rank):
+        def make(groups):
+            return torch.optim.Adam(groups, lr=0.01)
+
+        optimizer = SAM(model.parameters(), make)
+        sync = attach(optimizer)
+        for step in range(4):
+            for name in ("first_step", "second_step"):
+                sync.backward(squared(model)(X[part], Y[part]), weight=len(X[part]))
+                getattr(optimizer, name)()
+            if step == 1:
+                kept = states_of([model, optimizer.base])
+                assert len(kept[1]["state"]) == 4
+            if step == 2:
+                model.load_state_dict(kept[0])
+                load_state(optimizer.base, kept[1])
 
     assert_as_one_process(loop)
 

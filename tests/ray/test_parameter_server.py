@@ -5,6 +5,8 @@ import os
 import signal
 
 import pytest
+import torch
+from tests.procs.odd_optimizers import Lookahead
 from tests.ray.operators import (
     GLOBAL_BATCH,
     STEPS,
@@ -57,6 +59,42 @@ def test_the_default_loop_saved_and_loaded(num_workers, tmp_path):
         server = None if num_workers == 1 else server_of(trainer).pid
         assert server is None or _alive(server)
     assert server is None or not _alive(server)
+
+
+class Ahead(DefaultLoop):
+    """A scheduler sets the learning rate of an optimizer that has another one within it."""
+
+    def setup(self, config):
+        model = net()
+        optimizer = Lookahead(torch.optim.Adam(model.parameters(), lr=0.05))
+        self.model, self.optimizer, self.criterion, _ = self.register(
+            models=model,
+            optimizers=optimizer,
+            criterion=nn.MSELoss(),
+            schedulers=torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7),
+        )
+        self.register_data(train_loader=DataLoader(TensorDataset(*problem()), config[BATCH_SIZE]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_an_optimizer_within_another_one_saved_and_loaded(num_workers, tmp_path):
+    options = {"scheduler_step_freq": "batch"}
+    with start(Ahead, num_workers, **options) as trainer:
+        trainer.train(num_steps=4)
+        path = trainer.save(tmp_path / "state")
+        trainer.train(num_steps=4)
+        expected = trainer.get_model()
+    with start(Ahead, num_workers, **options) as trainer:
+        trainer.load(path)
+        (inner,) = trainer.state_dict()["inner_optimizers"]
+        assert len(inner["state"]) == 4
+        trainer.train(num_steps=4)
+        assert farthest(trainer.get_model(), expected) == 0.0
+    alone = TorchTrainer(training_operator_cls=Ahead, num_workers=1, config=CONFIG, **options)
+    with alone as trainer:
+        trainer.train(num_steps=8)
+        assert farthest(trainer.get_model(), expected) < 1e-9
 
 
 def test_a_loop_of_ones_own_with_rank_0_here():

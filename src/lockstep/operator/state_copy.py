@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-
-from lockstep.sync.optimizer_inspection import inner_optimizers, optimizers_with_state
+from lockstep.sync.optimizer_inspection import load_state, optimizers_with_state
 from lockstep.tensor_copies import TensorCopies
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
+
+    import torch
 
 
 class StateCopy:
@@ -43,31 +43,3 @@ class StateCopy:
         self._copies.restore(self._tensors)
         for optimizer, state in zip(self._optimizers, self._states, strict=True):
             load_state(optimizer, state)
-
-
-def load_state(stepper: Any, state: Mapping[str, Any]) -> None:
-    """``stepper.load_state_dict(state)``; an optimizer keeps the very `param_groups` it had.
-
-    torch puts new ones in their place. A user who has kept ``optimizer.param_groups[0]`` to set
-    the learning rate by hand would from then on set that of a group which no step reads. So would
-    a scheduler of a wrapper that shares its groups with the optimizer within it.
-
-    Args:
-        stepper: an optimizer or a scheduler.
-        state: of its ``state_dict``; an optimizer keeps its tensors.
-    """
-    if not isinstance(stepper, torch.optim.Optimizer):
-        stepper.load_state_dict(state)
-        return
-    inner = inner_optimizers(stepper)
-    sharing = [each for each in inner if each.state is stepper.state]
-    held = [(each, each.param_groups) for each in (stepper, *inner)]
-    stepper.load_state_dict(dict(state))
-    for optimizer, groups in held:
-        for group, settings in zip(groups, optimizer.param_groups, strict=True):
-            if group is not settings:
-                group.clear()
-                group.update(settings)
-        optimizer.param_groups = groups
-    for optimizer in sharing:
-        optimizer.state = stepper.state

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an optimizer object holds: parameters, tensors of its state, and attributes of its own."""
+"""What an optimizer object holds: parameters, a state, attributes of its own, other optimizers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from lockstep._torch_compat import AMP_SCALING_ATTR, WAS_STEPPED_ATTR
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from torch.optim import Optimizer
 
@@ -88,3 +88,31 @@ def needs_closure(optimizer: Optimizer) -> bool:
         return True
     parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
     return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def load_state(stepper: Any, state: Mapping[str, Any]) -> None:
+    """``stepper.load_state_dict(state)``; an optimizer keeps the very `param_groups` it had.
+
+    torch puts new ones in their place. A user who has kept ``optimizer.param_groups[0]`` to set
+    the learning rate by hand would from then on set that of a group which no step reads. So would
+    a scheduler of a wrapper that shares its groups with the optimizer within it.
+
+    Args:
+        stepper: an optimizer or a scheduler.
+        state: of its ``state_dict``; an optimizer keeps its tensors.
+    """
+    if not isinstance(stepper, torch.optim.Optimizer):
+        stepper.load_state_dict(state)
+        return
+    inner = inner_optimizers(stepper)
+    sharing = [each for each in inner if each.state is stepper.state]
+    held = [(each, each.param_groups) for each in (stepper, *inner)]
+    stepper.load_state_dict(dict(state))
+    for optimizer, groups in held:
+        for group, settings in zip(groups, optimizer.param_groups, strict=True):
+            if group is not settings:
+                group.clear()
+                group.update(settings)
+        optimizer.param_groups = groups
+    for optimizer in sharing:
+        optimizer.state = stepper.state

@@ -4,7 +4,7 @@
 Loops, schedulers and gradient scalers hold the user's own optimizer, so a sync that steps in
 another way (at a parameter server, on this rank's rows alone) cannot hand out another object.
 Rejected: a subclass or a wrapper, returned by `register`: a loop that keeps using its own
-``self.optimizer`` would step alone, silently.
+``self.optimizer`` would step alone, silently. `OptimizerMethodPatch` leaves `step` as it is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,26 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-class OptimizerStepPatch:
+class OptimizerMethodPatch:
+    """Attributes of the object `optimizer` replaced by others, until `restore`.
+
+    Where two patches replace the same ones, the later one has to be restored first.
+    """
+
+    def __init__(self, optimizer: Optimizer, **replacements: Any) -> None:
+        self._attributes = vars(optimizer)
+        self._names = tuple(replacements)
+        self._shadowed = {n: own for n, own in self._attributes.items() if n in replacements}
+        self._attributes.update(replacements)
+
+    def restore(self) -> None:
+        """Give the optimizer its own attributes back."""
+        for name in self._names:
+            self._attributes.pop(name, None)
+        self._attributes.update(self._shadowed)
+
+
+class OptimizerStepPatch(OptimizerMethodPatch):
     """The `step` of `optimizer` replaced by another function, until `restore`.
 
     The optimizer's hooks before and after a step run around it, as they do around its own step.
@@ -39,16 +58,7 @@ class OptimizerStepPatch:
             vars(this)[WAS_STEPPED_ATTR] = True
             return step(*args, **kwargs)
 
-        self._attributes = vars(optimizer)
-        self._names = ("step", AMP_SCALING_ATTR, *others)
-        self._shadowed = {name: own for name, own in vars(optimizer).items() if name in self._names}
-        self._attributes.update(others, step=MethodType(with_step_hooks(replaced), optimizer))
-        if AMP_SCALING_ATTR in self._attributes:
-            # A scaler would leave the unscaling to a kernel that the replaced step never runs.
-            self._attributes[AMP_SCALING_ATTR] = False
-
-    def restore(self) -> None:
-        """Give the optimizer its own methods back."""
-        for name in self._names:
-            self._attributes.pop(name, None)
-        self._attributes.update(self._shadowed)
+        # A scaler would leave the unscaling to a kernel that the replaced step never runs.
+        scaling = {AMP_SCALING_ATTR: False} if AMP_SCALING_ATTR in vars(optimizer) else {}
+        own_step = MethodType(with_step_hooks(replaced), optimizer)
+        super().__init__(optimizer, **others, **scaling, step=own_step)

@@ -30,8 +30,8 @@ from lockstep._torch_compat import (
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.local_rows import LocalRows, first_row
 from lockstep.operator.model_copies import copy_models
-from lockstep.operator.state_copy import load_state
 from lockstep.phases import Phase, in_phase
+from lockstep.sync.optimizer_inspection import load_state
 from lockstep.tensor_copies import is_block, is_expanded, is_shard
 from lockstep.tensor_tree import rebuild_container, tree_map
 

@@ -56,6 +56,8 @@ class OptimizerRequest:
         changed_parameters: numbers of those whose new values lead the message's tensors.
         with_gradient: numbers of those whose gradients follow.
         state: the state dict that the optimizer is to load.
+        inner: whose state is asked for, or to be loaded: the place of an optimizer among those
+            within it; None: its own.
         undo_point: steps of the run to which an interruption leads back; None: to none.
     """
 
@@ -64,6 +66,7 @@ class OptimizerRequest:
     changed_parameters: list[int] = field(default_factory=list)
     with_gradient: list[int] = field(default_factory=list)
     state: Any = None
+    inner: int | None = None
     undo_point: int | None = None
 
 

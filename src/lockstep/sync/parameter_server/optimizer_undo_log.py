@@ -16,7 +16,12 @@ import copy
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ReplicasDifferError
-from lockstep.sync.optimizer_inspection import optimizer_parameters, own_attributes, state_tensors
+from lockstep.sync.optimizer_inspection import (
+    inner_optimizers,
+    optimizer_parameters,
+    own_attributes,
+    state_tensors,
+)
 from lockstep.tensor_copies import TensorCopies
 
 if TYPE_CHECKING:
@@ -84,14 +89,24 @@ class _OptimizerCopy:
     def __init__(self, optimizer: Optimizer, memory: TensorCopies) -> None:
         self.optimizer = optimizer
         self._held = optimizer_parameters(optimizer)
-        tensors = {id(tensor): tensor for tensor in (*self._held, *state_tensors(optimizer))}
+        inner = inner_optimizers(optimizer)
+        states = (tensor for each in (optimizer, *inner) for tensor in state_tensors(each))
+        tensors = {id(tensor): tensor for tensor in (*self._held, *states)}
         memory.take([tensor.detach() for tensor in tensors.values()])
         self._tensors = memory.values
         memo = dict(zip(tensors, memory.values, strict=True))
         # In groups, and as keys of the state, parameters stay the objects that they are.
         memo |= {id(param): param for param in self._held}
         attributes = {**own_attributes(optimizer), "param_groups": optimizer.param_groups}
-        self._state, self._attributes = copy.deepcopy((dict(optimizer.state), attributes), memo)
+        # As copies of all optimizers, those of optimizers within it lack their own attributes.
+        within = [(each, own_attributes(each)) for each in inner]
+        self._state, self._attributes, copies = copy.deepcopy(
+            (dict(optimizer.state), attributes, within), memo
+        )
+        for copied, own in copies:
+            vars(copied).update(own)
+        pairs = zip(inner, copies, strict=True)
+        self._sharing = [copied for each, (copied, _) in pairs if each.state is optimizer.state]
 
     def put_back(self) -> None:
         """Let the optimizer hold the copies."""
@@ -100,6 +115,8 @@ class _OptimizerCopy:
         optimizer = self.optimizer
         optimizer.state.clear()
         optimizer.state.update(self._state)
+        for each in self._sharing:
+            each.state = optimizer.state
         for name in own_attributes(optimizer):
             delattr(optimizer, name)
         vars(optimizer).update(self._attributes)

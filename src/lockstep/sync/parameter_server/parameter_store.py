@@ -21,7 +21,7 @@ from lockstep.errors import (
     WorkerFailedError,
 )
 from lockstep.serialization import dumps_exception
-from lockstep.sync.optimizer_inspection import optimizer_parameters
+from lockstep.sync.optimizer_inspection import inner_optimizers, load_state, optimizer_parameters
 from lockstep.sync.parameter_server.messages import Message
 from lockstep.sync.parameter_server.optimizer_undo_log import OptimizerUndoLog
 from lockstep.sync.parameter_server.server_connection import raise_if_error
@@ -48,7 +48,7 @@ class ParameterStore:
     - "all_reduce": the answer is the sum over the ranks, added in their order.
     - "step": an optimizer steps with rank 0's gradients. The answer is the new weights, and the
       settings of its groups that the step has changed.
-    - "state_dict", "load_state_dict": of an optimizer.
+    - "state_dict", "load_state_dict": of an optimizer, or of one within it.
     """
 
     def __init__(self, size: int) -> None:
@@ -92,9 +92,14 @@ class ParameterStore:
         request: OptimizerRequest = message.body
         if message.kind == "load_state_dict":
             self._log_for_undo(request)
-            self._update_optimizer(request, message.tensors).load_state_dict(request.state)
-            return Message("done")
-        return Message("done", self._update_optimizer(request, message.tensors).state_dict())
+        optimizer = self._update_optimizer(request, message.tensors)
+        if request.inner is not None:
+            optimizer = inner_optimizers(optimizer)[request.inner]
+        if message.kind == "state_dict":
+            return Message("done", optimizer.state_dict())
+        # An optimizer within it goes on to share its groups, which requests change.
+        load_state(optimizer, request.state)
+        return Message("done")
 
     def _together(self, asked: Sequence[Message]) -> Message:
         texts = [_in_words(message) for message in asked]
@@ -108,10 +113,9 @@ class ParameterStore:
         if isinstance(body, int):
             self._undo_log.return_to(body)
         else:
-            self._parameters, optimizers = pickle.loads(body)
-            for optimizer, attributes in optimizers:
-                vars(optimizer).update(attributes)
-                self._optimizers.append(optimizer)
+            self._parameters, self._optimizers, attributes = pickle.loads(body)
+            for optimizer, own in attributes:
+                vars(optimizer).update(own)
         weights = [param.detach() for param in self._parameters.values()]
         return Message("done", list(self._parameters), weights)
 

@@ -3,12 +3,14 @@
 
 The user's own object stays: schedulers, loops and scalers hold it. Its `step`, `state_dict` and
 `load_state_dict` are replaced on the instance; its `param_groups` stay the place where learning
-rates are read and changed, and travel with every step.
+rates are read and changed, and travel with every step. So are `state_dict` and `load_state_dict`
+of the optimizers within it (Lookahead holds one), which the server steps with it.
 """
 
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -17,12 +19,15 @@ import torch
 from lockstep.errors import NotAvailableError, NotPicklableError
 from lockstep.sync.local_parameters import is_local
 from lockstep.sync.optimizer_inspection import (
+    inner_optimizers,
+    load_state,
     needs_closure,
     optimizer_parameters,
+    optimizers_with_state,
     own_attributes,
     state_tensors,
 )
-from lockstep.sync.optimizer_step_patch import OptimizerStepPatch
+from lockstep.sync.optimizer_step_patch import OptimizerMethodPatch, OptimizerStepPatch
 from lockstep.sync.parameter_server.messages import Message, OptimizerRequest
 from lockstep.tensor_tree import tree_map
 
@@ -71,6 +76,22 @@ class RemoteOptimizer:
             state_dict=self._state_dict,
             load_state_dict=self._load_state_dict,
         )
+        # By their places; without those that the server has for themselves as well.
+        inner = enumerate(inner_optimizers(optimizer))
+        self._inner = {n: each for n, each in inner if "state_dict" not in vars(each)}
+        self._stepped_here: set[int] = set()
+        self._replaced_within = [
+            OptimizerMethodPatch(
+                each,
+                state_dict=partial(self._state_dict_within, place),
+                load_state_dict=partial(self._load_state_dict_within, place),
+            )
+            for place, each in self._inner.items()
+        ]
+        self._step_hooks = [
+            each.register_step_pre_hook(partial(self._note_step_here, place))
+            for place, each in self._inner.items()
+        ]
         # The server has the state: a copy here would cost memory, and be stale.
         optimizer.state.clear()
 
@@ -95,6 +116,8 @@ class RemoteOptimizer:
             gradients = [param.grad for param in graded if param.grad is not None]
             request.tensors = [*request.tensors, *gradients]
         answer = self._channel.ask(request)
+        for each in self._inner.values():
+            each.state.clear()  # the server has stepped it
         for group, settings in zip(self.optimizer.param_groups, answer.body, strict=True):
             group.update(settings)
         with torch.no_grad():
@@ -115,7 +138,7 @@ class RemoteOptimizer:
         latest = self._server_weights.get(self._number_of.get(id(param), -1))
         return latest is None or not torch.equal(latest, param)
 
-    def _request(self, kind: str, state: Any = None) -> Message:
+    def _request(self, kind: str, state: Any = None, inner: int | None = None) -> Message:
         """A request with the settings and, from rank 0, the weights that the server lacks."""
         weights = [p for p in optimizer_parameters(self.optimizer) if self._was_written_to(p)]
         request = OptimizerRequest(
@@ -123,6 +146,7 @@ class RemoteOptimizer:
             self._groups(),  # first: it refuses parameters that have no number
             [self._number_of[id(param)] for param in weights],
             state=state,
+            inner=inner,
             undo_point=self.undo_point,
         )
         return Message(kind, request, weights)
@@ -150,10 +174,13 @@ class RemoteOptimizer:
 
     def _state_dict(self) -> dict[str, Any]:
         """The server's state, with the settings as they are here."""
-        answer = self._channel.ask(self._request("state_dict"))
+        own = type(self.optimizer).state_dict(self.optimizer)
+        return {**self._state_at_server(), "param_groups": own["param_groups"]}
+
+    def _state_at_server(self, inner: int | None = None) -> dict[str, Any]:
+        answer = self._channel.ask(self._request("state_dict", inner=inner))
         # A copy: what arrived shares one block of memory, or is the store's own in this process.
         state: dict[str, Any] = copy.deepcopy(answer.body)
-        state["param_groups"] = type(self.optimizer).state_dict(self.optimizer)["param_groups"]
         return state
 
     def _load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -162,9 +189,35 @@ class RemoteOptimizer:
         # Load the settings here, and an empty state, because the server holds the state.
         type(optimizer).load_state_dict(optimizer, {**state, "state": {}})
         optimizer.state.clear()
+        self._load_at_server(state)
+
+    def _load_at_server(self, state: Mapping[str, Any], inner: int | None = None) -> None:
         if self._server_weights is not None:
             own = _to_cpu(dict(state))
-            self._channel.ask(self._request("load_state_dict", own))
+            self._channel.ask(self._request("load_state_dict", own, inner))
+
+    def _note_step_here(self, place: int, *_: Any) -> None:
+        """Note that the loop steps an optimizer within this one (SAM's `second_step` does).
+
+        It does so on every rank alike, and this one never steps: the state is here.
+        """
+        self._stepped_here.add(place)
+
+    def _state_dict_within(self, place: int) -> dict[str, Any]:
+        """The state of an optimizer within this one, from where it steps."""
+        inner = self._inner[place]
+        own = type(inner).state_dict(inner)
+        if inner.state or place in self._stepped_here:
+            return own
+        return {**self._state_at_server(place), "param_groups": own["param_groups"]}
+
+    def _load_state_dict_within(self, place: int, state_dict: Mapping[str, Any]) -> None:
+        """Load here, and into the server's: before a step it is open which of the two will step."""
+        inner = self._inner[place]
+        type(inner).load_state_dict(inner, dict(state_dict))
+        # After a death a loop's step is undone without a server.
+        if place not in self._stepped_here:
+            self._load_at_server(state_dict, place)
 
     def release(self, *, keep_state: bool) -> None:
         """Make the optimizer an ordinary one again.
@@ -172,10 +225,14 @@ class RemoteOptimizer:
         Args:
             keep_state: fetch the server's state first; it must be there to answer.
         """
-        state = self._state_dict() if keep_state else None
-        self._replaced.restore()
-        if state is not None:
-            self.optimizer.load_state_dict(state)
+        members = optimizers_with_state([self.optimizer])
+        states = [each.state_dict() for each in members] if keep_state else []
+        for patch in reversed((self._replaced, *self._replaced_within)):
+            patch.restore()
+        for hook in self._step_hooks:
+            hook.remove()
+        for each, state in zip(members, states, strict=False):
+            load_state(each, state)
 
 
 def optimizers_to_serve(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
@@ -224,15 +281,15 @@ def pickle_optimizers(
             if id(param) not in memo:
                 copied = torch.nn.Parameter(param.detach().to("cpu", copy=True))
                 memo[id(param)] = copies[number_of[id(param)]] = copied
-        for tensor in state_tensors(optimizer):
+    members = dict.fromkeys(m for each in optimizers for m in (each, *inner_optimizers(each)))
+    for member in members:
+        for tensor in state_tensors(member):
             memo[id(tensor)] = tensor.detach().to("cpu", copy=True)
     try:
+        served = copy.deepcopy(list(optimizers), memo)
         # Optimizers leave attributes of their own out when they are copied or pickled.
-        pairs = [
-            (copy.deepcopy(optimizer, memo), copy.deepcopy(own_attributes(optimizer), memo))
-            for optimizer in optimizers
-        ]
-        data: bytes = cloudpickle.dumps((copies, pairs))
+        attributes = copy.deepcopy([(each, own_attributes(each)) for each in members], memo)
+        data: bytes = cloudpickle.dumps((copies, served, attributes))
     # Whatever a user's `__reduce__` or `__deepcopy__` raises.
     except Exception as error:
         raise NotPicklableError(

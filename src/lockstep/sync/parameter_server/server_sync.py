@@ -147,7 +147,7 @@ class ParameterServerSync(GradientSync):
         Works after a failure as well. Idempotent.
         """
         served, self._served = self._served, []
-        for each in served:
+        for each in reversed(served):  # an optimizer may be served, and be within another one
             try:
                 each.release(keep_state=not self._is_remote)
             except LockstepError:
