@@ -7,6 +7,7 @@ import tempfile
 
 import pytest
 import torch
+from tests.procs.odd_optimizers import Lookahead
 from tests.ray.operators import (
     GLOBAL_BATCH,
     STEPS,
@@ -43,6 +44,23 @@ class InUnits(DefaultLoop):
         )
         loader = DataLoader(TensorDataset(*problem()), config[BATCH_SIZE])
         self.register_data(train_loader=loader, validation_loader=loader)
+
+
+class Within(InUnits):
+    """An optimizer has another one within it, and both have stepped before they are registered."""
+
+    def setup(self, config):
+        model, (features, targets) = net(), problem()
+        optimizer = Lookahead(torch.optim.Adam(model.parameters(), lr=0.05))
+        for _ in range(3):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(features), targets).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=optimizer, criterion=nn.MSELoss(), shard=config["shard"]
+        )
+        self.register_data(train_loader=DataLoader(TensorDataset(*problem()), config[BATCH_SIZE]))
 
 
 class OwnValidation(InUnits):
@@ -113,6 +131,27 @@ def test_a_run_goes_on_from_its_checkpoints(tmp_path):
     with trainer(**arguments, resume="auto") as again:
         assert again.status()["step"] == 6
         assert farthest(again.get_model(), trained) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["whole", [nn.Linear]], ids=["whole", "in units"])
+def test_an_optimizer_within_another_one_brings_its_state(shard, tmp_path):
+    config = {"shard": shard}
+    with trainer(Within, config, num_workers=2) as run:
+        run.train(num_steps=4)
+        path = run.save(tmp_path / "state")
+        run.train(num_steps=4)
+        trained = run.get_model()
+        assert run.verify(num_steps=2).ok
+    with trainer(Within, config, num_workers=2) as again:
+        again.load(path)
+        (inner,) = again.state_dict()["inner_optimizers"]
+        assert inner["state"][0]["exp_avg"].shape == (7, 5)
+        again.train(num_steps=4)
+        assert farthest(again.get_model(), trained) == 0.0
+    with trainer(Within, config, num_workers=1) as alone:
+        alone.train(num_steps=8)
+        assert farthest(alone.get_model(), trained) < 1e-9
 
 
 class OnAnotherHost(InUnits):

@@ -34,6 +34,7 @@ from lockstep.sync.meta_device import (
     is_on_meta,
     prepare,
 )
+from lockstep.sync.optimizer_inspection import inner_optimizers
 from lockstep.sync.ordered_process_group import OrderedProcessGroup, make_ordered_group
 from lockstep.sync.parameter_shards import shard_like
 from lockstep.sync.replica_checks import compare_values
@@ -60,7 +61,8 @@ class ShardedSync(GradientSync):
     Args:
         modules: each becomes an `FSDPModule`, in place: class and parameters change.
         group: the ranks; its process group has to be torch's default group.
-        optimizers: hold the sharded parameters afterwards, and of their states this rank's rows.
+        optimizers: hold the sharded parameters afterwards, and of their states this rank's rows; so
+            do optimizers within them.
         shard: which submodules are units, see `lockstep.sync.shard_units`.
         mp_policy: torch's, for all units; None for none.
         dp_shard_size: over how many ranks a copy of the models is sharded; None for all.
@@ -94,7 +96,8 @@ class ShardedSync(GradientSync):
             )
         self._roots = [m for m in modules if any(not is_local(p) for p in m.parameters())]
         refuse_models(self._roots)
-        self._optimizers = list(dict.fromkeys(optimizers))
+        members = [each for one in optimizers for each in (one, *inner_optimizers(one))]
+        self._optimizers = list(dict.fromkeys(members))
         self._units: dict[str, torch.nn.Module] = {}
         for place, root in enumerate(self._roots):
             prefix = f"{place}." if len(self._roots) > 1 else ""
@@ -362,9 +365,9 @@ def _parameter(held: Any) -> torch.nn.Parameter:
 def _hand_over(optimizer: torch.optim.Optimizer, sharded: dict[int, Any]) -> None:
     """Put the shards in the place of an optimizer's parameters, and of its state."""
     for group in optimizer.param_groups:
-        whole = list(group["params"])
-        group["params"][:] = [sharded.get(id(param), param) for param in whole]
-        for param in whole:
-            new = sharded.get(id(param), param)
-            if new is not param and param in optimizer.state:
-                optimizer.state[new] = _own_rows_of_state(optimizer.state.pop(param), new)
+        # Optimizers may share it: then it holds shards already, and states do not.
+        group["params"][:] = [sharded.get(id(param), param) for param in group["params"]]
+    for param in list(optimizer.state):
+        new = sharded.get(id(param), param)
+        if new is not param:
+            optimizer.state[new] = _own_rows_of_state(optimizer.state.pop(param), new)
