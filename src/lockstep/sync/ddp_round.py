@@ -131,7 +131,7 @@ class DDPRound:
             self._late.append(slot)
 
     @property
-    def receive_secret(self) -> bool:
+    def has_sent_buckets(self) -> bool:
         """Whether buckets were sent, so that peers wait for the rest of the round."""
         return any(turn.is_led for turn in self._turns.values())
 

@@ -296,7 +296,7 @@ class DDPTransport(Transport):
     @property
     def is_half_sent(self) -> bool:
         """See `Transport`."""
-        return self._round.receive_secret
+        return self._round.has_sent_buckets
 
     def reset(self, *, has_failed: bool) -> None:
         """See `Transport`."""
