@@ -140,3 +140,30 @@ def test_a_backward_of_the_users_own_is_still_refused():
         sync.detach()
 
     run_ranks(1, body)
+
+
+def test_a_layer_that_is_unfrozen_within_a_window_is_named_on_every_rank():
+    replicas = [build() for _ in range(2)]
+
+    def body(group):
+        model = replicas[group.rank]
+        model[0].requires_grad_(False)
+        sync = GradientSync(
+            [model], group, order=ShardOrder(2, [range(1), range(1, 2)], group.rank)
+        )
+        mine = [(group.rank, rows(4, 6, seed=group.rank))]
+        _one_batch(sync, model, mine, closes=False)
+        model[0].requires_grad_(True)
+        with pytest.raises(WrongUseError, match=r"unfrozen within.*\n[^`]*`0\.weight`, `0\.bias`"):
+            _one_batch(sync, model, mine, closes=True)
+        model.zero_grad()
+        for closes in (False, True):
+            _one_batch(sync, model, mine, closes=closes)
+        sync.detach()
+        return gradients(model)
+
+    for found in run_ranks(2, body):
+        model = build()
+        for shard in (0, 1):
+            (loss_of(model, rows(4, 6, seed=shard), shard) / 2).backward()
+        assert_same(found, gradients(model), tolerance=1e-6)

@@ -16,7 +16,7 @@ from lockstep._torch_compat import version_of
 from lockstep.sync import round_error_texts
 from lockstep.sync.ordered_reducer import OrderedReducer
 from lockstep.sync.reducer import Reducer
-from lockstep.sync.round_contribution import Contribution, UnreadTotals
+from lockstep.sync.round_contribution import Contribution, Fault, UnreadTotals
 from lockstep.sync.transport_protocol import RoundResult, Transport
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lockstep.group import Group
     from lockstep.pending_collective import Pending
     from lockstep.sync.buckets import Bucket, Slot
-    from lockstep.sync.round_contribution import Fault, RoundTotals
+    from lockstep.sync.round_contribution import RoundTotals
     from lockstep.sync.shard_tree_sum import ShardOrder
     from lockstep.sync.transport_protocol import Gradients, RoundController
 
@@ -182,7 +182,12 @@ class BucketTransport(Transport):
         Collective:
             As gradients arrive: all-reduces of full buckets, not waited for.
         """
-        contribution.has_unfrozen = self._has_unfrozen
+        if self._order is not None and contribution.kind is not None:
+            # The shards before this one have left their gradients in the places that there were.
+            names = [slot.name for slot in self._unbucketed if slot.param.requires_grad]
+            contribution.faults += [Fault.of("unfrozen_in_window", names[:8])] if names else []
+        else:
+            contribution.has_unfrozen = self._has_unfrozen
         self.reducer.start(contribution, step)
         if self._last_shard is not None and isinstance(self.reducer, OrderedReducer):
             self.reducer.set_last_shard(self._last_shard, contribution.unpacked_weight)

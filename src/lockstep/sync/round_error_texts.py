@@ -56,6 +56,12 @@ _FAULTS: Final = {
         " this rank's part alone, of which nobody knows afterwards what it counts for",
         "change gradients after the window's last backward, which reduces them",
     ),
+    "unfrozen_in_window": _FaultKind(
+        "a layer was unfrozen within an accumulation window",
+        "reproducible=True: where gradients are added up is settled at the window's first batch",
+        "unfreeze before the first batch of a window",
+        WrongUseError,
+    ),
     "unfinished": _FaultKind(
         "a backward left parameters without a gradient, and torch's DDP waits for them",
         "a conditional branch, an unused layer, or one loss of several",
