@@ -4,6 +4,8 @@
 Workers are threads over real gloo, and read loaders of their own (``add_dist_sampler=False``).
 """
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
@@ -158,7 +160,7 @@ def time_first(items):
 class SumsTimeSteps(TrainingOperator):
     """Zeros behind a sequence change nothing, so that a batch may be as long as it likes."""
 
-    trained = None
+    trained: ClassVar = {}
 
     def setup(self, config):
         model = reset(nn.Linear(4, 1, bias=False), 7)
@@ -185,8 +187,8 @@ class SumsTimeStepsInALoop(SumsTimeSteps):
 
 
 @pytest.mark.parametrize("operator_cls", [SumsTimeSteps, SumsTimeStepsInALoop])
-def test_batches_with_time_steps_first_count_for_their_samples(operator_cls, monkeypatch):
-    monkeypatch.setattr(operator_cls, "trained", {})
+def test_batches_with_time_steps_first_count_for_their_samples(operator_cls):
+    operator_cls.trained.clear()
     reports = on_workers(operator_cls, "train")
     assert [(report.samples, report.steps) for report in reports] == [(3, 2)] * 2
     model = reset(nn.Linear(4, 1, bias=False), 7)

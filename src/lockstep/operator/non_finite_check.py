@@ -21,7 +21,7 @@ from lockstep._torch_compat import sparse_indices_and_values
 from lockstep.errors import NonFiniteError
 from lockstep.operator.state_copy import StateCopy
 from lockstep.sync import is_local
-from lockstep.sync.optimizer_inspection import optimizer_parameters
+from lockstep.sync.optimizer_inspection import is_given_closure, optimizer_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -130,13 +130,6 @@ def _learning_rates(optimizer: Optimizer) -> list[float]:
     """The learning rates of the groups; empty for optimizers without a rate."""
     given = [group.get("lr") for group in optimizer.param_groups]
     return [float(rate) for rate in given if rate is not None]
-
-
-def is_given_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's step with these arguments of its hook will call a closure."""
-    # The hooks of some versions of torch are given the optimizer among the arguments.
-    given = [each for each in (*args, kwargs.get("closure")) if each is not None]
-    return any(callable(each) and not isinstance(each, torch.optim.Optimizer) for each in given)
 
 
 def _may_overflow(optimizer: Optimizer, norm: float) -> bool:

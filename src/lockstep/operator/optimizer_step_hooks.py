@@ -29,9 +29,12 @@ from lockstep.compiler_disable import disable_dynamo
 from lockstep.errors import NotAvailableError
 from lockstep.operator.custom_loop_refusals import refuse_own_step, requested_loop_options
 from lockstep.operator.loop_protocols import Operator
-from lockstep.operator.non_finite_check import is_given_closure
 from lockstep.randomness import RandomState, derive_seed, preserve_rng_state, seed_all
-from lockstep.sync.optimizer_inspection import optimizer_parameters, share_parameters
+from lockstep.sync.optimizer_inspection import (
+    is_given_closure,
+    optimizer_parameters,
+    share_parameters,
+)
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

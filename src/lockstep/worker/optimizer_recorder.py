@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.content_digest import content_digest
-from lockstep.operator.non_finite_check import is_given_closure
 from lockstep.randomness import RandomState, preserve_rng_state
 from lockstep.sync import is_local
-from lockstep.sync.optimizer_inspection import optimizer_parameters
+from lockstep.sync.optimizer_inspection import is_given_closure, optimizer_parameters
 from lockstep.worker.state_dict import copy_to_cpu
 
 if TYPE_CHECKING:

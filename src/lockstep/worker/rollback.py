@@ -8,8 +8,7 @@ committed; `undo` writes them back.
 
 What has to be copied depends on when a rank can still be interrupted:
 
-1. Buffers (running statistics) change in every forward, and a loss may freeze layers for a part of
-   it. Both are copied in every step.
+1. Buffers change in every forward, and a loss may freeze layers for a while: copied in each step.
 2. In the default loop an optimizer steps after all communication of the step. If a peer dies
    before, weights and optimizer are unchanged: nothing more is copied. After an error that comes
    after ``optimizer.step()`` the weights cannot be restored: a complete step (`is_complete`) is
@@ -32,8 +31,7 @@ What has to be copied depends on when a rank can still be interrupted:
    `_communicates_after_optimizer`); see `saved_gradients`.
 
 Copies lie in memory that the next step reuses, and the undo writes them into the existing tensors:
-a step must not pay for allocations, and users hold references to the tensors. Rejected for these
-reasons: an undo through ``state_dict``, as for a checkpoint (see `state_dict`).
+a step must not pay for allocations, and users hold references to the tensors.
 """
 
 from __future__ import annotations
