@@ -56,7 +56,6 @@ class GlobalBatchContext:
         is_stepping: an optimizer's step of the default loop is running.
         has_scheduled: the schedulers have stepped after this batch, if they step by batch.
         stepped_optimizers: one entry for each step taken since the batch before was over.
-        running_steps: the optimizers whose steps have begun, and have not ended.
         counts_samples: whether the default loop weighs its losses by their samples, if it has
             computed any; None if no worker has delivered the batch.
         partial_weights: weights of metrics that only some of `shards` reported, and of a loss that
@@ -79,7 +78,6 @@ class GlobalBatchContext:
     is_stepping: bool = False
     has_scheduled: bool = False
     stepped_optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-    running_steps: list[torch.optim.Optimizer] = field(default_factory=list)
     partial_weights: dict[str, float] = field(default_factory=dict)
     criterion_call: CriterionCall | None = None
 

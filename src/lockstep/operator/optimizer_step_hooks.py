@@ -9,10 +9,6 @@ come behind the guard's and behind the user's own, and do not see a step that on
 A wrapper's `step` may call the step of the optimizer within it (Lookahead), and a subclass's that
 of its base, where torch calls the hooks once more: that is one step. A step that a GradScaler
 leaves out calls no hook.
-
-A step may draw random numbers (Langevin noise, stochastic rounding). They go into weights that
-ranks share, and the generators of each rank stand where its own samples have left them. So a step
-has a seed of its own, the same on every rank.
 """
 
 from __future__ import annotations
@@ -26,10 +22,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.compiler_disable import disable_dynamo
-from lockstep.errors import NotAvailableError
 from lockstep.operator.custom_loop_refusals import refuse_own_step, requested_loop_options
 from lockstep.operator.loop_protocols import Operator
-from lockstep.randomness import RandomState, derive_seed, preserve_rng_state, seed_all
+from lockstep.operator.step_seed import StepSeed
+from lockstep.randomness import derive_seed, preserve_rng_state
 from lockstep.sync.optimizer_inspection import (
     is_given_closure,
     optimizer_parameters,
@@ -51,7 +47,13 @@ class OptimizerStepHooks:
     Args:
         operator: after its `setup`.
         run: what it registered.
+
+    Attributes:
+        seed: seeds each step, when all have been called that are called before it; None where other
+            hooks of the same run do so.
     """
+
+    seed: StepSeed | None = None
 
     def __init__(self, operator: Operator, run: TrainingParts) -> None:
         self._state = operator._lockstep
@@ -60,12 +62,8 @@ class OptimizerStepHooks:
         self._after: list[StepListener] = []
         self._hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
-        self._is_in_shards = self._state.context.options.sync == "fsdp"
-        # The default loop seeds each shard anew. A loop of the user's own goes on to draw, for its
-        # own samples, after the step.
-        self._restores_generators = operator._lockstep_overrides_loop()
-        self._generators: RandomState | None = None
-        self._seeded: torch.Tensor | None = None
+        self._batch: Callable[[], object] = lambda: None
+        self._running: list[Optimizer] = []
         for optimizer in run.optimizers:
             self._hook(optimizer)
         # Weakly: the process keeps a global hook, also of a trainer that nobody has shut down.
@@ -107,7 +105,7 @@ class OptimizerStepHooks:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        running = self._state.global_batch.running_steps
+        running = self._running_steps()
         if _is_within(running, optimizer):
             running.append(optimizer)
             return
@@ -115,39 +113,26 @@ class OptimizerStepHooks:
             listener(optimizer, args, kwargs)
         running.append(optimizer)
         # A closure computes losses, and draws for the samples of its rank.
-        if not is_given_closure(args, kwargs):
-            self._seed_step()
+        if self.seed is not None and not is_given_closure(args, kwargs):
+            self.seed.begin()
 
-    def _seed_step(self) -> None:
-        number = len(self._state.global_batch.stepped_optimizers)
-        run_seed = self._state.context.shard_assignment.seed
-        self._generators = RandomState.capture() if self._restores_generators else None
-        seed_all(derive_seed(run_seed, "step", self._state.committed, number))
-        self._seeded = torch.get_rng_state() if self._is_in_shards else None
-
-    def _end_seeded_step(self) -> None:
-        generators, self._generators = self._generators, None
-        seeded, self._seeded = self._seeded, None
-        has_drawn = seeded is not None and not torch.equal(torch.get_rng_state(), seeded)
-        if generators is not None:
-            generators.restore()
-        if has_drawn and not self._state.context.group.is_alone:
-            raise NotAvailableError(
-                "an optimizer that draws random numbers cannot step shards",
-                where=self._state.context.group.place,
-                cause="each rank steps its own rows, and would draw the same numbers for them",
-                fix='sync="replicate" or sync="ddp"',
-            )
+    def _running_steps(self) -> list[Optimizer]:
+        """The optimizers whose steps have begun in this batch, and have not ended."""
+        batch = self._state.global_batch
+        if self._batch() is not batch:
+            self._batch, self._running = weakref.ref(batch), []
+        return self._running
 
     def _after_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        running = self._state.global_batch.running_steps
+        running = self._running_steps()
         if optimizer in running:  # unless its closure has read the next batch
             running.remove(optimizer)
         if _is_within(running, optimizer):
             return
-        self._end_seeded_step()
+        if self.seed is not None:
+            self.seed.end()
         for listener in self._after:
             listener(optimizer, args, kwargs)
 
@@ -169,6 +154,7 @@ def add_step_listeners(operator: Operator, hooks: OptimizerStepHooks) -> None:
         if _was_taken(optimizer):
             _note_step(operator, optimizer)
 
+    hooks.seed = StepSeed(operator)
     refuses = operator._lockstep_overrides_loop() and requested_loop_options(state.context.options)
     hooks.add(before=before if refuses else None, after=after)
 
