@@ -13,6 +13,7 @@ leaves out calls no hook.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -33,6 +34,8 @@ from lockstep.sync.optimizer_inspection import (
 )
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from torch.utils.hooks import RemovableHandle
 
     from lockstep.operator.training_parts import TrainingParts
@@ -62,8 +65,7 @@ class OptimizerStepHooks:
         self._after: list[StepListener] = []
         self._hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
-        self._batch: Callable[[], object] = lambda: None
-        self._running: list[Optimizer] = []
+        self._begun: list[Optimizer] = []  # steps that have not ended; some of them may have raised
         for optimizer in run.optimizers:
             self._hook(optimizer)
         # Weakly: the process keeps a global hook, also of a trainer that nobody has shut down.
@@ -105,41 +107,49 @@ class OptimizerStepHooks:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        running = self._running_steps()
-        if _is_within(running, optimizer):
-            running.append(optimizer)
+        if self._begun and not _is_step_running(self._begun):
+            self._begun.clear()
+        if self._is_within_another_step(optimizer):
+            self._begun.append(optimizer)
             return
         for listener in self._before:
             listener(optimizer, args, kwargs)
-        running.append(optimizer)
+        self._begun.append(optimizer)
         # A closure computes losses, and draws for the samples of its rank.
         if self.seed is not None and not is_given_closure(args, kwargs):
             self.seed.begin()
 
-    def _running_steps(self) -> list[Optimizer]:
-        """The optimizers whose steps have begun in this batch, and have not ended."""
-        batch = self._state.global_batch
-        if self._batch() is not batch:
-            self._batch, self._running = weakref.ref(batch), []
-        return self._running
-
     def _after_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        running = self._running_steps()
-        if optimizer in running:  # unless its closure has read the next batch
-            running.remove(optimizer)
-        if _is_within(running, optimizer):
+        if optimizer in self._begun:
+            self._begun.remove(optimizer)
+        if self._is_within_another_step(optimizer):
             return
         if self.seed is not None:
-            self.seed.end()
+            self.seed.end(optimizer)
         for listener in self._after:
             listener(optimizer, args, kwargs)
 
+    def _is_within_another_step(self, optimizer: Optimizer) -> bool:
+        """Whether a step is a part of one that has begun, of the same object or parameters."""
+        return any(each is optimizer or share_parameters(each, optimizer) for each in self._begun)
 
-def _is_within(running: Sequence[Optimizer], optimizer: Optimizer) -> bool:
-    """Whether a step is a part of a running step of the same parameters, also of its own object."""
-    return any(each is optimizer or share_parameters(each, optimizer) for each in running)
+
+def _is_step_running(optimizers: Sequence[Optimizer]) -> bool:
+    """Whether the `step` of one of `optimizers` is being called.
+
+    Torch calls no hook after a step that has raised, which a loop may catch and call again.
+    """
+    # What calls the hooks has another name; torch.compile keeps "step" in the names it makes up.
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if "step" in frame.f_code.co_name:
+            this = frame.f_locals.get("self")
+            if any(this is each for each in optimizers):
+                return True
+        frame = frame.f_back
+    return False
 
 
 def add_step_listeners(operator: Operator, hooks: OptimizerStepHooks) -> None:

@@ -43,8 +43,11 @@ class StepSeed:
         seed_all(derive_seed(run_seed, "step", self._state.committed, number))
         self._seeded = torch.get_rng_state() if self._is_in_shards else None
 
-    def end(self) -> None:
+    def end(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the loop go on to draw where it was.
+
+        Args:
+            optimizer: which has stepped.
 
         Raises:
             NotAvailableError: the step has drawn, and each rank has stepped other rows.
@@ -59,6 +62,7 @@ class StepSeed:
             raise NotAvailableError(
                 "an optimizer that draws random numbers cannot step shards",
                 where=group.place,
+                got=f"{type(optimizer).__name__}.step",
                 cause="each rank steps its own rows, and would draw the same numbers for them",
                 fix='sync="replicate" or sync="ddp"',
             )

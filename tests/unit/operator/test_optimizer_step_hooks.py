@@ -167,6 +167,42 @@ def test_a_step_within_another_one_is_compared_and_checked():
         assert same(weights(one.get_model()), by_hand(Sharp, 2)[0])
 
 
+class FailsOnce(torch.optim.SGD):
+    """Runs out of memory in its third step."""
+
+    def step(self, closure=None):
+        self.num_calls = getattr(self, "num_calls", 0) + 1
+        if self.num_calls == 3:
+            raise MemoryError
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("made", [FailsOnce, lambda groups: Lookahead(FailsOnce(groups))])
+def test_a_step_that_is_called_again_after_it_has_failed_is_followed_by_all(made):
+    class TriesAgain(Seen):
+        def made(self):
+            return made(sgd(self.model).param_groups)
+
+        def train_batch(self, batch, batch_info):
+            features, targets = batch
+            self.optimizer.zero_grad()
+            loss = self.criterion(self.model(features), targets)
+            loss.backward()
+            try:
+                self.optimizer.step()
+            except MemoryError:
+                self.optimizer.step()
+            return {"train_loss": loss.item()}
+
+    operator_cls = Derived if made is FailsOnce else Ahead
+    with trainer(TriesAgain) as one:
+        one.train()
+        expected, average = by_hand(operator_cls, STEPS_PER_EPOCH)
+        assert same(weights(one.get_model()), expected)
+        assert same(weights(one.get_averaged_model()), average)
+        assert one.get_local_operator().num_after == STEPS_PER_EPOCH
+
+
 def test_an_optimizer_that_nobody_registered_is_seen():
     class Besides(Seen):
         def made(self):

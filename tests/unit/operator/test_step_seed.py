@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an optimizer draws in its step depends on the run and the step, and on nobody's samples."""
+
+import pytest
+import torch
+from tests.unit.trainer.programs import Regression, linear, loader, trainer
+from torch import nn
+
+STEPS = 4
+
+
+class Draws(torch.optim.SGD):
+    def step(self, closure=None):
+        self.drawn = [*getattr(self, "drawn", []), torch.rand(()).item()]
+        return super().step(closure)
+
+
+class Drops(Regression):
+    """Each shard draws for its samples."""
+
+    optimizer_cls = Draws
+
+    def setup(self, config):
+        self.model, self.drawn_behind = linear(), []
+        self.register(
+            models=self.model,
+            optimizers=self.optimizer_cls(self.model.parameters(), lr=0.1),
+            criterion=nn.MSELoss(),
+        )
+        self.register_data(train_loader=loader())
+
+    def compute_loss(self, batch, batch_info):
+        features, targets = batch
+        return nn.functional.mse_loss(self.model(nn.functional.dropout(features)), targets)
+
+
+class DropsInItsOwnLoop(Drops):
+    def train_batch(self, batch, batch_info):
+        self._optimizer.zero_grad()
+        loss = self.compute_loss(batch, batch_info)
+        loss.backward()
+        self._optimizer.step()
+        self.drawn_behind.append(torch.rand(()).item())
+        return {"train_loss": loss.item()}
+
+    @property
+    def _optimizer(self):
+        return self._lockstep.registered.optimizers[0]
+
+
+class OwnLoopThatDrawsAlone(DropsInItsOwnLoop):
+    optimizer_cls = torch.optim.SGD
+
+
+def drawn(operator_cls, **arguments):
+    """In each of the first steps."""
+    with trainer(operator_cls, **arguments) as one:
+        one.train(num_steps=STEPS)
+        numbers = one.get_local_operator()._lockstep.registered.optimizers[0].drawn
+    assert len(set(numbers)) == STEPS
+    return numbers
+
+
+@pytest.mark.parametrize("other", [{"num_shards": 2}, {"operator_cls": DropsInItsOwnLoop}])
+def test_steps_draw_the_same_whoever_has_drawn_before(other):
+    assert drawn(**{"operator_cls": Drops, **other}) == drawn(Drops)
+
+
+def test_another_run_draws_others():
+    assert not set(drawn(Drops)) & set(drawn(Drops, seed=1))
+
+
+def test_a_loop_goes_on_to_draw_as_if_the_step_had_not():
+    behind = []
+    for operator_cls in (DropsInItsOwnLoop, OwnLoopThatDrawsAlone):
+        with trainer(operator_cls) as one:
+            one.train()
+            behind.append(one.get_local_operator().drawn_behind)
+    assert behind[0] == behind[1]
