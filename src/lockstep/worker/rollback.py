@@ -31,7 +31,7 @@ What has to be copied depends on when a rank can still be interrupted:
    `_communicates_after_optimizer`); see `saved_gradients`.
 
 Copies lie in memory that the next step reuses, and the undo writes them into the existing tensors:
-a step must not pay for allocations, and users hold references to the tensors.
+a step must not pay for allocations, and users hold references to the tensors. So no `state_dict`.
 """
 
 from __future__ import annotations
