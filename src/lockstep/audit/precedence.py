@@ -19,7 +19,7 @@ _FOLLOWING: Final = frozenset(
 
 EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
     **dict.fromkeys(("LS101", "LS102", "LS104", "LS105", "LS106", "LS107"), _FOLLOWING),
-    **dict.fromkeys(("LS302", "LS303", "LS304", "LS307", "LS308"), _FOLLOWING),
+    **dict.fromkeys(("LS302", "LS303", "LS304", "LS307", "LS308", "LS314"), _FOLLOWING),
     "LS503": frozenset({"LS507", "LS508"}),
 }
 """By code, the codes of its consequences, of the same optimizer."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from lockstep.audit.rules.called_modules import Buffers, Frozen, Modes
 from lockstep.audit.rules.clearing import Clearing
 from lockstep.audit.rules.data import Data
+from lockstep.audit.rules.dtypes import Dtypes
 from lockstep.audit.rules.gathers import Gathers
 from lockstep.audit.rules.gradients import Gradients, LeftOut
 from lockstep.audit.rules.liveness import Liveness
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from lockstep.audit.rules.base import Code, Rule
 
 RULES: Final[tuple[Rule, ...]] = (
+    Dtypes(),
     OwnScales(),
     Gradients(),
     Clearing(),
