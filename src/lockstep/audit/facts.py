@@ -273,7 +273,7 @@ class Step:
 
 @dataclass
 class Parameter:
-    """A parameter that an optimizer holds.
+    """A parameter that an optimizer holds, as it was when the optimizer was first seen.
 
     `group` are the ranks that hold it, or the same piece of it, as replicas; None: all of them, or
     none if it is `sharded`. `weighed`: lockstep reduces its gradient, by the weights of batches.
