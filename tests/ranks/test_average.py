@@ -61,6 +61,24 @@ def test_different_gradients_of_equal_shape_are_not_averaged_with_each_other():
         assert_same(got, gradients(true))
 
 
+@pytest.mark.parametrize("having", [(0, 1), (1,)], ids=["all", "one"])
+def test_what_was_frozen_after_its_backward_is_averaged(having):
+    replicas = [experts() for _ in range(2)]
+
+    def body(group):
+        model = replicas[group.rank]
+        if group.rank in having:
+            model[0](X[group.rank :]).square().mean().backward()
+        model.requires_grad_(False)
+        average_gradients(model, group=group)
+        return gradients(model)
+
+    true = experts()
+    (sum(true[0](X[start:]).square().mean() for start in having) / 2).backward()
+    for got in run_ranks(2, body):
+        assert_same(got, gradients(true))
+
+
 def test_refusals():
     sparse = nn.Embedding(3, 2, sparse=True)
     replicas = [[experts(), nn.Embedding(3, 2)], [experts(), sparse]]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that a program freezes between forward and backward get no gradient from it.
 
-Autograd runs their hooks all the same, and those of the last layer come first of all.
+Autograd runs their hooks all the same, and those of the last layer come first of all. What a window
+has trained before it froze it is reduced with the rest, also where it was frozen from the first.
 """
 
 import pytest
@@ -73,6 +74,58 @@ def test_a_backward_that_reaches_nothing_but_frozen_parameters_counts(way, drive
         return [*seen, weights([rank.plain])]
 
     assert_exact(on_ranks(way, body), oracle(frozen))
+
+
+def trained_in_turn(model, backwards, step, trains):
+    """Two losses, for one of which the first layer is trained, and frozen for the other."""
+    trained, frozen = backwards
+    for _ in range(3):
+        model.zero_grad()
+        model[0].requires_grad_(True)
+        if trains:
+            trained()
+        model[0].requires_grad_(False)
+        frozen()
+        yield gradients(model)
+        step()
+
+
+@our_buckets
+@pytest.mark.parametrize("driven", [False, True])
+@pytest.mark.parametrize("closes", ["a backward", "nothing"])
+@pytest.mark.parametrize("training", [(0, 1), (1,)], ids=["all", "one"])
+def test_what_a_window_trains_before_it_freezes_it_is_reduced(way, driven, closes, training):
+    """As a discriminator, which a program freezes before it attaches, and for the generator."""
+
+    def body(rank):
+        half = HALVES[rank.number]
+
+        def backward():
+            loss = mean_square(rank.plain, half)
+            rank.sync.backward(loss, weight=6) if driven else loss.backward()
+
+        def paused():
+            with rank.sync.no_sync():
+                backward()
+
+        last = backward if closes == "a backward" else rank.sync.reduce_pending
+        trains = rank.number in training
+        seen = trained_in_turn(rank.plain, (paused, last), rank.optimizer.step, trains)
+        return [*seen, weights([rank.plain])]
+
+    true = built()
+    optimizer = momentum(true)
+    closing = (0, 1) if closes == "a backward" else ()
+    # By weight each backward counts, else each rank that has run one.
+    share = len(training) + len(closing) if driven else len({*training, *closing})
+
+    def summed(ranks):
+        return lambda: [(mean_square(true, HALVES[r]) / share).backward() for r in ranks]
+
+    both = summed(training), summed(closing)
+    expected = list(trained_in_turn(true, both, optimizer.step, trains=True))
+    got = on_ranks(way, body, before=lambda plain: plain[0].requires_grad_(False))
+    assert_exact(got, [*expected, weights([true])])
 
 
 @pytest.mark.parametrize("frozen", [{0: [2], 1: [2]}, {1: [2]}], ids=["all", "one"])

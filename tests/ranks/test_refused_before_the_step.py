@@ -136,6 +136,33 @@ def test_parameters_of_another_kind_than_when_they_were_attached(way, change, ca
         assert "another shape, dtype or device" in str(error)
 
 
+def grown(plain, model):
+    """In a bucket of long gradients, with others behind it."""
+    plain[0].weight.data = torch.zeros(20_010, 4)
+    plain[0].bias.data = torch.zeros(20_010)
+    plain[2].weight.data = torch.zeros(3, 20_010)
+
+
+@every_way
+@pytest.mark.parametrize("change", [doubled, grown])
+def test_large_parameters_of_another_kind_than_when_they_were_attached(way, change):
+    def body(rank):
+        change(rank.plain, rank.model)
+        x = torch.ones(2, 4, dtype=rank.plain[0].weight.dtype)
+        rank.model(x).square().mean().backward()
+        rank.optimizer.step()
+
+    for error in refused(
+        way,
+        "LS101",
+        body,
+        build=lambda: mlp(20_000),
+        moved=True,
+        before=lambda plain: plain.float(),
+    ):
+        assert "another shape, dtype or device" in str(error)
+
+
 @every_way
 def test_a_gradient_that_a_copy_would_spread_over_the_old_shape(way):
     """One element, held by the program, in the place of several."""

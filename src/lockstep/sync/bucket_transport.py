@@ -2,8 +2,9 @@
 """`BucketTransport`: flat buckets, summed by all-reduce, by a tree over shards, or by a server.
 
 Which parameters have a place in a bucket follows ``requires_grad``: a parameter that is frozen
-when the buckets are made waits outside. When any rank unfreezes it, all ranks give it a place;
-they learn of it from the sums of a round, and reduce its gradient in a second round.
+when the buckets are made waits outside. When any rank unfreezes it, or has a gradient of it, all
+ranks give it a place; they learn of it from the sums of a round, and reduce its gradient in a
+second round.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class BucketTransport(Transport):
         self._last_shard: int | None = None
         self._sends_early = True
         self._is_finishing = False
+        self._has_paused = False  # in this round's window, a backward has sent nothing
         self._on_accumulated: Callable[[Slot], None] | None = None
         self._make_buckets([slot for slot in slots if slot.param.requires_grad])
 
@@ -99,10 +101,16 @@ class BucketTransport(Transport):
             return OrderedReducer(*how, order=self._order, divides=divides)
         return Reducer(*how, combine=self._combine, divides=divides)
 
-    @property
-    def _has_unfrozen(self) -> bool:
-        """Whether a parameter that has no bucket requires a gradient now."""
-        return any(slot.param.requires_grad for slot in self._unbucketed)
+    def _unfrozen(self) -> list[Slot]:
+        """The parameters without a bucket that are trained in this round.
+
+        Within a window a parameter may be unfrozen and frozen again: then it has a gradient.
+        """
+        return [
+            slot
+            for slot in self._unbucketed
+            if slot.param.requires_grad or slot.param.grad is not None
+        ]
 
     def _reduce_unfrozen(self, first: Contribution) -> tuple[RoundTotals, Contribution]:
         """A second round, for unfrozen parameters; from the next backward on they have buckets.
@@ -116,7 +124,7 @@ class BucketTransport(Transport):
         Collective:
             Every rank: one exchange, and the all-reduces of the new buckets.
         """
-        mine = [slot.number for slot in self._unbucketed if slot.param.requires_grad]
+        mine = [slot.number for slot in self._unfrozen()]
         numbers = set().union(*self._controller.attached_group().exchange(mine))
         second = self._make_reducer([slot for slot in self._slots if slot.number in numbers])
         contribution = replace(first, faults=list(first.faults), has_unfrozen=False)
@@ -160,12 +168,13 @@ class BucketTransport(Transport):
 
     def open_window(self, kind: str, *, is_first: bool) -> None:
         """See `Transport`: under a shard order a backward has to be that of a shard."""
+        self._has_paused = self._has_paused or not is_first
         if self._order is None:
             return
         if not self._controller.is_paused and self._last_shard is None:
             raise round_error_texts.out_of_order_error(self._controller.place)
         # Unfrozen since the buckets were made: every worker runs the same operator.
-        if is_first and self._has_unfrozen:
+        if is_first and any(slot.param.requires_grad for slot in self._unbucketed):
             self._make_buckets([slot for slot in self._slots if slot.param.requires_grad])
 
     def backward(self, replacement_gradients: Gradients | None) -> AbstractContextManager[None]:
@@ -182,12 +191,6 @@ class BucketTransport(Transport):
         Collective:
             As gradients arrive: all-reduces of full buckets, not waited for.
         """
-        if self._order is not None and contribution.kind is not None:
-            # The shards before this one have left their gradients in the places that there were.
-            names = [slot.name for slot in self._unbucketed if slot.param.requires_grad]
-            contribution.faults += [Fault.of("unfrozen_in_window", names[:8])] if names else []
-        else:
-            contribution.has_unfrozen = self._has_unfrozen
         self.reducer.start(contribution, step)
         if self._last_shard is not None and isinstance(self.reducer, OrderedReducer):
             self.reducer.set_last_shard(self._last_shard, contribution.unpacked_weight)
@@ -207,8 +210,10 @@ class BucketTransport(Transport):
         self._on_accumulated = None
         contribution = self.reducer.contribution
         contribution.faults += faults
+        self._say_what_is_unfrozen(contribution)
         reducer, is_whole = self.reducer, not self._unbucketed
-        sums = reducer.finish()
+        # A peer may have a gradient of a frozen parameter, from a backward that sent nothing.
+        sums = reducer.finish(must_read=self._has_paused and not is_whole)
         used_all = reducer.used_all() and is_whole
         sums_to_judge = [] if sums is None else [(sums, contribution)]
         unread = None
@@ -227,6 +232,19 @@ class BucketTransport(Transport):
             read_together=reducer.reads_are_free,
         )
 
+    def _say_what_is_unfrozen(self, contribution: Contribution) -> None:
+        unfrozen = [slot.name for slot in self._unfrozen()]
+        if unfrozen and self._order is not None and contribution.kind is not None:
+            # The shards before this one have left their gradients in the places that there were.
+            contribution.faults.append(Fault.of("unfrozen_in_window", unfrozen[:8]))
+        else:
+            contribution.has_unfrozen = bool(unfrozen)
+
+    def follow(self, contribution: Contribution, step: int, faults: Sequence[Fault]) -> RoundResult:
+        """See `Transport`; what this rank has a gradient of, it has from a paused backward."""
+        self._has_paused = True
+        return super().follow(contribution, step, faults)
+
     @property
     def is_half_sent(self) -> bool:
         """See `Transport`."""
@@ -235,7 +253,7 @@ class BucketTransport(Transport):
     def reset(self, *, has_failed: bool) -> None:
         """See `Transport`."""
         self.reducer.abandon()
-        self._is_finishing = False
+        self._is_finishing = self._has_paused = False
         self._on_accumulated = None
 
     def send_late(self) -> None:

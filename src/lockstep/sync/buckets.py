@@ -207,6 +207,8 @@ class Bucket:
         if not are_all_fresh(grads):
             return False
         if scale != 1.0 and self._is_long:
+            if [g.shape for g in grads] != [v.shape for v in self.views]:  # type: ignore[union-attr]
+                return False  # `out` would grow, over what lies behind it in memory
             # One pass over memory instead of two, which is what large gradients cost.
             for grad, view in zip(grads, self.views, strict=True):
                 torch.mul(grad, scale, out=view)  # type: ignore[arg-type]

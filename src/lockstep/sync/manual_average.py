@@ -48,13 +48,16 @@ def average_gradients(model: Any, weight: float | None = None, *, group: Any = N
     found = find_synced_tensors(as_modules(model))
     optimizer_guard.refuse_attached(found.parameters, "leave average_gradients out")
     compare_structures(ranks, found, {})
-    # In units of the mean weight: 60 000 tokens times a gradient would overflow float16.
-    mean = sum(one / ranks.size for one in ranks.exchange(share))
-    share /= mean or 1.0  # all zero: the round refuses that on every rank
     slots = [
         Slot(number, name, param) for number, (name, param) in enumerate(found.parameters.items())
     ]
-    reducer = Reducer([slot for slot in slots if slot.param.requires_grad], ranks, _CAP_BYTES)
+    # An optimizer also steps with the gradient of a parameter that was frozen since.
+    held = [slot for slot in slots if slot.param.requires_grad or slot.param.grad is not None]
+    of_ranks = ranks.exchange((share, [slot.number for slot in held]))
+    # In units of the mean weight: 60 000 tokens times a gradient would overflow float16.
+    share /= sum(one / ranks.size for one, _ in of_ranks) or 1.0  # all zero: refused in the round
+    numbers = set().union(*(theirs for _, theirs in of_ranks))
+    reducer = Reducer([slot for slot in slots if slot.number in numbers], ranks, _CAP_BYTES)
     contribution = Contribution(PLAIN, weight=share, scale=share)
     reducer.start(contribution)
     sums = reducer.finish(must_read=True)
