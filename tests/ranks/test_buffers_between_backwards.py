@@ -238,6 +238,47 @@ class Remembering(nn.Module):
         return out
 
 
+class Scaled(nn.Module):
+    """The first batch says how its inputs are scaled."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("scale", None)
+
+    def forward(self, x):
+        now = x.detach().abs().mean(0)
+        self.scale = now if self.scale is None else 0.5 * self.scale + 0.5 * now
+        return self.layer(x / self.scale)
+
+
+@every_way
+def test_a_buffer_that_the_first_forward_fills_becomes_rank_0s(way):
+    def body(rank):
+        seen = []
+        for _ in range(2):
+            rank.optimizer.zero_grad()
+            loss = ((rank.model(X[PARTS[rank.number]]) - Y[PARTS[rank.number]]) ** 2).mean()
+            rank.sync.backward(loss, weight=6)
+            seen += [gradients(rank.plain), {"scale": rank.plain.scale.clone()}]
+            rank.optimizer.step()
+        return [*seen, weights([rank.plain])]
+
+    true, seen, scale = built(Scaled), [], None
+    optimizer = rate(true)
+    for _ in range(2):
+        optimizer.zero_grad()
+        scales = []
+        for part in PARTS:
+            true.scale = scale
+            (((true(X[part]) - Y[part]) ** 2).mean() / 2).backward()
+            scales.append(true.scale)
+        scale = scales[0]
+        seen += [gradients(true), {"scale": scale}]
+        optimizer.step()
+    assert_exact(on_ranks(way, body, build=Scaled, make=rate), [*seen, weights([true])])
+
+
 @every_way
 @pytest.mark.parametrize("rows", [(7, 5), (6, 5), (5, 6)])
 def test_a_buffer_as_long_as_a_ranks_rows_becomes_rank_0s(way, rows):

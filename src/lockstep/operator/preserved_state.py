@@ -39,8 +39,8 @@ def preserve_state(operator: Any) -> Iterator[None]:
     deeper, in objects of the program's own, is not put back.
     """
     modules = [each for root in registered_parts(operator).modules() for each in root.modules()]
-    buffers = [(place, place.tensor()) for place in buffer_places(modules)]
-    values = [(place, tensor.detach().clone()) for place, tensor in buffers if tensor is not None]
+    held = [(place, place.tensor()) for place in buffer_places(modules)]
+    buffers = [(place, None if held is None else held.detach().clone()) for place, held in held]
     weights = operator._lockstep.in_place_writes.copy_found()
     attributes = [_Attributes(operator, frozenset())]
     attributes += [_Attributes(module, _OF_TORCH) for module in modules]
@@ -49,7 +49,7 @@ def preserve_state(operator: Any) -> Iterator[None]:
             yield
     finally:
         with torch.no_grad():
-            for place, value in values:
+            for place, value in buffers:
                 place.put(value)
             # A graph may have saved a weight: one that is as before is not written.
             write_back({w: value for w, value in weights.items() if not has_value(w, value)})

@@ -86,10 +86,10 @@ class ShardBuffers:
 
     def replace(self, values: Sequence[torch.Tensor | None]) -> None:
         """Let `values`, of another worker, be the buffers of the first shard."""
-        pairs = zip(values, self._before, strict=True)
+        held = [place.tensor() for place in self._places]
         self._first = [
-            None if value is None or before is None else value.to(before.device)
-            for value, before in pairs
+            value if value is None or now is None else value.to(now.device)
+            for value, now in zip(values, held, strict=True)
         ]
 
     def commit(self) -> None:
@@ -110,8 +110,7 @@ class ShardBuffers:
     def _put(self, values: list[torch.Tensor | None]) -> None:
         with torch.no_grad():
             for place, value in zip(self._places, values, strict=True):
-                if value is not None:
-                    place.put(value)
+                place.put(value)
 
 
 class BufferSnapshot:

@@ -45,18 +45,18 @@ class BufferPlace:
     def tensor(self) -> torch.Tensor | None:
         return buffers_of(self.owner).get(self.key)
 
-    def put(self, value: torch.Tensor) -> None:
+    def put(self, value: torch.Tensor | None) -> None:
         """Let the buffer be `value`: in place, unless a graph has saved the tensor there."""
         tensor = self.tensor()
-        if tensor is None or not fits(value, tensor):
+        if value is None:
+            buffers_of(self.owner)[self.key] = None
+        elif tensor is None or not fits(value, tensor):
             if tensor is None or not same_bits(tensor, value):
                 buffers_of(self.owner)[self.key] = value.clone()
-            return
-        is_saved = is_in_graph(tensor)
         # A graph may have saved a view of it: a buffer that is equal already is not written.
-        if (is_saved or has_aliases(tensor)) and same_bits(tensor, value):
+        elif (is_in_graph(tensor) or has_aliases(tensor)) and same_bits(tensor, value):
             return
-        if is_saved:
+        elif is_in_graph(tensor):
             fresh = torch.empty_like(tensor)  # laid out alike, as ranks agree when a group forms
             write_into(fresh, value)
             buffers_of(self.owner)[self.key] = fresh
@@ -64,14 +64,25 @@ class BufferPlace:
             write_into(tensor, value)
 
 
+def may_be_filled(owner: torch.nn.Module) -> bool:
+    """Whether a buffer of `owner` that is None can become a tensor; in torch's own layers none."""
+    return not type(owner).__module__.startswith("torch.nn.")
+
+
 def buffer_places(modules: Iterable[torch.nn.Module]) -> list[BufferPlace]:
-    """The places of the buffers of `modules`; a buffer that several modules share has one."""
+    """The places of the buffers of `modules`; a buffer that several modules share has one.
+
+    Also those that are None and may be filled by a forward.
+    """
     parts = dict.fromkeys(part for module in modules for part in module.modules())
     found: dict[int, BufferPlace] = {}
     for part in parts:
         for key, tensor in buffers_of(part).items():
+            place = BufferPlace(part, key)
             if tensor is not None:
-                found.setdefault(id(tensor), BufferPlace(part, key))
+                found.setdefault(id(tensor), place)
+            elif may_be_filled(part):
+                found[id(place)] = place
     return list(found.values())
 
 
@@ -120,7 +131,7 @@ class BufferBroadcast:
                 if shape == _FILE:
                     _broadcast_file(group, place, self._device)
                 elif shape is None and place.tensor() is not None:
-                    buffers_of(place.owner)[place.key] = None
+                    place.put(None)
 
     def _send_blocks(self, group: Group, cap_bytes: int, *, is_reshaped: bool) -> bool:
         """Broadcast the buffers; True, and nothing is written, if rank 0 has other shapes."""
@@ -166,17 +177,23 @@ class BufferBroadcast:
     def _is_reshaped(self, group: Group) -> bool:
         if group.rank != 0 or (shapes := self._shapes()) == self._known:
             return False
-        pairs = zip(self._places, shapes, self._known, strict=True)
-        names = [place.key for place, shape, known in pairs if shape != known]
+        triples = zip(self._places, shapes, self._known, strict=True)
+        changed = [(place.key, known) for place, shape, known in triples if shape != known]
         if self._device.type == "cpu":
             return True
         # To learn of another shape, the ranks would have to wait for the device in every step.
+        was_none = any(known is None for _, known in changed)
         raise NotAvailableError(
             "a buffer has another shape than when it was synchronised",
             where=f"rank 0 of {group.size}",
-            got=", ".join(f"`{name}`" for name in names),
-            cause="the forward replaces it by a tensor with a row for each row of the batch",
-            fix="each rank has its own: lockstep.local(buffer) before replicate() or register()",
+            got=", ".join(f"`{key}`" + " (None then)" * (known is None) for key, known in changed),
+            cause="the forward fills it"
+            if was_none
+            else "the forward replaces it by a tensor with a row for each row of the batch",
+            fix="register it with a tensor; or, if each rank has its own, lockstep.local(module)"
+            " before replicate() or register()"
+            if was_none
+            else "each rank has its own: lockstep.local(buffer) before replicate() or register()",
         )
 
 

@@ -145,12 +145,7 @@ class Rollback:
         self._parameters = self._tracked()
         self._layers = [layer for module in self._run.modules() for layer in module.modules()]
         self._all_parameters = list(self._run.parameters())
-        self._buffer_places = [
-            (owner, key)
-            for owner in self._layers
-            for key, buffer in buffers_of(owner).items()
-            if buffer is not None
-        ]
+        self._buffer_places = [(owner, key) for owner in self._layers for key in buffers_of(owner)]
         can_copy = self._has_own_loop and self._copies_weights
         self._copies_before_batch = can_copy and any(map(inner_optimizers, self._run.optimizers))
         self._settings_at_call = None if self._call_began is None else self._settings()
@@ -259,7 +254,7 @@ class Rollback:
         )
         if self._sync is not None:
             self._sync.watch_gradients()
-        self._buffers.take(opened.buffers)
+        self._buffers.take([held for held in opened.buffers if held is not None])
         if self._user_state is not None:
             self._user_state.take()
         self._in_place_writes.take(self._parameters if opened.copies is None else [])
@@ -457,7 +452,7 @@ class Rollback:
             return
         for (owner, key), buffer in zip(self._buffer_places, self._open.buffers, strict=True):
             buffers_of(owner)[key] = buffer
-        self._buffers.restore(self._open.buffers)
+        self._buffers.restore([held for held in self._open.buffers if held is not None])
 
     def put_window_start(self, state: dict[str, Any]) -> None:
         """Put what the open step has changed so far, as it was before, into a `state_dict`.

@@ -118,10 +118,10 @@ class BatchEndHook:
                 if expected is None or not has_value(weight, expected):
                     raise self._different_error(weight)
 
-    def _copy_buffers(self) -> list[tuple[Any, torch.Tensor]]:
+    def _copy_buffers(self) -> list[tuple[Any, torch.Tensor | None]]:
         places = buffer_places(registered_parts(self._operator).modules())
         pairs = [(place, place.tensor()) for place in places]
-        return [(place, held.detach().clone()) for place, held in pairs if held is not None]
+        return [(place, None if held is None else held.detach().clone()) for place, held in pairs]
 
     def _different_error(self, weight: torch.Tensor) -> LostUpdateError:
         named = self._module.named_parameters()
@@ -141,6 +141,6 @@ def _memory_of(weight: torch.Tensor) -> int:
 
 
 @torch.no_grad()
-def _put_back(buffers: Sequence[tuple[Any, torch.Tensor]]) -> None:
+def _put_back(buffers: Sequence[tuple[Any, torch.Tensor | None]]) -> None:
     for place, value in buffers:
         place.put(value)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A buffer that is None until the first forward is a buffer: shards begin with what is committed."""
+
+import pytest
+from tests.unit.trainer.programs import Regression, linear, loader, sgd, trainer
+from torch import nn
+
+
+class Scaled(nn.Module):
+    """The first batch sets its scale, and says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = linear()
+        self.register_buffer("scale", None)
+        self.filled = []
+        self.fails = False
+
+    def forward(self, x):
+        now = x.detach().abs().mean(0)
+        self.filled.append(self.scale is None)
+        self.scale = now if self.scale is None else 0.9 * self.scale + 0.1 * now
+        if self.fails:
+            raise LookupError
+        return self.layer(x / self.scale)
+
+
+class Scaling(Regression):
+    def setup(self, config):
+        model = Scaled()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=sgd(model), criterion=nn.MSELoss()
+        )
+        self.register_data(train_loader=loader(), validation_loader=loader())
+
+
+def test_each_shard_of_the_first_step_begins_without_it():
+    with trainer(Scaling, num_shards=2) as run:
+        run.train(num_steps=2)
+        assert run.get_local_operator().model.filled == [True, True, False, False]
+
+
+def test_a_step_that_fails_and_is_taken_again_begins_without_it():
+    with trainer(Scaling) as run:
+        model = run.get_local_operator().model
+        model.fails = True
+        with pytest.raises(LookupError):
+            run.train(num_steps=1)
+        model.fails = False
+        run.train(num_steps=1)
+        assert model.filled == [True, True]
+
+
+def test_what_is_tried_out_leaves_it_empty():
+    with trainer(Scaling) as run:
+        assert run.verify(num_steps=1).ok
+        assert run.get_local_operator().model.scale is None
