@@ -14,6 +14,7 @@ from torch import nn
 from lockstep._torch_compat import compiled_from
 from lockstep.errors import ConfigurationError, NotAvailableError, WrongTypeError
 from lockstep.sync.local_parameters import is_local
+from lockstep.sync.synced_tensors import refuse_shared_memory
 
 if TYPE_CHECKING:
     import torch
@@ -85,8 +86,11 @@ def refuse_models(models: Sequence[nn.Module]) -> None:
 
     Raises:
         ConfigurationError: two models share a parameter, which each would cut up.
-        NotAvailableError: a model was compiled as a whole: its units are no calls of modules.
+        NotAvailableError: a model was compiled as a whole: its units are no calls of modules; or
+            two parameters share memory.
     """
+    named = ((name, param) for model in models for name, param in model.named_parameters())
+    refuse_shared_memory(named, 'register(shard="whole")')
     owners: dict[int, int] = {}
     for place, model in enumerate(models):
         if compiled_from(model) is not model:

@@ -10,19 +10,19 @@ from __future__ import annotations
 import sys
 import zlib
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep._torch_compat import buffers_of, parameters_of
-from lockstep.errors import WrongTypeError
+from lockstep._torch_compat import buffers_of, parameters_of, storage_key
+from lockstep.errors import NotAvailableError, WrongTypeError
 from lockstep.sync.buffer_broadcast import BufferPlace, may_be_filled
 from lockstep.sync.local_parameters import is_local, mark_copies
 from lockstep.tensor_copies import fresh_strides, is_block
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 Entry = list[Any]
 """Of one tensor, JSON-able: kind, name, shape, dtype, strides, requires_grad."""
@@ -169,3 +169,34 @@ def _refuse_parameter(param: torch.nn.Parameter, name: str) -> str | None:
     if not param.is_leaf:
         return f"`{name}` is not a leaf of the autograd graph"
     return None
+
+
+def refuse_shared_memory(named: Iterable[tuple[str, torch.Tensor]], fix: str) -> None:
+    """Refuse two parameters in one memory, for a synchronisation that copies each to another place.
+
+    A tie through ``p.data`` would be lost: one process steps what both stand for.
+
+    Args:
+        named: the parameters; a tied one, which is there twice, is no matter.
+        fix: what else the program can do.
+
+    Raises:
+        NotAvailableError: names the two.
+    """
+    distinct = {id(tensor): (name, tensor) for name, tensor in named if is_block(tensor)}
+    spans = sorted((*_span(tensor), name) for name, tensor in distinct.values() if tensor.numel())
+    for (memory, _, end, name), (other_memory, begin, _, other) in pairwise(spans):
+        if memory == other_memory and begin < end:
+            raise NotAvailableError(
+                "two parameters share memory",
+                got=f"`{name}` and `{other}`",
+                cause="one of them was set to the other's `.data`",
+                fix=f"tie the parameter itself: `b.weight = a.weight`; or {fix}",
+            )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """The tensor's storage, and where in it its bytes begin and end."""
+    steps = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = int(tensor.storage_offset()) * tensor.itemsize
+    return storage_key(tensor), begin, begin + (int(steps) + 1) * tensor.itemsize

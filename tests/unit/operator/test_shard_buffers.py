@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A buffer that is None until the first forward is a buffer: shards begin with what is committed."""
+"""A buffer that is None until the first forward is one: shards begin with what is committed."""
 
 import pytest
 from tests.unit.trainer.programs import Regression, linear, loader, sgd, trainer

@@ -87,6 +87,20 @@ def test_a_parameter_that_has_no_rows_to_share_out_is_named(parameter):
         refuse_unshardable(model, find_units(model, "auto"))
 
 
+def test_parameters_in_one_memory_are_refused():
+    """Each would be cut up, and the tie lost; parts of one memory that lie apart are none."""
+    model = Transformer()
+    model.head.weight.data = model.embedding.weight.data
+    with pytest.raises(NotAvailableError, match=r"`embedding\.weight` and `head\.weight`"):
+        refuse_models([model])
+    flat = torch.zeros(56)
+    for weight, part in zip(
+        (model.head.weight, model.embedding.weight), flat.split(28), strict=True
+    ):
+        weight.data = part.view(7, 4)
+    refuse_models([model])
+
+
 def test_models_that_share_a_weight_are_refused():
     one, two = Block(), Block()
     two.layers[0].weight = one.layers[0].weight

@@ -286,6 +286,9 @@ def pickle_optimizers(
         for tensor in state_tensors(member):
             memo[id(tensor)] = tensor.detach().to("cpu", copy=True)
     try:
+        for number, copied in copies.items():
+            # The user's own attributes, by which an optimizer may choose among parameters.
+            vars(copied).update(copy.deepcopy(vars(parameters[number]), memo))
         served = copy.deepcopy(list(optimizers), memo)
         # Optimizers leave attributes of their own out when they are copied or pickled.
         attributes = copy.deepcopy([(each, own_attributes(each)) for each in members], memo)
@@ -295,7 +298,8 @@ def pickle_optimizers(
         raise NotPicklableError(
             "the optimizers cannot be sent to the parameter server",
             got=f"{type(error).__name__}: {error}",
-            fix="keep what cannot be pickled (locks, files, loggers) out of their attributes",
+            fix="keep what cannot be pickled (locks, files, loggers) out of their attributes, and"
+            " out of those of the parameters",
         ) from error
     return data
 

@@ -22,6 +22,7 @@ from lockstep.sync.parameter_server.remote_optimizer import (
     pickle_optimizers,
 )
 from lockstep.sync.parameter_server.server_connection import ServerAddress, connect_to_server
+from lockstep.sync.synced_tensors import refuse_shared_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,6 +80,8 @@ class ParameterServerSync(GradientSync):
             self._channel.close()
             raise
         try:
+            slots = self._rounds.slots
+            refuse_shared_memory(((s.name, s.param) for s in slots), "use another sync")
             self._serve(wanted, resume_step, leads=group.rank == 0)
         except BaseException:
             self.detach()
