@@ -84,11 +84,11 @@ class UserShardedLoader:
             Every rank of `group`. Blocks. One small exchange.
 
         Raises:
-            NotShardableError: a rank's loader has no length.
+            NotShardableError: a rank's loader has no length, and there are other ranks.
             DataOrderError: a rank's loader is empty, and another rank's is not.
         """
         lengths = group.exchange(length_or_none(self._loader))
-        if None in lengths:
+        if group.size > 1 and None in lengths:
             raise NotShardableError(
                 "with add_dist_sampler=False the workers must know how many batches they have",
                 where=f"rank {lengths.index(None)}",
