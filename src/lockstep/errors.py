@@ -281,7 +281,10 @@ class SilentDataCorruptionError(LockstepError, RuntimeError):
 
 
 class DataOrderError(LockstepError, ValueError):
-    """The ranks would read the data by different plans, or go on where its length says it ends."""
+    """The ranks would read the data by different plans, or go on where its length says it ends.
+
+    Or an epoch would go on in another order than that in which it began.
+    """
 
     code = "LS501"
 

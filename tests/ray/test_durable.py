@@ -9,10 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.ray.operators import DefaultLoop, farthest
 from tests.ray.surviving import Classifier, OwnEpoch, TwoPlayers, Windows, digest, trainer_of
 
 import ray
 from lockstep import checkpoint
+from lockstep.keys import BATCH_SIZE
 from lockstep.testing import Strike
 
 STEPS, STOP = 20, 11
@@ -101,6 +103,45 @@ def test_what_operators_keep_is_that_of_each_rank(tmp_path):
     with trainer_of(Counting, resume=resume, **BY_BATCH) as trainer:
         trainer.train(num_steps=3)
         assert trainer.apply_all_operators(seen_by) == expected
+
+
+class GrowingLoss(DefaultLoop):
+    """The loss depends on how many there were before, which each rank counts for itself."""
+
+    count = 0
+
+    def compute_loss(self, batch, batch_info):
+        self.count += 1
+        return super().compute_loss(batch, batch_info) * (1 + self.count / 10)
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sync", "through"),
+    [("replicate", "file"), ("replicate", "memory"), ("fsdp", "file"), ("fsdp", "memory")],
+)
+def test_what_operators_keep_is_saved_as_it_was_when_the_window_began(tmp_path, sync, through):
+    """The window's batches are computed again, and find what they found the first time."""
+    arguments = {"accumulate": 4, "config": {BATCH_SIZE: 4}}
+    with trainer_of(GrowingLoss, num_workers=1, **arguments) as trainer:
+        trainer.train(num_steps=9)
+        expected = trainer.get_model()
+    arguments["sync"] = sync
+    with trainer_of(GrowingLoss, **arguments) as trainer:
+        trainer.train(num_steps=7)
+        state, path = trainer.state_dict(), trainer.save(tmp_path / "within.ckpt")
+    assert state["operator_by_rank"] == [{"count": 4}] * 2
+    with trainer_of(GrowingLoss, **arguments) as trainer:
+        trainer.load(path) if through == "file" else trainer.load_state_dict(state)
+        assert trainer.status()["step"] == 4
+        trainer.train(num_steps=5)
+        assert farthest(trainer.get_model(), expected) < 1e-12
 
 
 class Fails(Classifier):

@@ -213,6 +213,17 @@ def test_a_spare_that_would_read_in_another_order_is_refused_as_it_joins():
 
 
 @pytest.mark.slow
+def test_the_one_that_is_left_would_read_in_another_order_too():
+    """It has nobody to compare itself with but the epoch that it began."""
+    strikes = [Strike("kill", rank=1, step=2, phase="backward")]
+    with (
+        pytest.raises(DataOrderError, match="goes on at global batch 2"),
+        trainer_of(ReadsByItsPasses, strikes) as trainer,
+    ):
+        trainer.train()
+
+
+@pytest.mark.slow
 def test_a_newcomer_ends_the_epoch_with_which_the_call_before_it_has_ended():
     """Its end shows to the next call, which steps the schedulers: with the third epoch they
     change."""

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 _NUM_DRAWN_AT_ONCE = 256
+_NUM_COMPARED = 16
 
 T = TypeVar("T")
 
@@ -137,12 +138,24 @@ class GlobalBatches:
         rest = max(0, self.length - offset)
         return rest // self.per_step if self.drop_last else -(-rest // self.per_step)
 
-    def of_epoch(self, seed: int, epoch: int, offset: int = 0) -> Iterator[GlobalBatch]:
-        """The global batches of an epoch, from item `offset` on."""
+    def of_epoch(
+        self,
+        seed: int,
+        epoch: int,
+        offset: int = 0,
+        note_first: Callable[[list[Any]], None] | None = None,
+    ) -> Iterator[GlobalBatch]:
+        """The global batches of an epoch, from item `offset` on.
+
+        Args:
+            note_first: called with the epoch's first items, wherever the reading begins. Not called
+                where items are the data itself, and where torch's own samplers make the order,
+                which depends on nothing but (`seed`, `epoch`).
+        """
         announce_epoch(epoch, (self.source, getattr(self.source, "sampler", None)))
         order = self._random_access_order(seed, epoch)
         if order is None:
-            return self._draw_batches(seed, epoch, offset)
+            return self._draw_batches(seed, epoch, offset, note_first)
         read, length = order
         return self._cut(read, offset, length)
 
@@ -172,7 +185,13 @@ class GlobalBatches:
         )
         return shuffled.read, len(shuffled)
 
-    def _draw_batches(self, seed: int, epoch: int, offset: int) -> Iterator[GlobalBatch]:
+    def _draw_batches(
+        self,
+        seed: int,
+        epoch: int,
+        offset: int,
+        note_first: Callable[[list[Any]], None] | None,
+    ) -> Iterator[GlobalBatch]:
         """Global batches of items that have to be drawn one after the other."""
         isolated = IsolatedRandomness(
             derive_seed(seed, "order", epoch), find_generators(self.source, *self.held)
@@ -183,10 +202,17 @@ class GlobalBatches:
             # are as large as the user makes them, so one global batch of them is drawn at a time.
             chunk *= max(1, _NUM_DRAWN_AT_ONCE // self.per_step)
         iterator = isolated.open(self.source)
-        while offset > 0 and (skipped := len(isolated.draw(iterator, min(chunk, offset)))):
-            offset -= skipped
-        while drawn := isolated.draw(iterator, chunk):
+        drawn = isolated.draw(iterator, chunk)
+        if note_first is not None and not self.kind.is_data:
+            note_first(drawn[:_NUM_COMPARED])
+        while drawn and offset >= len(drawn):
+            offset -= len(drawn)
+            drawn = isolated.draw(iterator, chunk)
+        # Whole global batches again, which begin at `offset`.
+        drawn = drawn[offset:] + isolated.draw(iterator, offset % self.per_step)
+        while drawn:
             yield from self._cut(_read_from(drawn), 0, len(drawn))
+            drawn = isolated.draw(iterator, chunk)
 
 
 def _read_from(drawn: list[Any]) -> Read:

@@ -72,6 +72,7 @@ class RayDatasetShard:
 
     steps_per_epoch: int | None = None
     has_exact_length = False
+    first_items: str | None = None
 
     def __init__(
         self,

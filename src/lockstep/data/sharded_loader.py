@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
+from lockstep.content_digest import content_digest
 from lockstep.data.batch_rows import concatenate, count_samples, leading_length
 from lockstep.data.collated_rows import CollatedRows
 from lockstep.data.data_order_check import check_same_plan, plan_fingerprint
@@ -89,6 +90,8 @@ class ShardedLoader:
 
     Attributes:
         joint: whether all of the worker's samples of a step are one batch.
+        first_items: a digest of the first items of the epoch that is read; None where items are
+            the data itself, or are ordered by torch's own samplers.
 
     Args:
         loader: a ``DataLoader``, or a re-iterable of ready batches. It is not changed.
@@ -116,6 +119,7 @@ class ShardedLoader:
     ) -> None:
         self.assignment = assignment
         self.joint = parts is not BatchParts.BY_SHARD
+        self.first_items: str | None = None
         self._borrows = parts is BatchParts.JOINT_OR_BORROWED
         batches = global_batches_of(loader, assignment.num_shards, global_batch_size)
         self._batches = replace(batches, drop_last=False) if keeps_last else batches
@@ -240,7 +244,8 @@ class ShardedLoader:
             self._copy.close()
 
     def _plans(self, epoch: int, start_step: int, offset: int) -> Iterator[StepPlan]:
-        batches = self._batches.of_epoch(self.assignment.seed, epoch, offset)
+        seed = self.assignment.seed
+        batches = self._batches.of_epoch(seed, epoch, offset, self._note_first)
         for step, batch in enumerate(batches, start_step):
             shards = [self._segment(batch, shard) for shard in self.assignment.shards]
             requests = [
@@ -249,6 +254,9 @@ class ShardedLoader:
             ]
             is_short = len(batch) < self.assignment.num_shards
             yield StepPlan(step, requests, self._num_samples(batch), is_short)
+
+    def _note_first(self, items: list[Any]) -> None:
+        self.first_items = content_digest(items)
 
     def _segments_by_batch(
         self, shards: list[Segment], batch: GlobalBatch

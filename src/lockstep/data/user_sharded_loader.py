@@ -55,6 +55,7 @@ class UserShardedLoader:
     joint = True
     has_exact_length = False
     global_batch_size: int | None = None
+    first_items: str | None = None
 
     def __init__(self, loader: Any, assignment: ShardAssignment, *, borrows: bool = True) -> None:
         if not isinstance(loader, DataLoader):
@@ -84,11 +85,11 @@ class UserShardedLoader:
             Every rank of `group`. Blocks. One small exchange.
 
         Raises:
-            NotShardableError: a rank's loader has no length.
+            NotShardableError: a rank's loader has no length, and there are other ranks.
             DataOrderError: a rank's loader is empty, and another rank's is not.
         """
         lengths = group.exchange(length_or_none(self._loader))
-        if None in lengths:
+        if group.size > 1 and None in lengths:
             raise NotShardableError(
                 "with add_dist_sampler=False the workers must know how many batches they have",
                 where=f"rank {lengths.index(None)}",

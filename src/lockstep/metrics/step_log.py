@@ -81,6 +81,23 @@ class _Step:
     record: _OpenRecord = field(default_factory=_OpenRecord)
 
 
+@dataclass(frozen=True)
+class _CallStart:
+    """What a log held when a call began, which may be undone as a whole.
+
+    Attributes:
+        step: number of steps since the run began.
+        latest: the latest step in `row`.
+        row: the open row.
+        undoable: the steps after `latest`.
+    """
+
+    step: int
+    latest: int
+    row: AverageMeterCollection
+    undoable: Sequence[_Step]
+
+
 class StepLog:
     """Rows of `every` steps each; a step enters a row when it can no longer be undone.
 
@@ -106,6 +123,7 @@ class StepLog:
         self._undoable: list[_Step] = []
         self._open_row = AverageMeterCollection()
         self._latest = 0
+        self._call: _CallStart | None = None
         self._lock = threading.Lock()
         self._rows: list[tuple[_Step, AverageMeterCollection]] = []
 
@@ -155,18 +173,24 @@ class StepLog:
     def rewind_to(self, step: int) -> None:
         """Forget the steps after `step`: the run goes on from there."""
         self._current = _Step()
-        self._undoable = [each for each in self._undoable if each.number <= step]
+        call = self._call
         with self._lock:
             self._rows = [row for row in self._rows if row[0].number <= step]
             if self._latest > step:
                 self._open_row, self._latest = AverageMeterCollection(), step
+                if call is not None and call.latest <= step <= call.step:
+                    self._open_row, self._latest = call.row.copy(), call.latest
+                    self._undoable = list(call.undoable)
+        self._undoable = [each for each in self._undoable if each.number <= step]
 
-    def begin_call(self, rows_known: int) -> None:
-        """Forget the rows up to step `rows_known`, which the driver has.
+    def begin_call(self, step: int, rows_known: int) -> None:
+        """At step number `step`, forget the rows up to step `rows_known`, which the driver has.
 
         It has no report of a call that failed: the rows of its steps stay.
         """
         self._current = _Step()
+        row, undoable = self._open_row.copy(), tuple(self._undoable)
+        self._call = _CallStart(step, self._latest, row, undoable)
         with self._lock:
             self._rows = [row for row in self._rows if row[0].number > rows_known]
 

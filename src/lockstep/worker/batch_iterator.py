@@ -72,17 +72,22 @@ class BatchIterator:
         )
         self.num_delivered = 0
         self.is_epoch_over = False
+        total = cursor.source.steps_per_epoch
+        rest = None if total is None else total - cursor.step
+        self._length = rest if rest is None or limit is None else min(rest, limit)
 
     def __iter__(self) -> BatchIterator:
         return self
 
     def __len__(self) -> int:
-        """Global batches left in this call; TypeError where the data has no length."""
-        total = self._cursor.source.steps_per_epoch
-        if total is None:
+        """Global batches of this pass, from its first one on; as a loader's, it does not change.
+
+        Raises:
+            TypeError: the data has no length.
+        """
+        if self._length is None:
             raise TypeError("this data has no length")
-        left = total - self._cursor.step
-        return left if self._limit is None else min(left, self._limit - self.num_delivered)
+        return self._length
 
     def __next__(self) -> Any:
         while True:

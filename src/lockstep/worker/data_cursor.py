@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.errors import DataOrderError
 from lockstep.phases import Phase, in_phase
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator, Mapping, Sequence
 
     from lockstep.data import Step
     from lockstep.group import Group
+
+_log = logging.getLogger("lockstep")
 
 
 class StepSource(Protocol):
@@ -20,9 +23,12 @@ class StepSource(Protocol):
 
     Attributes:
         joint: a worker's shards of a step come as one batch, not one after the other.
+        first_items: a digest of the first items of the epoch that is read, wherever in it the
+            reading began; None where the source does not know, or where no order can change.
     """
 
     joint: bool
+    first_items: str | None
 
     @property
     def global_batch_size(self) -> int | None: ...
@@ -73,6 +79,23 @@ class Cursor:
         self._steps: Generator[Step, None, None] | None = None
         self._ahead: Step | None = None
         self._agreed_in: Group | None = None
+        # How the present epoch began, by `StepSource.first_items`, and the one before it, into
+        # which a step may be undone.
+        self._first_items: dict[int, str] = {}
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """The position as a state holds it, with the beginning of the epoch's order."""
+        place = {"epoch": self.epoch, "step": self.step}
+        first = self._first_items.get(self.epoch)
+        return place if first is None else place | {"first_items": first}
+
+    def go_to(self, place: Mapping[str, Any]) -> None:
+        """Move to the `place` of a state, which may be another run's."""
+        self.move_to(place["epoch"], place["step"])
+        # A state of an earlier version has none.
+        first = place.get("first_items")
+        self._first_items = {} if first is None else {self.epoch: first}
 
     def agree(self, group: Group) -> None:
         """Check that all ranks read by the same plan, unless they have in this group and epoch.
@@ -125,9 +148,39 @@ class Cursor:
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None
             return ahead
-        if self._steps is None:
-            self._steps = self.source.batches(self.epoch, self.step)
-        return next(self._steps, None)
+        if self._steps is not None:
+            return next(self._steps, None)
+        self._steps = self.source.batches(self.epoch, self.step)
+        return self._in_order(next(self._steps, None))
+
+    def _in_order(self, read: Step | None) -> Step | None:
+        """The first step that is read at the position, in the order in which the epoch began.
+
+        Raises:
+            DataOrderError: the order is another one, and changes whenever the epoch is read.
+        """
+        found = self.source.first_items
+        if self.step == 0 and found is not None:
+            self._first_items[self.epoch] = found
+        if found is None or self._first_items.setdefault(self.epoch, found) == found:
+            return read
+        # The user may have changed the loader since then: what was changed stays the same when it
+        # is read once more.
+        self._abandon()
+        self._steps = self.source.batches(self.epoch, self.step)
+        read = next(self._steps, None)
+        if self.source.first_items != found:
+            self._abandon()
+            raise _unsteady_order_error(self.epoch, self.step)
+        _log.warning(
+            "epoch %d goes on at global batch %d in another order than that in which it began:"
+            " samples may come twice in it, and others not at all. Unless the loader was changed"
+            " on purpose, its order depends on more than set_epoch(epoch) tells it",
+            self.epoch,
+            self.step,
+        )
+        self._first_items[self.epoch] = found
+        return read
 
     def ends_before(self, index: int) -> bool:
         """Whether the epoch ends before step `index`, the next one to be read.
@@ -160,6 +213,8 @@ class Cursor:
         return self.window_start != self.step
 
     def finish_epoch(self) -> None:
+        known = self._first_items.get(self.epoch)
+        self._first_items = {} if known is None else {self.epoch: known}
         self.move_to(self.epoch + 1, 0)
 
     @property
@@ -180,4 +235,17 @@ def _too_long_error(total: int) -> DataOrderError:
         got="another batch, which would be left out",
         cause="the `__len__` of a dataset, a sampler or a loader is too small",
         fix="correct it, or leave `__len__` out and call train(num_steps=...)",
+    )
+
+
+def _unsteady_order_error(epoch: int, step: int) -> DataOrderError:
+    return DataOrderError(
+        "the loader gives another order whenever it is read: samples would be skipped, and others"
+        " seen twice",
+        where=f"epoch {epoch}, which goes on at global batch {step}",
+        expected="the order in which the epoch began, however often the loader is iterated",
+        got="another order, and when it was read once more a third one",
+        cause="a sampler that shuffles a list of its own in place, counts how often it was"
+        " iterated, or draws from a generator that nobody can seed",
+        fix="derive the order from the epoch, in set_epoch(epoch)",
     )

@@ -32,7 +32,7 @@ class DatasetSwitch:
     """
 
     loader: Cursor | None = None
-    position: dict[str, int] | None = None
+    position: dict[str, Any] | None = None
     is_open: bool = False
 
     def begin(
@@ -58,7 +58,7 @@ class DatasetSwitch:
         else:
             self.loader = before
         if self.position is not None:
-            cursor.move_to(self.position["epoch"], self.position["step"])
+            cursor.go_to(self.position)
         self.is_open, self.position = True, None
         cursors["train"] = cursor
         _expect_weight(operator, batches.batch_size)
@@ -81,25 +81,22 @@ class DatasetSwitch:
         """Passes completed over datasets that are not read any more."""
         return 0 if self.position is None else self.position["epoch"]
 
-    def positions(self, cursors: Mapping[str, Cursor]) -> dict[str, dict[str, int]]:
-        """Epoch and step of the loaders, by purpose, and of the dataset, for a state.
+    def positions(self, cursors: Mapping[str, Cursor]) -> dict[str, dict[str, Any]]:
+        """The places of the loaders, by purpose, and of the dataset, for a state.
 
         Where training reads a dataset, `cursors["train"]` is the dataset's.
         """
-        found = {
-            purpose: {"epoch": cursor.epoch, "step": cursor.step}
-            for purpose, cursor in cursors.items()
-        }
+        found = {purpose: cursor.place for purpose, cursor in cursors.items()}
         if self.is_open:
             found[DATASET] = found.pop("train")
             if self.loader is not None:
-                found["train"] = {"epoch": self.loader.epoch, "step": self.loader.step}
+                found["train"] = self.loader.place
         elif self.position is not None:
             found[DATASET] = dict(self.position)
         return found
 
     def move_to(
-        self, positions: Mapping[str, Mapping[str, int]], cursors: Mapping[str, Cursor]
+        self, positions: Mapping[str, Mapping[str, Any]], cursors: Mapping[str, Cursor]
     ) -> None:
         """Move the loaders and the dataset to the positions of a state."""
         loaders = dict(cursors)
@@ -110,9 +107,9 @@ class DatasetSwitch:
         place = positions.get(DATASET, None if "train" in loaders else positions.get("train"))
         for purpose, cursor in loaders.items():
             if purpose in positions:
-                cursor.move_to(positions[purpose]["epoch"], positions[purpose]["step"])
+                cursor.go_to(positions[purpose])
         if dataset is not None and place is not None:
-            dataset.move_to(place["epoch"], place["step"])
+            dataset.go_to(place)
         elif dataset is None:
             self.position = None if place is None else dict(place)
 

@@ -48,7 +48,6 @@ from lockstep.tensor_copies import TensorCopies
 from lockstep.worker.open_step import OpenStep, StepStart
 from lockstep.worker.saved_gradients import SavedGradients
 from lockstep.worker.settings_copy import LayersCopy, SettingsCopy
-from lockstep.worker.state_dict import copy_to_cpu
 from lockstep.worker.user_state_copy import UserStateCopy
 
 if TYPE_CHECKING:
@@ -95,8 +94,9 @@ class Rollback:
         self._all_parameters: list[nn.Parameter] = []
         self._buffer_places: list[tuple[nn.Module, str]] = []
         self._buffers = TensorCopies()
-        # A memory checkpoint holds the user's state, too.
-        copies_state = copies_weights and UserStateCopy.is_needed(operator)
+        # A memory checkpoint holds the user's state, too, but not as an open window found it.
+        copies_state = copies_weights or operator._lockstep.context.options.accumulate > 1
+        copies_state = copies_state and UserStateCopy.is_needed(operator)
         self._user_state = UserStateCopy(operator) if copies_state else None
         self._parameters: list[torch.Tensor] = []
         # Whether ranks communicate after an optimizer of the same step has stepped; None: unknown.
@@ -454,17 +454,15 @@ class Rollback:
             buffers_of(owner)[key] = buffer
         self._buffers.restore([held for held in self._open.buffers if held is not None])
 
-    def put_window_start(self, state: dict[str, Any]) -> None:
-        """Put what the open step has changed so far, as it was before, into a `state_dict`.
+    def put_window_start(self, states: list[dict[str, Any]]) -> None:
+        """Put weights that forwards write, as before the open step, into the modules' `states`."""
+        if self._open is not None:
+            self._in_place_writes.put_into(self._run.plain_modules(), states)
 
-        Weights that forwards write, and the user's own state: the batches are computed again.
-        """
-        if self._open is None:
-            return
-        states = [*state["models"], state["criterion"]]
-        self._in_place_writes.put_into(self._run.plain_modules(), states)
-        if self._user_state is not None:
-            state["operator"] = copy_to_cpu(self._user_state.value())
+    @property
+    def user_state_before(self) -> UserStateCopy | None:
+        """The user's own state from before the open step; None without either."""
+        return None if self._open is None else self._user_state
 
     @property
     def written_parameters(self) -> list[int]:

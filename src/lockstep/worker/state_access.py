@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.worker.rollback import Rollback
     from lockstep.worker.spec import WorkerSpec
+    from lockstep.worker.user_state_copy import UserStateCopy
 
 
 class StateAccess:
@@ -149,11 +150,22 @@ class StateAccess:
             key = DATASET if self.reads_dataset else "train"
             state["position"][key]["step"] = cursor.window_start
             state["global_step"] -= cursor.step - cursor.window_start
+            states = [*state["models"], state["criterion"]]
             before = self.operator._lockstep.window.buffers_before
             if before is not None and cursor.has_open_window:
-                before.put_into([*state["models"], state["criterion"]])
+                before.put_into(states)
             if self._rollback is not None and cursor.has_open_window:
-                self._rollback.put_window_start(state)
+                self._rollback.put_window_start(states)
+            if self._user_state_before is not None:
+                state["operator"] = self.operator_state()
+
+    @property
+    def _user_state_before(self) -> UserStateCopy | None:
+        """The user's own state from the start of an open window; None without either."""
+        cursor = self.cursors.get("train")
+        if self._rollback is None or cursor is None or not cursor.has_open_window:
+            return None
+        return self._rollback.user_state_before
 
     @remote_method(Communication.RUN_GROUP, OnFailure.REPEAT)
     def gathered_state_dict(self) -> dict[str, Any] | None:
@@ -165,7 +177,10 @@ class StateAccess:
 
     @remote_method(Communication.NONE, OnFailure.REPEAT)
     def operator_state(self) -> Any:
-        return state_dicts.copy_to_cpu(self.operator.state_dict())
+        """The user's own state; in an open window that of its start, as in `state_dict`."""
+        before = self._user_state_before
+        own = self.operator.state_dict() if before is None else before.value()
+        return state_dicts.copy_to_cpu(own)
 
     @remote_method(Communication.NONE, OnFailure.REPEAT)
     def check_state(self, state: Mapping[str, Any]) -> None:

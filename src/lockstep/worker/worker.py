@@ -460,8 +460,9 @@ class Worker(StateAccess):
         if training:
             self.num_batches_to_recompute = 0
             self.snapshots.begin()
-            if self.operator._lockstep.step_log is not None:
-                self.operator._lockstep.step_log.begin_call(request.rows_known)
+            state = self.operator._lockstep
+            if state.step_log is not None:
+                state.step_log.begin_call(state.committed, request.rows_known)
         if training or self._rollback is not None:
             call.committed.before_batch = self._before_batch
         return call

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from tests.unit.trainer.programs import Streaming, by_hand, same, trainer, weights
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
@@ -137,3 +138,11 @@ def test_rows_are_the_samples_where_nothing_else_is_certain() -> None:
     assert _counts(DataLoader(LENGTHS, 1, collate_fn=unpacked)) == LENGTHS
     assert _counts(DataLoader(range(3), 2, collate_fn=crops)) == [6, 3]
     assert _counts([_time_first(LENGTHS)]) == [7]  # nobody says how many it was made of
+
+
+def test_one_worker_has_nobody_to_agree_with() -> None:
+    """Its loader need not have a length."""
+    with trainer(Streaming, add_dist_sampler=False) as one:
+        assert one.train()["batch_count"] == 4
+        one.train(num_steps=6)
+        assert same(weights(one.get_model()), by_hand(10))

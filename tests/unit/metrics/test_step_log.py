@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.unit.trainer.programs import Regression, trainer
 
 from lockstep import Callback
 from lockstep.metrics.step_log import StepLog
@@ -87,3 +88,45 @@ def test_a_metric_is_read_when_it_is_reported():
         log.commit(step, 1, (0, step - 1), is_settled=step == 3)
     _, rows = log.rows_after(0)
     assert [row.sums["sums"]["running"].total for row in rows] == [1.0, 2.0, 3.0]
+
+
+class FailsOnce(Regression):
+    """An epoch's loop of one's own, whose call is undone as a whole."""
+
+    failed = False
+
+    def train_epoch(self, iterator, info):
+        return super().train_epoch(iterator, info)
+
+    def compute_loss(self, batch, batch_info):
+        if self.global_step == self.config.get("fails_at") and not self.failed:
+            self.failed = True
+            raise ZeroDivisionError
+        return super().compute_loss(batch, batch_info)
+
+
+class OnStep(Callback):
+    def __init__(self, every):
+        self.every, self.told = every, []
+
+    def on_step(self, trainer, step, metrics):
+        self.told.append((step, metrics["batch_count"], metrics["train_loss"]))
+
+
+@pytest.mark.parametrize("fails_at", [3, 5])
+@pytest.mark.parametrize(("accumulate", "before"), [(1, 2), (2, 2), (2, 3)])
+def test_steps_before_a_call_that_is_undone_stay_in_their_row(fails_at, accumulate, before):
+    """The call is undone before its row is complete, or after; and within an open window."""
+    found = []
+    for config in ({}, {"fails_at": fails_at}):
+        told = OnStep(4)
+        arguments = {"accumulate": accumulate, "callbacks": [told], "config": config}
+        with trainer(FailsOnce, **arguments) as one:
+            one.train(num_steps=before)
+            if config:
+                with pytest.raises(ZeroDivisionError):
+                    one.train(num_steps=6)
+            one.train(num_steps=6)
+        found.append(told.told)
+    assert [step[:2] for step in found[0]] == [(4, 4), (8, 4)]
+    assert found[0] == found[1]

@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Cursor`: where an epoch ends, if a `__len__` of the user's is right, too small or too large; and
-when the ranks agree on what they read."""
+"""`Cursor`: where an epoch ends, if a `__len__` of the user's is right, too small or too large;
+when ranks agree on what they read; and what becomes of an epoch that is read anew in its middle."""
 
 import itertools
+import random
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from tests.unit.trainer.programs import SAMPLES, Regression, problem, trainer, weights
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
+from lockstep import TorchTrainer
 from lockstep.data import BatchParts, ShardAssignment, ShardedLoader, UserShardedLoader
 from lockstep.errors import DataOrderError
 from lockstep.group import Group
@@ -149,3 +159,268 @@ def test_a_group_agrees_once_in_an_epoch_wherever_it_begins() -> None:
     cursor.forget_agreement()
     agree(second)
     assert asked == [1, 1, 2, 3, 4]
+
+
+class ShufflesItsOwnList(Sampler):
+    """Batches of neighbours, shuffled in place each time."""
+
+    def __init__(self, size: int) -> None:
+        self.groups = [list(range(k, min(k + 2, size))) for k in range(0, size, 2)]
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __iter__(self) -> object:
+        random.shuffle(self.groups)
+        return iter(self.groups)
+
+
+class CountsItsPasses(Sampler):
+    def __init__(self, size: int) -> None:
+        self.size, self.passes = size, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> object:
+        self.passes += 1
+        return iter(self.order())
+
+    def order(self) -> list[int]:
+        return random.Random(self.passes).sample(range(self.size), self.size)
+
+
+class CountsPassesToTheEnd(CountsItsPasses):
+    def __iter__(self) -> object:
+        yield from self.order()
+        self.passes += 1
+
+
+class FromTheSystem(CountsItsPasses):
+    def order(self) -> list[int]:
+        return random.SystemRandom().sample(range(self.size), self.size)
+
+
+class IsToldTheEpoch(CountsItsPasses):
+    """Reads lists, so that it may stand for a batch sampler, too."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> object:
+        return iter(random.Random(self.epoch).sample(range(self.size), self.size))
+
+
+class DrawsWhileItIsRead(CountsItsPasses):
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __iter__(self) -> object:
+        for start in range(0, self.size, 3):
+            order = torch.randperm(3, generator=self.generator) + start
+            yield from [k for k in order.tolist() if k < self.size]
+            random.random()
+
+
+DATA = TensorDataset(*problem())
+WEIGHTS = torch.arange(1.0, SAMPLES + 1)
+UNSTEADY = {
+    "shuffles": lambda: DataLoader(DATA, batch_sampler=ShufflesItsOwnList(SAMPLES)),
+    "counts": lambda: DataLoader(DATA, 6, sampler=CountsItsPasses(SAMPLES)),
+    "system": lambda: DataLoader(DATA, 6, sampler=FromTheSystem(SAMPLES)),
+}
+STEADY = {
+    "told": lambda: DataLoader(DATA, 6, sampler=IsToldTheEpoch(SAMPLES)),
+    "batches": lambda: DataLoader(
+        DATA, batch_sampler=BatchSampler(IsToldTheEpoch(SAMPLES), 6, drop_last=False)
+    ),
+    "lists": lambda: DataLoader(
+        DATA, None, sampler=BatchSampler(IsToldTheEpoch(SAMPLES), 6, drop_last=False)
+    ),
+    "draws": lambda: DataLoader(DATA, 6, sampler=DrawsWhileItIsRead(SAMPLES)),
+    "weighted": lambda: DataLoader(DATA, 6, sampler=WeightedRandomSampler(WEIGHTS, SAMPLES)),
+    "shuffled": lambda: DataLoader(DATA, 6, shuffle=True),
+}
+
+
+class Reads(Regression):
+    def data(self) -> object:
+        return self.config["data"]()
+
+    def compute_loss(self, batch: object, batch_info: object) -> object:
+        if self.global_step == self.config.get("fails_at"):
+            self.config["fails_at"] = None
+            raise ZeroDivisionError
+        return super().compute_loss(batch, batch_info)
+
+
+def reads(data: object, **config: object) -> TorchTrainer:
+    return trainer(Reads, config={"data": data, **config})
+
+
+@pytest.mark.parametrize("name", UNSTEADY)
+def test_an_order_that_cannot_come_again_ends_the_epoch_that_was_interrupted(name: str) -> None:
+    with reads(UNSTEADY[name], fails_at=2) as one:
+        with pytest.raises(ZeroDivisionError):
+            one.train()
+        with pytest.raises(DataOrderError, match="epoch 0, which goes on at global batch 2"):
+            one.train()
+
+
+@pytest.mark.parametrize("name", UNSTEADY)
+def test_without_an_interruption_no_order_has_to_come_again(name: str) -> None:
+    with reads(UNSTEADY[name]) as one:
+        one.train()
+        one.train(num_steps=2)
+        one.validate()
+        assert one.train()["batch_count"] > 0
+
+
+@pytest.mark.parametrize("name", UNSTEADY)
+def test_an_order_that_cannot_come_again_ends_the_epoch_that_was_saved(name: str) -> None:
+    with reads(UNSTEADY[name]) as one:
+        one.train()
+        one.train(num_steps=2)
+        state = one.state_dict()
+        one.load_state_dict(state)
+        with pytest.raises(DataOrderError, match="shuffles a list of its own in place"):
+            one.train()
+    with reads(UNSTEADY[name]) as one:
+        one.load_state_dict(state)
+        with pytest.raises(DataOrderError, match="shuffles a list of its own in place"):
+            one.train()
+
+
+def interrupted_and_saved(data: object) -> torch.Tensor:
+    with reads(data, fails_at=2) as one:
+        with pytest.raises(ZeroDivisionError):
+            one.train()
+        one.train()
+        one.train(num_steps=2)
+        state = one.state_dict()
+    with reads(data, fails_at=7) as one:
+        one.load_state_dict(state)
+        with pytest.raises(ZeroDivisionError):
+            one.train()
+        one.train()
+        return weights(one.get_model())
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_an_order_that_comes_again_goes_on(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with reads(STEADY[name]) as one:
+        one.train()
+        one.train()
+        expected = weights(one.get_model())
+    assert torch.equal(interrupted_and_saved(STEADY[name]), expected)
+    assert not caplog.records
+
+
+class Fresh(IterableDataset):
+    """Other samples in each pass."""
+
+    def __iter__(self) -> object:
+        order = random.SystemRandom().sample(range(SAMPLES), SAMPLES)
+        return iter([DATA[k] for k in order])
+
+
+class FreshBatches:
+    def __iter__(self) -> object:
+        return iter(DataLoader(Fresh(), 6))
+
+
+@pytest.mark.parametrize("data", [lambda: DataLoader(Fresh(), 6), FreshBatches])
+def test_streams_need_not_come_again(data: object, caplog: pytest.LogCaptureFixture) -> None:
+    assert interrupted_and_saved(data).isfinite().all()
+    assert not caplog.records
+
+
+def test_a_counter_that_is_saved_with_the_run_goes_on() -> None:
+    class SavesItsPasses(Reads):
+        def state_dict(self) -> dict:
+            return {"passes": self.sampler.passes - 1}
+
+        def load_state_dict(self, state: dict) -> None:
+            self.sampler.passes = state["passes"]
+
+        def data(self) -> object:
+            self.sampler = CountsItsPasses(SAMPLES)
+            return DataLoader(DATA, 6, sampler=self.sampler)
+
+    with trainer(SavesItsPasses) as one:
+        one.train()
+        one.train(num_steps=2)
+        state = one.state_dict()
+        one.train()
+        expected = weights(one.get_model())
+    with trainer(SavesItsPasses) as one:
+        one.load_state_dict(state)
+        one.train()
+        assert torch.equal(weights(one.get_model()), expected)
+
+
+def saved_in_the_middle(data: object) -> dict:
+    with reads(data) as one:
+        one.train()
+        one.train(num_steps=2)
+        return one.state_dict()
+
+
+@pytest.mark.parametrize("size", [4, 6])
+def test_a_loader_that_was_changed_on_purpose_goes_on(
+    size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = saved_in_the_middle(STEADY["told"])
+    with reads(lambda: DataLoader(DATA, size, sampler=IsToldTheEpoch(SAMPLES - 1))) as one:
+        one.load_state_dict(state)
+        assert one.train()["batch_count"] == (4 if size == 4 else 2)
+    assert ["in another order" in each.message for each in caplog.records] == [True]
+
+
+def test_another_batch_size_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    state = saved_in_the_middle(STEADY["told"])
+    with reads(lambda: DataLoader(DATA, 4, sampler=IsToldTheEpoch(SAMPLES))) as one:
+        one.load_state_dict(state)
+        assert one.train()["batch_count"] == 4
+    assert not caplog.records
+
+
+def test_an_order_that_only_a_whole_run_gives_is_told_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It may have been changed on purpose, and then it is none of ours."""
+
+    def counting() -> Cursor:
+        return sharded(DataLoader(range(600), 4, sampler=CountsPassesToTheEnd(600)))
+
+    run = counting()
+    assert steps_until_the_end(run) == 150
+    run.finish_epoch()
+    for _ in range(2):
+        run.take()
+        run.commit()
+    resumed = counting()
+    resumed.go_to(run.place)
+    assert resumed.take().index == 2
+    assert ["in another order" in each.message for each in caplog.records] == [True]
+    resumed.go_to(resumed.place)
+    assert resumed.take().index == 2
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("name", ["told", "counts"])
+def test_a_state_of_an_earlier_version_goes_on(name: str) -> None:
+    data = {**STEADY, **UNSTEADY}[name]
+    state = saved_in_the_middle(data)
+    assert state["position"]["train"].pop("first_items")
+    assert state["position"]["train"] == {"epoch": 1, "step": 2}
+    with reads(data) as one:
+        one.load_state_dict(state)
+        assert one.train()["batch_count"] == 2
+
+
+def test_torchs_own_orders_need_no_look() -> None:
+    assert "first_items" not in saved_in_the_middle(STEADY["shuffled"])["position"]["train"]
