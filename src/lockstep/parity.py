@@ -21,6 +21,8 @@ NOT_SYNCHRONISED: Final = "differs between ranks: it is not synchronised"
 
 NO_NUMBERS: Final = "NaN or infinite, in one process as well"
 
+ALL_ZERO: Final = "zero in one process, and not here"
+
 FLOOR: Final = 1e-3
 """The part of the whole gradient's norm below which a parameter's own does not count."""
 
@@ -152,7 +154,10 @@ def compare(
 
 
 def _flat(grad: torch.Tensor) -> torch.Tensor:
-    return grad.detach().to("cpu", torch.float64).reshape(-1)
+    grad = grad.detach()
+    if grad.is_complex():
+        grad = torch.view_as_real(grad.resolve_conj())
+    return grad.to("cpu", torch.float64).reshape(-1)
 
 
 def _row(
@@ -170,18 +175,18 @@ def _row(
     values = [_flat(grad) for grad in found if grad is not None]
     if not all(bool(value.isfinite().all()) for value in (reference, *values)):
         return _non_finite_row(name, reference, values)
-    norm = max(float(reference.norm()), floor)
-    errors = [float((value - reference).norm()) / norm if norm else 0.0 for value in values]
+    norm = max(float(reference.norm()), floor) or 1.0  # nothing but zeros in one process
+    errors = [float((value - reference).norm()) / norm for value in values]
     rank = max(range(world_size), key=errors.__getitem__)
     value = values[rank]
     squared = float(reference @ reference)
     scale = float(value @ reference) / squared if squared else 1.0
     lengths = float(value.norm() * reference.norm())
     cosine = float(value @ reference) / lengths if lengths else 1.0
-    limit = TOLERANCES.get(true.dtype, 1e-5) if tolerance is None else tolerance
+    limit = TOLERANCES.get(true.dtype.to_real(), 1e-5) if tolerance is None else tolerance
     ok = errors[rank] <= limit
     alike = all(float((other - values[0]).norm()) <= limit * norm for other in values)
-    text = "" if ok else explain(scale, cosine, alike, world_size)
+    text = "" if ok else explain(scale, cosine, alike, world_size) if squared else ALL_ZERO
     return ParityRow(name, errors[rank], scale, cosine, rank, ok, text)
 
 

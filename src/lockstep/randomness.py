@@ -58,6 +58,16 @@ class RandomState:
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return cls(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
 
+    def is_same_as(self, other: RandomState) -> bool:
+        """Whether nothing was drawn between the two."""
+        mine, theirs = [self.cpu, *self.cuda], [other.cpu, *other.cuda]
+        return (
+            len(mine) == len(theirs)
+            and all(map(torch.equal, mine, theirs))
+            and all(map(np.array_equal, self.numpy, other.numpy))
+            and self.python == other.python
+        )
+
     def restore(self) -> None:
         torch.set_rng_state(self.cpu)
         if self.cuda:

@@ -3,6 +3,7 @@
 
 import hashlib
 
+import numpy as np
 import pytest
 import torch
 from tests.ray.surviving import digest
@@ -22,14 +23,23 @@ class Langevin(torch.optim.SGD):
         loss = super().step(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.add_(torch.randn_like(parameter), alpha=1e-2)
+                parameter.add_(self.noise(parameter), alpha=1e-2)
         return loss
+
+    noise = staticmethod(torch.randn_like)
+
+
+class LangevinOfNumpy(Langevin):
+    @staticmethod
+    def noise(parameter):
+        return np.random.randn()
 
 
 OPTIMIZERS = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
     "langevin": lambda parameters: Langevin(parameters, lr=0.1),
+    "langevin of numpy": lambda parameters: LangevinOfNumpy(parameters, lr=0.1),
 }
 
 
@@ -124,13 +134,14 @@ def test_what_a_step_draws_is_the_same_on_each_worker_and_only_that(operator_cls
 
 
 @pytest.mark.slow
-def test_shards_are_stepped_by_no_optimizer_that_draws():
+@pytest.mark.parametrize("optimizer", ["langevin", "langevin of numpy"])
+def test_shards_are_stepped_by_no_optimizer_that_draws(optimizer):
     with (
         TorchTrainer(
             training_operator_cls=Classifier,
             num_workers=2,
             sync="fsdp",
-            config={BATCH_SIZE: 16, "optimizer": "langevin"},
+            config={BATCH_SIZE: 16, "optimizer": optimizer},
         ) as trainer,
         pytest.raises(NotAvailableError, match="draws random numbers"),
     ):

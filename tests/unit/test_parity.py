@@ -88,6 +88,23 @@ def test_rounding_and_parameters_without_gradients_are_equal():
     assert not compare({"w": None}, [TRUE]).ok
 
 
+def test_a_wrong_imaginary_part_is_no_rounding():
+    true = {"w": torch.tensor([3.0 + 4.0j, 1.0 + 0.0j], dtype=torch.complex128)}
+    wrong = {"w": true["w"].real + 0.0j}
+    assert compare(true, [true, true]).ok
+    assert not compare(true, [wrong, wrong]).ok
+    slightly = {"w": true["w"] * (1 + 1e-9j)}
+    assert not compare(true, [slightly, slightly]).ok
+
+
+def test_where_one_process_has_nothing_but_zeros_other_numbers_are_wrong():
+    zeros, ones = ({"w": torch.full((2,), value)} for value in (0.0, 1.0))
+    assert compare(zeros, [zeros, zeros]).ok
+    report = compare(zeros, [zeros, ones])
+    assert not report.ok
+    assert "zero in one process, and not here" in str(report)
+
+
 def test_what_is_not_finite_is_said_to_be_so():
     bad = torch.tensor([3.0, float("nan")], dtype=torch.float64)
     both = compare({"w": bad}, [{"w": bad.clone()}, {"w": bad.clone()}])

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from lockstep.errors import NotAvailableError
 from lockstep.randomness import RandomState, derive_seed, seed_all
 
@@ -33,7 +31,7 @@ class StepSeed:
         # own samples, after the step.
         self._restores = operator._lockstep_overrides_loop()
         self._before: RandomState | None = None
-        self._seeded: torch.Tensor | None = None
+        self._seeded: RandomState | None = None
 
     def begin(self) -> None:
         """Seed the step that begins now."""
@@ -41,7 +39,7 @@ class StepSeed:
         run_seed = self._state.context.shard_assignment.seed
         self._before = RandomState.capture() if self._restores else None
         seed_all(derive_seed(run_seed, "step", self._state.committed, number))
-        self._seeded = torch.get_rng_state() if self._is_in_shards else None
+        self._seeded = RandomState.capture() if self._is_in_shards else None
 
     def end(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the loop go on to draw where it was.
@@ -54,7 +52,7 @@ class StepSeed:
         """
         before, self._before = self._before, None
         seeded, self._seeded = self._seeded, None
-        has_drawn = seeded is not None and not torch.equal(torch.get_rng_state(), seeded)
+        has_drawn = seeded is not None and not RandomState.capture().is_same_as(seeded)
         if before is not None:
             before.restore()
         group = self._state.context.group
