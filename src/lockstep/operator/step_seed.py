@@ -14,6 +14,8 @@ from lockstep.errors import NotAvailableError
 from lockstep.randomness import RandomState, derive_seed, seed_all
 
 if TYPE_CHECKING:
+    import torch
+
     from lockstep.operator.loop_protocols import Operator
 
 
