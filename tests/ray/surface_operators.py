@@ -172,6 +172,29 @@ class FailsInValidation(Everything):
         return super().validate_batch(batch, batch_info)
 
 
+class InPercent(TrainingOperator):
+    """Validates what rank 0 has all wrong and rank 1 half right, and changes what it reports."""
+
+    def setup(self, config):
+        self.model = nn.Linear(2, 2, bias=False, dtype=torch.float64)
+        self.register(models=self.model, optimizers=sgd(self.model), criterion=self.loss)
+        features = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]).double()
+        with torch.no_grad():
+            self.model.weight.copy_(torch.eye(2))
+        loader = DataLoader(TensorDataset(features, torch.ones(4, dtype=torch.long)), 4)
+        self.register_data(train_loader=loader, validation_loader=loader)
+
+    @staticmethod
+    def loss(output, target):
+        return 15 - 13 * output[:, 0].mean()  # 2 on rank 0, 8.5 on rank 1
+
+    def validate(self, val_iterator, info):
+        result = super().validate(val_iterator, info)
+        result["val_accuracy"] *= 100
+        result["val_loss"] = min(result["val_loss"], 5.0)
+        return result
+
+
 def model_creator(config):
     return Net() if config.get("unseeded") else net()
 

@@ -249,6 +249,13 @@ def test_a_wrapper_of_the_users_own():
         assert farthest(model, one.get_model()) < 1e-12
 
 
+def test_metrics_that_a_loop_changes_on_some_ranks_are_means_over_all_ranks():
+    with start(operators.InPercent) as trainer:
+        result = trainer.validate()
+    assert result["val_accuracy"] == pytest.approx(25, rel=1e-12)
+    assert result["val_loss"] == pytest.approx((2 + 5) / 2, rel=1e-12)
+
+
 def test_each_rank_reads_its_own_loader():
     with start(operators.OwnPart, add_dist_sampler=False, config={}) as two:
         results = [two.train() for _ in range(3)]

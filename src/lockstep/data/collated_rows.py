@@ -6,7 +6,7 @@ for. That is exact while each row stands for as many samples as in every other b
 for two where the `collate_fn` makes pairs. A `collate_fn` that drops rows breaks it.
 
 Rows are counted only where tensors certainly hold one along their first dimension for each row: a
-batch of another layout (time steps first, packed tokens) shows nothing.
+batch of another layout (time steps first, packed tokens, a list of samples) shows nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.data import default_collate, default_convert
 
 from lockstep.errors import WeightError
 from lockstep.keys import WEIGHT
-from lockstep.tensor_tree import leaves_of
+from lockstep.tensor_tree import children_of, leaves_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,6 +65,25 @@ def _count_rows(batch: Any, num_samples: int) -> int | None:
     if len(shapes) < 2 or not all(shapes) or len({shape[0] for shape in shapes}) > 1:
         return None
     rows = int(shapes[0][0])
-    # The samples may be along another dimension.
-    is_other_layout = rows != num_samples and any(num_samples in shape for shape in shapes)
+    if rows == num_samples:
+        return rows
+    # The samples may be along another dimension, or along a list.
+    is_other_layout = any(num_samples in shape for shape in shapes) or _lists(batch, num_samples)
     return None if rows > num_samples or is_other_layout else rows
+
+
+def _lists(batch: Any, num_samples: int) -> bool:
+    """Whether a list or tuple in `batch` may hold one entry for each of its samples."""
+    children = children_of(batch)
+    if children is None:
+        return False
+    entries = [child for _, child in children]
+    # Tensors of several kinds, or with names, are the columns of a table.
+    kinds = {
+        (each.ndim, each.dtype) if isinstance(each, (torch.Tensor, np.ndarray)) else None
+        for each in entries
+    }
+    is_list = isinstance(batch, list | tuple) and not hasattr(batch, "_fields")
+    if is_list and len(entries) == num_samples and len(kinds) == 1:
+        return True
+    return any(_lists(each, num_samples) for each in entries)

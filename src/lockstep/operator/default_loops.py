@@ -23,7 +23,7 @@ import torch
 
 from lockstep.errors import ConfigurationError, NonFiniteError, NotAvailableError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP, SCHEDULER_STEP_BATCH
-from lockstep.metrics import AverageMeterCollection
+from lockstep.metrics import AverageMeterCollection, merge
 from lockstep.operator.default_forward import (
     class_accuracy,
     default_loss,
@@ -83,9 +83,8 @@ class _MetricsRecorder:
         self._state.latest = metrics
 
     def summary(self) -> dict[str, Any]:
-        summary = self._pass.summary()
-        self._state.summary = dict(summary)
-        return summary
+        sums = self._state.pass_sums = self._pass.state()
+        return merge([sums])
 
 
 # ------------------------------------------------------------------------------- training

@@ -83,8 +83,8 @@ class OperatorState:
         ran_default_epoch: the default `train_epoch` ran in this epoch, maybe called by the user's.
             Set by that loop and by `state_dict.apply`, reset by `LoopRun` at the end of an epoch.
         meters: the metrics of the whole call. Reset by `begin_call`; set back by `Rollback`.
-        summary: the metrics that the default loop returned for this pass; None if it did not run.
-            Reset by `LoopRun` before each pass.
+        pass_sums: the sums behind the metrics that the default loop returned for this pass; None if
+            it did not run. Reset by `LoopRun` before each pass.
         latest: the metrics of the latest batch, for the progress bar. Reset by `begin_call`.
         shadow: compares shards with other workers; None without ``shadow_every``.
         step_log: metrics of single steps; None unless the trainer asks for them. Set by the worker.
@@ -131,7 +131,7 @@ class OperatorState:
         if self.shadow is not None:
             self.shadow.begin_call()
         self.meters = AverageMeterCollection()
-        self.summary: dict[str, Any] | None = None
+        self.pass_sums: dict[str, Any] | None = None
         self.latest: dict[str, Any] = {}
         self.sync_norms: list[str] | None = None
         self.unheld: list[nn.Parameter] | None = None

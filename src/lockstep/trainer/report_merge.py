@@ -14,7 +14,7 @@ from lockstep.operator.shard_results import BY_OWN
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lockstep.worker import Report
+    from lockstep.worker import PassResult, Report
 
 
 def merge_reports(reports: Sequence[Report]) -> dict[str, Any]:
@@ -22,18 +22,14 @@ def merge_reports(reports: Sequence[Report]) -> dict[str, Any]:
     _refuse_mixed_weights(reports)
     result: dict[str, Any] = {NUM_SAMPLES: sum(report.samples for report in reports)}
     passes = [each for report in reports for each in report.passes]
-    # The metrics of lockstep's own loop that the user's loop around it did not change.
-    kept = {key for each in passes for key in each.metrics.keys() - each.own.keys()}
+    # A user's loop around lockstep's may leave the value that is there on some ranks, as 0 * 100 is
+    # 0: one that any of them has changed is the user's on all of them.
+    own = set[str]().union(*(each.keys_of_own() for each in passes))
+    kept = {key for each in passes for key in each.metrics} - own
     if kept:
         ours = merge([report.sums for report in reports])
         result.update({key: value for key, value in ours.items() if key in kept})
-    own = [
-        _merge_by_samples(
-            [each.own for each in report.passes], [each.samples for each in report.passes]
-        )
-        for report in reports
-    ]
-    result.update(_merge_by_samples(own, [report.samples for report in reports]))
+    result.update(_merge_own(passes, own))
     result.update(compute_merged([report.torchmetrics for report in reports]))
     result.pop(WEIGHT, None)
     result[BATCH_COUNT] = max(report.steps for report in reports)
@@ -73,14 +69,34 @@ def _refuse_mixed_weights(reports: Sequence[Report]) -> None:
         )
 
 
-def _merge_by_samples(results: Sequence[dict[str, Any]], samples: Sequence[int]) -> dict[str, Any]:
-    """As `merge_user_results`, but ``num_samples`` only if a user's loop returned it."""
+def _merge_own(passes: Sequence[PassResult], own: set[str]) -> dict[str, Any]:
+    """Merge the metrics of the user's own loop, `own`, over the passes that have them.
+
+    They count for the samples of their pass, or for what the loop says. One that lockstep's loop
+    had averaged everywhere, by tokens maybe, counts for what it is an average of.
+    """
+    results = [{key: value for key, value in each.metrics.items() if key in own} for each in passes]
     if not any(results):
         return {}
-    merged = merge_user_results(results, samples)
-    if not any(NUM_SAMPLES in each for each in results):
+    merged = merge_user_results(results, [each.samples for each in passes])
+    if own.isdisjoint((NUM_SAMPLES, WEIGHT)):
+        for key in merged.keys() & own:
+            weights = _weights_of_ours([each for each in passes if key in each.metrics], key)
+            if weights is not None:
+                values = [{key: each[key]} for each in results if key in each]
+                merged[key] = merge_user_results(values, weights)[key]
+    if NUM_SAMPLES not in own:
         del merged[NUM_SAMPLES]
     return merged
+
+
+def _weights_of_ours(passes: Sequence[PassResult], key: str) -> list[float] | None:
+    """What lockstep's loops have weighed `key` by; None if one of them did not average it."""
+    found = [weight for each in passes if (weight := each.weight_of(key)) is not None]
+    if len(found) < len(passes):
+        return None
+    latest = max(step for step, _ in found)
+    return [weight if step == latest else 0 for step, weight in found]
 
 
 def _mean_timers(timers: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -31,7 +31,13 @@ from lockstep.worker.remote_method import (
     RemoteCall,
     RemoteMethod,
 )
-from lockstep.worker.report import LoopCounts, Report, StartReport, report_of_lost_worker
+from lockstep.worker.report import (
+    LoopCounts,
+    PassResult,
+    Report,
+    StartReport,
+    report_of_lost_worker,
+)
 from lockstep.worker.spec import WorkerSpec
 from lockstep.worker.step_records import module_prefix, weight_names, weight_slots
 from lockstep.worker.survivor_state import RunPosition, SurvivorState
@@ -50,6 +56,7 @@ __all__ = [
     "OnFailure",
     "Outcome",
     "PartOnDisk",
+    "PassResult",
     "Prediction",
     "ProgressReport",
     "RemoteCall",

@@ -227,7 +227,7 @@ class LoopRun:
             self._end_epoch()
             if agrees:
                 cursor.agree(group)
-        self._state.summary = None
+        self._state.pass_sums = None
         if self._rollback is not None:
             self._rollback.begin_pass(cursor)
         batches = BatchIterator(
@@ -244,7 +244,7 @@ class LoopRun:
         metrics = self._run_operators_loop(batches)
         batches.commit()
         samples = committed.samples - sum(each.samples for each in self._passes)
-        self._passes.append(PassResult(metrics, self._state.summary, samples))
+        self._passes.append(PassResult(metrics, self._state.pass_sums, samples))
         self._pass_began = committed.steps
         if batches.is_epoch_over:
             self._end_epoch()

@@ -317,7 +317,7 @@ def _replay_call(
 def _counts_set_aside(operator: TrainingOperator) -> Iterator[None]:
     """Inside, metrics, rows and times count for nothing."""
     state, timers = operator._lockstep, operator.timers
-    kept = state.meters, state.summary, state.latest, state.step_log, state.registered_metrics
+    kept = state.meters, state.pass_sums, state.latest, state.step_log, state.registered_metrics
     state.step_log = None
     state.registered_metrics = type(state.registered_metrics)()
     operator.timers = TimerCollection()
@@ -325,5 +325,5 @@ def _counts_set_aside(operator: TrainingOperator) -> Iterator[None]:
         with state.without_counting():
             yield
     finally:
-        state.meters, state.summary, state.latest, state.step_log, state.registered_metrics = kept
+        state.meters, state.pass_sums, state.latest, state.step_log, state.registered_metrics = kept
         operator.timers = timers

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lockstep.keys import NUM_SAMPLES
-from lockstep.metrics import AverageMeterCollection
+from lockstep.metrics import AverageMeterCollection, merge
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lockstep.audit.ledger import Ledger
     from lockstep.metrics.step_log import StepRow
+    from lockstep.metrics.weighted_mean import WeightedMean
     from lockstep.operator.shadow import ShadowCheck
 
 
@@ -41,23 +42,35 @@ class PassResult:
 
     Attributes:
         metrics: the result of the operator's loop.
-        summary: the result of lockstep's own loop inside it; None where that did not run.
+        sums: the sums of lockstep's own loop inside it (see `lockstep.metrics.merge`); None where
+            that did not run.
         samples: this worker's samples.
     """
 
     metrics: dict[str, Any]
-    summary: dict[str, Any] | None
+    sums: dict[str, Any] | None
     samples: int
 
-    @property
-    def own(self) -> dict[str, Any]:
-        """The metrics that the user's own loop returned, or added to those of lockstep's loop."""
-        summary = self.summary or {}
+    def keys_of_own(self) -> set[str]:
+        """The metrics that the user's own loop returned, added to lockstep's loop or changed."""
+        ours = {} if self.sums is None else merge([self.sums])
         return {
-            key: value
+            key
             for key, value in self.metrics.items()
-            if key not in summary or not _is_same_value(summary[key], value)
+            if key not in ours or not _is_same_value(ours[key], value)
         }
+
+    def weight_of(self, key: str) -> tuple[int, float] | None:
+        """What lockstep's loop has weighed metric `key` by; None if it did not average one.
+
+        Returns:
+            The step whose mean it is, and the weight; step 0 for a mean over the pass.
+        """
+        means: dict[str, WeightedMean] = {} if self.sums is None else self.sums["sums"]
+        if key in means:
+            return 0, means[key].weight
+        latest = means.get(key.removeprefix("last_")) if key.startswith("last_") else None
+        return None if latest is None else (latest.last_step, latest.last_weight)
 
 
 def _is_same_value(before: Any, after: Any) -> bool:

@@ -4,6 +4,8 @@
 `lockstep.data.collated_rows`, alone and in a run of two shards.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
@@ -54,6 +56,43 @@ def test_rows_for_equally_many_samples_are_none_that_are_missing():
 )
 def test_tensors_of_another_layout_show_nothing(batch):
     assert errors((4, pair(4, 4)), (4, batch)) == [False, False]
+
+
+def picture(channels=1):
+    return torch.zeros(channels, 5, 5)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [(picture(), 0), (picture(), 1), (picture(), 2), (picture(), 3)],  # collate_fn=list
+        [picture(3)] * 4,
+        ((picture(),) * 4, (0, 1, 2, 3)),  # tuple(zip(*samples))
+        ((picture(),) * 4, tuple({"boxes": torch.zeros(1, 4)} for _ in range(4))),
+        {"pictures": [picture(3)] * 4},
+        {"inputs": {"pictures": [np.zeros((3, 5, 5))] * 4}, "name": "four"},
+    ],
+)
+def test_samples_along_a_list_show_nothing(batch):
+    assert errors((4, pair(4, 4)), (4, batch)) == [False, False]
+
+
+class Columns(NamedTuple):
+    features: torch.Tensor
+    targets: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (torch.zeros(1, 7), torch.zeros(1)),
+        (torch.zeros(1, 7), torch.zeros(1, 1, dtype=torch.long)),
+        Columns(torch.zeros(1, 7), torch.zeros(1, 7)),
+        {"x": torch.zeros(1, 7), "y": torch.zeros(1, 7)},
+    ],
+)
+def test_as_many_columns_as_samples_are_no_samples(batch):
+    assert errors((4, pair(4, 4)), (2, batch)) == [False, True]
 
 
 def test_torchs_own_functions_leave_nothing_out():
@@ -151,3 +190,32 @@ def test_a_step_of_ones_own_says_what_its_loss_counts_for():
     with started(OwnStep, config={"weighed": True}) as trainer:
         trainer.train()
         assert_equal_weights(trainer.get_model(), one_process())
+
+
+class Listed(Holes):
+    """Gets each shard as a list of its samples, which all have three rows."""
+
+    def setup(self, config):
+        super().setup(config)
+        rows = [torch.stack([features] * 3) for features, _ in SAMPLES]
+        loader = DataLoader(rows, batch_size=4, collate_fn=list)
+        self.register_data(train_loader=loader, validation_loader=loader)
+
+    def compute_loss(self, batch, batch_info):
+        features = torch.stack(batch)[:, 0]
+        return self.criterion(self.model(features), features[:, :1].square())
+
+
+def test_a_shard_that_is_a_list_of_samples_counts_for_all_of_them():
+    features = torch.stack([features for features, _ in SAMPLES])
+    model = line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for rows in features.split(8):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(rows), rows[:, :1].square()).backward()
+        optimizer.step()
+    loss = nn.functional.mse_loss(model(features), features[:, :1].square()).item()
+    with started(Listed) as trainer:
+        trainer.train()
+        assert_equal_weights(trainer.get_model(), model)
+        assert trainer.validate()["val_loss"] == pytest.approx(loss, rel=1e-12)

@@ -5,11 +5,13 @@ import math
 
 import pytest
 import torch
+from tests.tokens import Tokens
 from tests.unit.trainer.programs import SAMPLES, Regression, linear, problem, sgd, trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import TrainingOperator
+from lockstep.keys import BATCH_SIZE
 
 TRAIN_KEYS = {"num_samples", "epoch", "batch_count", "train_loss", "last_train_loss"}
 VALIDATE_KEYS = {"num_samples", "batch_count", "val_loss", "last_val_loss"}
@@ -115,3 +117,37 @@ def test_accuracy_for_class_targets():
 def test_no_accuracy_where_targets_are_no_classes(width, target):
     with trainer(classes(width, target)) as one:
         assert one.validate().keys() == VALIDATE_KEYS
+
+
+def test_a_metric_that_a_loop_changes_in_one_pass_is_a_mean_over_all_passes():
+    class Clipped(Regression):
+        def train_epoch(self, iterator, info):
+            result = super().train_epoch(iterator, info)
+            result["train_loss"] = min(result["train_loss"], limit)
+            return result
+
+    with trainer() as one:
+        long, short = one.train()["train_loss"], one.train(num_steps=2)["train_loss"]
+    assert long > short
+    limit = (long + short) / 2
+    with trainer(Clipped) as one:
+        result = one.train(num_steps=6)
+    expected = (limit * SAMPLES + short * 12) / (SAMPLES + 12)
+    assert result["train_loss"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_what_a_loop_changes_of_a_mean_over_tokens_stays_one():
+    class PerBit(Tokens):
+        def train_epoch(self, iterator, info):
+            result = super().train_epoch(iterator, info)
+            for key in ("train_loss", "last_train_loss"):
+                result[key] /= math.log(2)
+            return result
+
+    plain, scaled = (trainer(operator, config={BATCH_SIZE: 5}) for operator in (Tokens, PerBit))
+    with plain:
+        expected = plain.train(num_steps=6)
+    with scaled:
+        result = scaled.train(num_steps=6)
+    for key in ("train_loss", "last_train_loss"):
+        assert result[key] == pytest.approx(expected[key] / math.log(2), rel=1e-12)
