@@ -220,7 +220,8 @@ class SchedulerStepper:
     def miss_metrics(self, epoch: int) -> None:
         """Go on without the metrics of `epoch`, which an earlier process has trained, and warn."""
         for each in self.items:
-            if each.reduce_on_plateau and each.last_metric_epoch < epoch:
+            is_due = (epoch + 1) % each.frequency == 0
+            if each.reduce_on_plateau and is_due and each.last_metric_epoch < epoch:
                 each.last_metric_epoch = epoch
                 warnings.warn(
                     f"{type(each.scheduler).__name__} has not stepped for epoch {epoch}: the run"
@@ -231,9 +232,11 @@ class SchedulerStepper:
                 )
 
     def check_monitored(self, epoch: int) -> None:
-        """Before `epoch`: raise an error unless the last epoch logged every plateau's metric."""
+        """Before `epoch`: raise an error unless every plateau that was due had its metric."""
         for each in self.items:
-            if not each.reduce_on_plateau or not each.strict or each.last_metric_epoch >= epoch - 1:
+            is_strict = each.reduce_on_plateau and each.strict
+            is_due = epoch % each.frequency == 0
+            if not is_strict or not is_due or each.last_metric_epoch >= epoch - 1:
                 continue
             raise ConfigurationError(
                 f"{type(each.scheduler).__name__} watches {each.monitor!r}, which was not logged in"

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An epoch ends once: behind a checkpoint of its last step, and where a stream ends late."""
+"""Schedulers step when Lightning's own trainer steps them, however calls divide the epochs.
+
+An epoch ends once: behind a checkpoint of its last step, and where a stream ends late.
+"""
+
+import warnings
 
 import pytest
 import torch
@@ -7,6 +12,7 @@ from tests.unit.integrations.lightning.modules import (
     GLOBAL_BATCH,
     STEPS,
     Classifier,
+    by_lightning,
     farthest,
     loader,
     problem,
@@ -14,7 +20,7 @@ from tests.unit.integrations.lightning.modules import (
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep import TorchTrainer, TrainingOperator
-from lockstep.errors import NotAvailableError
+from lockstep.errors import ConfigurationError, NotAvailableError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*does not have many workers"
@@ -123,3 +129,47 @@ def test_a_plateau_within_an_epoch_is_refused():
         trainer_of(WaitsForSteps) as trainer,
     ):
         trainer.train()
+
+
+class FollowsTheLoss(Classifier):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, patience=0, threshold=0.9, factor=0.3
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss", **self.further},
+        }
+
+    further = {}
+
+
+class EverySecondEpoch(FollowsTheLoss):
+    further = {"frequency": 2}
+
+
+def test_a_plateau_of_every_second_epoch_waits_for_no_other_validation():
+    expected, _ = by_lightning(EverySecondEpoch(), max_epochs=6, check_val_every_n_epoch=2)
+    plain, _ = by_lightning(Classifier(), max_epochs=6)
+    with trainer_of(EverySecondEpoch) as trainer:
+        for epoch in range(6):
+            trainer.train()
+            if epoch % 2:
+                trainer.validate()
+        assert farthest(trainer.get_model(), expected) < 1e-12
+    assert farthest(expected, plain) > 1e-3, "the oracle does not see the scheduler"
+    with trainer_of(EverySecondEpoch) as trainer:
+        trainer.train(), trainer.train()
+        with pytest.raises(ConfigurationError, match="watches 'val_loss'"):
+            trainer.train()
+
+
+def test_behind_an_epoch_without_a_step_of_the_plateau_nothing_is_missed(tmp_path):
+    arguments = {"checkpoint_dir": tmp_path, "checkpoint_every": STEPS, "resume": "auto"}
+    with trainer_of(EverySecondEpoch, **arguments) as trainer:
+        trainer.train()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*has not stepped for epoch")
+        with trainer_of(EverySecondEpoch, **arguments) as trainer:
+            trainer.train()
