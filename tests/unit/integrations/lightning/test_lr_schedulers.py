@@ -139,14 +139,18 @@ class FollowsTheLoss(Classifier):
         )
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss", **self.further},
+            "lr_scheduler": {
+                "scheduler": scheduler,
+                "monitor": "val_loss",
+                "frequency": self.frequency,
+            },
         }
 
-    further = {}
+    frequency = 1
 
 
 class EverySecondEpoch(FollowsTheLoss):
-    further = {"frequency": 2}
+    frequency = 2
 
 
 def test_a_plateau_of_every_second_epoch_waits_for_no_other_validation():
@@ -173,3 +177,67 @@ def test_behind_an_epoch_without_a_step_of_the_plateau_nothing_is_missed(tmp_pat
         warnings.filterwarnings("error", message=".*has not stepped for epoch")
         with trainer_of(EverySecondEpoch, **arguments) as trainer:
             trainer.train()
+
+
+class GetsBetterAndWorse(FollowsTheLoss):
+    """Every second validation is better than all before it, and the others are all the same."""
+
+    turn = 0
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", 0.0 if self.turn % 2 else -float(self.turn))
+
+    def on_validation_epoch_end(self):
+        self.turn += 1
+
+
+def trained_in_parts(first, module_cls, *, validates_at_end):
+    """The module after epochs that are validated behind step `first`, and maybe at their end."""
+    with trainer_of(module_cls) as trainer:
+        for _ in range(4):
+            trainer.train(num_steps=first), trainer.validate()
+            trainer.train()
+            if validates_at_end:
+                trainer.validate()
+        return trainer.get_model()
+
+
+@pytest.mark.parametrize("module_cls", [FollowsTheLoss, GetsBetterAndWorse])
+@pytest.mark.parametrize(
+    ("first", "validates_at_end"),
+    [
+        (STEPS // 2, True),
+        (STEPS - 2, False),  # the next epoch shows that no other validation comes
+    ],
+)
+def test_a_plateau_steps_once_an_epoch_on_its_newest_metric(module_cls, first, validates_at_end):
+    expected, _ = by_lightning(module_cls(), max_epochs=4, val_check_interval=first)
+    model = trained_in_parts(first, module_cls, validates_at_end=validates_at_end)
+    assert farthest(model, expected) < 1e-12
+
+
+def test_a_plateau_steps_for_a_stream_whose_end_only_the_next_call_sees():
+    stream = DataLoader(Stream(), batch_size=GLOBAL_BATCH)
+    expected, _ = by_lightning(FollowsTheLoss(), train=stream)
+    operator = TrainingOperator.from_lightning(FollowsTheLoss, stream, loader())
+    with TorchTrainer(training_operator_cls=operator) as trainer:
+        for _ in range(3):
+            trainer.train(num_steps=STEPS), trainer.validate()
+        assert farthest(trainer.get_model(), expected) < 1e-12
+
+
+def test_a_metric_of_a_validation_within_an_epoch_is_in_the_checkpoint(tmp_path):
+    expected = trained_in_parts(STEPS - 2, FollowsTheLoss, validates_at_end=False)
+    with trainer_of(FollowsTheLoss) as trainer:
+        trainer.train(num_steps=STEPS - 2), trainer.validate()
+        trainer.train()
+        trainer.train(num_steps=STEPS - 2), trainer.validate()
+        trainer.train(num_steps=1)
+        path = trainer.save(tmp_path / "middle")
+    with trainer_of(FollowsTheLoss) as trainer:
+        trainer.load(path)
+        trainer.train()
+        for _ in range(2):
+            trainer.train(num_steps=STEPS - 2), trainer.validate()
+            trainer.train()
+        assert farthest(trainer.get_model(), expected) == 0
