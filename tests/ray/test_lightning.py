@@ -226,6 +226,41 @@ def test_after_a_death_logged_values_count_once():
     assert _farthest(model, undisturbed) < 1e-12
 
 
+class _ValidatesByMetrics(BoringModel):
+    """With metrics that it computes itself, so that `self.log` knows nothing of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.mean = torchmetrics.CatMetric(), torchmetrics.MeanMetric()
+
+    def validation_step(self, batch, batch_idx):
+        self(batch)
+        self.rows.update(batch[:, 0])
+        self.mean.update(batch.abs())
+
+    def on_validation_epoch_end(self):
+        self.log("rows", self.rows.compute().numel())
+        self.log("mean", self.mean.compute())
+        self.rows.reset()
+        self.mean.reset()
+
+
+@pytest.mark.slow
+def test_after_a_death_within_a_validation_every_sample_counts_once():
+    """Rank 0 has counted all of its own samples when it hears of the death of rank 1."""
+    rows = _rows(37, 32)
+    operator = TrainingOperator.from_lightning(
+        lambda config: _ValidatesByMetrics().double(), DataLoader(_rows(8, 32)), DataLoader(rows)
+    )
+    operator = struck(operator, Strike("kill", rank=1, step=1, phase="validation"))
+    with TorchTrainer(training_operator_cls=operator, num_workers=2) as trainer:
+        trainer.train(num_steps=1)
+        result = trainer.validate()
+        assert len(trainer.status()["recoveries"]) == 1
+    assert result["rows"] == result["num_samples"] == 37
+    assert result["mean"] == pytest.approx(torch.stack(rows).abs().mean().item())
+
+
 class _DiesBehindAnEpoch(_CountsSamples):
     """Its worker ends after the last step of the first epoch, once."""
 

@@ -56,6 +56,11 @@ def _no_copies() -> None:
     """The `put_buffers_back` of an operator without `Rollback`, which has no copies of buffers."""
 
 
+def _no_epochs() -> int:
+    """The `epochs_finished` of an operator whose worker has not opened its loaders."""
+    return 0
+
+
 class OperatorState:
     """The state that the worker and the default loops share through an operator.
 
@@ -100,6 +105,8 @@ class OperatorState:
             `without_counting`.
         put_buffers_back: gives buffers the values that they had before the open step. Set by
             `Rollback`.
+        epochs_finished: counts the passes over the training data that were completed. Set by the
+            worker.
     """
 
     def __init__(self, config: Mapping[str, Any], context: RankContext) -> None:
@@ -122,6 +129,7 @@ class OperatorState:
         self.further_counts: list[Counts] = []
         self.is_uncounted = False
         self.put_buffers_back: Callable[[], None] = _no_copies
+        self.epochs_finished: Callable[[], int] = _no_epochs
         self.begin_call("train")
 
     def begin_call(self, purpose: str) -> None:

@@ -139,6 +139,8 @@ class LoopRun:
             self._set_progress(progress)
         self._passes: list[PassResult] = []
         self._state.begin_call(request.purpose)
+        # A validation that is interrupted is begun again. Of training `Rollback` marks each step.
+        self._counts_before = [] if request.purpose == "train" else self._state.mark_counts()
         operator.timers.reset()
         operator.timers.enable() if request.profile else operator.timers.disable()
 
@@ -193,8 +195,9 @@ class LoopRun:
         self.counted = LoopCounts(self.committed.samples, sums)
 
     def rewind(self) -> None:
-        """Move back to the position at which the call began."""
+        """Move a validation back to the position and the counts with which it began."""
         self.cursor.move_to(self.first_epoch, self.first_step)
+        self._state.restore_counts(self._counts_before)
 
     def run(self) -> Report:
         """Make one pass for each epoch that the call touches, until `num_steps` or the epoch's end.

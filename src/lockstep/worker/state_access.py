@@ -94,6 +94,7 @@ class StateAccess:
             if loader is not None:
                 source = make_sharded_loader(operator, loader, purpose)
                 self.cursors[purpose] = Cursor(source)
+        operator._lockstep.epochs_finished = lambda: self.epochs_finished
         self.expect_usual_weight()
 
     def expect_usual_weight(self) -> None:

@@ -238,6 +238,7 @@ class LightningOperator(TrainingOperator):
                 self._end_earlier_epochs(epoch)
                 self._logging.begin_epoch()
                 if self._steps_schedulers:
+                    self._scheduler_stepper.use_metrics_within(epoch - 1)
                     self._scheduler_stepper.check_monitored(epoch)
                 module.on_train_epoch_start()
                 self._started_epoch = epoch
@@ -289,7 +290,10 @@ class LightningOperator(TrainingOperator):
         update_view(self._view, callback_metrics={**self._view.callback_metrics, **known})
         # A validation before the first step is none after an epoch.
         if epoch_over and self._steps_schedulers and self._view.global_step:
-            self._scheduler_stepper.after_metrics(self._view.current_epoch, metrics)
+            epoch = self._view.current_epoch
+            # A stream's end is known to the training pass that comes to it, and not counted yet.
+            is_behind = self._view.training or self._lockstep.epochs_finished() > epoch
+            self._scheduler_stepper.after_metrics(epoch, metrics, epoch_over=is_behind)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         index = self._batch_index(batch_info)

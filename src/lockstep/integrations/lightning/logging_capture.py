@@ -70,13 +70,12 @@ class LoggingCapture:
         if first_time:
             self._seen[self._purpose] += num_samples
         # The rank that owns a borrowed batch counts its rows, so this rank restores its metrics.
-        kept = [] if num_samples else [(one, _copy_state(one)) for one in metrics_in(self._module)]
+        kept = [] if num_samples else _copy_states(self._module)
         try:
             yield
         finally:
             self.batch = outer
-            for metric, state in kept:
-                vars(metric).update(state)
+            _put_states_back(kept)
 
     @contextmanager
     def capturing(self, purpose: str) -> Iterator[None]:
@@ -151,15 +150,19 @@ class LoggingCapture:
         self._seen[self._purpose] = 0.0
 
     def mark(self) -> Any:
-        """What the module has logged so far, for `restore` should the step be undone."""
-        metrics = mark_metrics(self._metrics)
+        """What the module has logged so far, for `restore` should the step or call be undone."""
+        if self._is_capturing:
+            put_back = partial(restore_metrics, mark_metrics(self._metrics))
+        else:
+            # Of a call that is undone the end may have run, which gathers metrics and resets them.
+            put_back = partial(_put_states_back, _copy_states(self._module))
         of_epoch = {purpose: logged.copy() for purpose, logged in self._of_epoch.items()}
-        return self._of_pass.copy(), of_epoch, dict(self._seen), metrics
+        return self._of_pass.copy(), of_epoch, dict(self._seen), put_back
 
     def restore(self, mark: Any) -> None:
         """Drop what the module has logged since `mark`."""
-        self._of_pass, self._of_epoch, self._seen, metrics = mark
-        restore_metrics(metrics)
+        self._of_pass, self._of_epoch, self._seen, put_back = mark
+        put_back()
 
     @contextmanager
     def discarding_outside_passes(self) -> Iterator[None]:
@@ -255,6 +258,15 @@ class LoggingCapture:
                 metric = self._module.get_submodule(place)
                 metric.reset()
         return found
+
+
+def _copy_states(module: nn.Module) -> list[tuple[Any, dict[str, Any]]]:
+    return [(metric, _copy_state(metric)) for metric in metrics_in(module)]
+
+
+def _put_states_back(copies: list[tuple[Any, dict[str, Any]]]) -> None:
+    for metric, state in copies:
+        vars(metric).update(state)
 
 
 def _copy_state(metric: Any) -> dict[str, Any]:

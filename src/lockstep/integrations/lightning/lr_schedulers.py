@@ -39,6 +39,7 @@ class SchedulerConfig:
         reduce_on_plateau: whether the scheduler's `step` takes the metric.
         name: the name for Lightning's loggers, which a module may read.
         last_metric_epoch: the last epoch in which a plateau scheduler was given a metric.
+        within_epoch: the latest metric of a validation in the middle of an epoch, behind the epoch.
     """
 
     scheduler: Any
@@ -49,6 +50,7 @@ class SchedulerConfig:
     reduce_on_plateau: bool = False
     name: str | None = None
     last_metric_epoch: int = field(default=-1, init=False)
+    within_epoch: tuple[int, Any] | None = field(default=None, init=False)
 
 
 def parse_configure_optimizers(
@@ -207,20 +209,41 @@ class SchedulerStepper:
             if mine and count % each.frequency == 0:
                 self._step(each.scheduler, None)
 
-    def after_metrics(self, epoch: int, metrics: Mapping[str, Any]) -> None:
-        """Step the plateau schedulers on the metrics of `epoch`, or of a validation after it."""
+    def after_metrics(
+        self, epoch: int, metrics: Mapping[str, Any], *, epoch_over: bool = True
+    ) -> None:
+        """Step the plateau schedulers on the metrics of `epoch`, or of a validation after it.
+
+        Args:
+            epoch_over: False for a validation within the epoch: its metrics count at the epoch's
+                end, if none comes there.
+        """
         for each in self.items:
             watched = each.monitor
             if not each.reduce_on_plateau or watched is None or watched not in metrics:
                 continue
-            if each.last_metric_epoch < epoch and (epoch + 1) % each.frequency == 0:
-                self._step(each.scheduler, metrics[watched])
-            each.last_metric_epoch = epoch
+            if epoch_over:
+                self._follow(each, epoch, metrics[watched])
+            else:
+                each.within_epoch = epoch, metrics[watched]
+
+    def _follow(self, plateau: SchedulerConfig, epoch: int, metric: Any) -> None:
+        if plateau.last_metric_epoch < epoch and _is_due(plateau, epoch):
+            self._step(plateau.scheduler, metric)
+        plateau.last_metric_epoch = epoch
+
+    def use_metrics_within(self, epoch: int) -> None:
+        """Step the plateaus for which no validation came behind `epoch` on the last one in it."""
+        for each in self.items:
+            if each.within_epoch is not None and each.within_epoch[0] == epoch:
+                self._follow(each, *each.within_epoch)
 
     def miss_metrics(self, epoch: int) -> None:
         """Go on without the metrics of `epoch`, which an earlier process has trained, and warn."""
+        self.use_metrics_within(epoch)
         for each in self.items:
-            if each.reduce_on_plateau and each.last_metric_epoch < epoch:
+            is_behind = each.reduce_on_plateau and each.last_metric_epoch < epoch
+            if is_behind and _is_due(each, epoch):
                 each.last_metric_epoch = epoch
                 warnings.warn(
                     f"{type(each.scheduler).__name__} has not stepped for epoch {epoch}: the run"
@@ -231,9 +254,11 @@ class SchedulerStepper:
                 )
 
     def check_monitored(self, epoch: int) -> None:
-        """Before `epoch`: raise an error unless the last epoch logged every plateau's metric."""
+        """Before `epoch`: raise an error unless every plateau that was due had its metric."""
         for each in self.items:
-            if not each.reduce_on_plateau or not each.strict or each.last_metric_epoch >= epoch - 1:
+            is_strict = each.reduce_on_plateau and each.strict
+            has_metric = each.last_metric_epoch >= epoch - 1
+            if not is_strict or has_metric or not _is_due(each, epoch - 1):
                 continue
             raise ConfigurationError(
                 f"{type(each.scheduler).__name__} watches {each.monitor!r}, which was not logged in"
@@ -245,10 +270,17 @@ class SchedulerStepper:
                 ' after each trainer.train(); or "strict": False beside the monitor',
             )
 
-    def state_dict(self) -> list[int]:
-        """For each scheduler the last epoch with a metric, which its own state does not contain."""
-        return [each.last_metric_epoch for each in self.items]
+    def state_dict(self) -> list[Any]:
+        """For each scheduler its metrics' epochs, which its own state does not contain."""
+        return [(each.last_metric_epoch, each.within_epoch) for each in self.items]
 
-    def load_state_dict(self, state: Sequence[int]) -> None:
-        for each, last_metric_epoch in zip(self.items, state, strict=True):
-            each.last_metric_epoch = last_metric_epoch
+    def load_state_dict(self, state: Sequence[Any]) -> None:
+        for each, epochs in zip(self.items, state, strict=True):
+            # In states of earlier versions there is the last epoch alone.
+            last, within = (epochs, None) if isinstance(epochs, int) else epochs
+            each.last_metric_epoch, each.within_epoch = last, within
+
+
+def _is_due(scheduler: SchedulerConfig, epoch: int) -> bool:
+    """Whether a scheduler that steps by epochs steps behind `epoch`."""
+    return (epoch + 1) % scheduler.frequency == 0

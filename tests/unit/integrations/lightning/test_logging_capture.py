@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hooks of a step log counts for the samples of that step."""
+"""What a module logs and counts: in the hooks of a step, and in a validation that fails."""
 
 import pytest
+import torchmetrics
 from tests.unit.integrations.lightning.modules import (
     GLOBAL_BATCH,
     SAMPLES,
     STEPS,
     Classifier,
     loader,
+    problem,
 )
 
 from lockstep import TorchTrainer, TrainingOperator
@@ -39,3 +41,46 @@ def test_what_hooks_of_a_step_log_counts_for_the_samples_of_that_step():
     assert metrics["in_step"] == pytest.approx(mean)
     assert metrics["in_zero_grad"] == pytest.approx(mean)
     assert metrics["in_backward"] == pytest.approx(mean)
+
+
+class CountsItsRows(Classifier):
+    """Fails once in its validation, with metrics that nobody logs as such."""
+
+    def __init__(self, fails_in):
+        super().__init__()
+        self.fails_in = fails_in
+        self.rows, self.sum = torchmetrics.CatMetric(), torchmetrics.SumMetric()
+
+    def fail(self, place):
+        if self.fails_in == place:
+            self.fails_in = None
+            raise LookupError(place)
+
+    def validation_step(self, batch, batch_idx):
+        features, _ = batch
+        self.rows.update(features[:, 0])
+        self.sum.update(features[:, 0])
+        if batch_idx == 3:
+            self.fail("step")
+
+    def on_validation_epoch_end(self):
+        self.log("rows", self.rows.compute().numel())
+        self.log("sum", self.sum.compute())
+        self.rows.reset()
+        self.sum.reset()
+        self.fail("end")
+
+
+@pytest.mark.parametrize("fails_in", ["step", "end"])
+def test_a_validation_that_fails_leaves_the_metrics_as_it_found_them(fails_in):
+    operator = TrainingOperator.from_lightning(
+        lambda config: CountsItsRows(fails_in), loader(), loader()
+    )
+    with TorchTrainer(training_operator_cls=operator) as trainer:
+        trainer.train()
+        trainer.validate(num_steps=2)
+        with pytest.raises(LookupError):
+            trainer.validate()
+        result = trainer.validate()
+    assert result["rows"] == SAMPLES
+    assert result["sum"] == pytest.approx(problem().tensors[0][:, 0].sum().item())

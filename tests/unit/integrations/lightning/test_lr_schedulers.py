@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An epoch ends once: behind a checkpoint of its last step, and where a stream ends late."""
+"""Schedulers step when Lightning's own trainer steps them, however calls divide the epochs.
+
+An epoch ends once: behind a checkpoint of its last step, and where a stream ends late.
+"""
+
+import warnings
 
 import pytest
 import torch
@@ -7,6 +12,7 @@ from tests.unit.integrations.lightning.modules import (
     GLOBAL_BATCH,
     STEPS,
     Classifier,
+    by_lightning,
     farthest,
     loader,
     problem,
@@ -14,7 +20,7 @@ from tests.unit.integrations.lightning.modules import (
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep import TorchTrainer, TrainingOperator
-from lockstep.errors import NotAvailableError
+from lockstep.errors import ConfigurationError, NotAvailableError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*does not have many workers"
@@ -123,3 +129,115 @@ def test_a_plateau_within_an_epoch_is_refused():
         trainer_of(WaitsForSteps) as trainer,
     ):
         trainer.train()
+
+
+class FollowsTheLoss(Classifier):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, patience=0, threshold=0.9, factor=0.3
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {
+                "scheduler": scheduler,
+                "monitor": "val_loss",
+                "frequency": self.frequency,
+            },
+        }
+
+    frequency = 1
+
+
+class EverySecondEpoch(FollowsTheLoss):
+    frequency = 2
+
+
+def test_a_plateau_of_every_second_epoch_waits_for_no_other_validation():
+    expected, _ = by_lightning(EverySecondEpoch(), max_epochs=6, check_val_every_n_epoch=2)
+    plain, _ = by_lightning(Classifier(), max_epochs=6)
+    with trainer_of(EverySecondEpoch) as trainer:
+        for epoch in range(6):
+            trainer.train()
+            if epoch % 2:
+                trainer.validate()
+        assert farthest(trainer.get_model(), expected) < 1e-12
+    assert farthest(expected, plain) > 1e-3, "the oracle does not see the scheduler"
+    with trainer_of(EverySecondEpoch) as trainer:
+        trainer.train(), trainer.train()
+        with pytest.raises(ConfigurationError, match="watches 'val_loss'"):
+            trainer.train()
+
+
+def test_behind_an_epoch_without_a_step_of_the_plateau_nothing_is_missed(tmp_path):
+    arguments = {"checkpoint_dir": tmp_path, "checkpoint_every": STEPS, "resume": "auto"}
+    with trainer_of(EverySecondEpoch, **arguments) as trainer:
+        trainer.train()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*has not stepped for epoch")
+        with trainer_of(EverySecondEpoch, **arguments) as trainer:
+            trainer.train()
+
+
+class GetsBetterAndWorse(FollowsTheLoss):
+    """Every second validation is better than all before it, and the others are all the same."""
+
+    turn = 0
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", 0.0 if self.turn % 2 else -float(self.turn))
+
+    def on_validation_epoch_end(self):
+        self.turn += 1
+
+
+def trained_in_parts(first, module_cls, *, validates_at_end):
+    """The module after epochs that are validated behind step `first`, and maybe at their end."""
+    with trainer_of(module_cls) as trainer:
+        for _ in range(4):
+            trainer.train(num_steps=first), trainer.validate()
+            trainer.train()
+            if validates_at_end:
+                trainer.validate()
+        return trainer.get_model()
+
+
+@pytest.mark.parametrize("module_cls", [FollowsTheLoss, GetsBetterAndWorse])
+@pytest.mark.parametrize(
+    ("first", "validates_at_end"),
+    [
+        (STEPS // 2, True),
+        (STEPS - 2, False),  # the next epoch shows that no other validation comes
+    ],
+)
+def test_a_plateau_steps_once_an_epoch_on_its_newest_metric(module_cls, first, validates_at_end):
+    expected, _ = by_lightning(module_cls(), max_epochs=4, val_check_interval=first)
+    model = trained_in_parts(first, module_cls, validates_at_end=validates_at_end)
+    assert farthest(model, expected) < 1e-12
+
+
+def test_a_plateau_steps_for_a_stream_whose_end_only_the_next_call_sees():
+    stream = DataLoader(Stream(), batch_size=GLOBAL_BATCH)
+    expected, _ = by_lightning(FollowsTheLoss(), train=stream)
+    operator = TrainingOperator.from_lightning(FollowsTheLoss, stream, loader())
+    with TorchTrainer(training_operator_cls=operator) as trainer:
+        for _ in range(3):
+            trainer.train(num_steps=STEPS), trainer.validate()
+        assert farthest(trainer.get_model(), expected) < 1e-12
+
+
+def test_a_metric_of_a_validation_within_an_epoch_is_in_the_checkpoint(tmp_path):
+    expected = trained_in_parts(STEPS - 2, FollowsTheLoss, validates_at_end=False)
+    with trainer_of(FollowsTheLoss) as trainer:
+        trainer.train(num_steps=STEPS - 2), trainer.validate()
+        trainer.train()
+        trainer.train(num_steps=STEPS - 2), trainer.validate()
+        trainer.train(num_steps=1)
+        path = trainer.save(tmp_path / "middle")
+    with trainer_of(FollowsTheLoss) as trainer:
+        trainer.load(path)
+        trainer.train()
+        for _ in range(2):
+            trainer.train(num_steps=STEPS - 2), trainer.validate()
+            trainer.train()
+        assert farthest(trainer.get_model(), expected) == 0
