@@ -389,29 +389,6 @@ def test_a_rank_that_waits_for_a_state_is_freed_when_rank_0_fails():
     assert isinstance(second, PeerLostError)
 
 
-class Selective(torch.optim.SGD):
-    """Decays what is not marked."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                decay = 0.0 if getattr(param, "no_decay", False) else 0.1
-                param.sub_(group["lr"] * (param.grad + decay * param))
-
-
-def test_a_step_sees_the_marks_of_parameters():
-    def loop(model, attach, part, rank):
-        model[0].bias.no_decay = True
-        optimizer = Selective(model.parameters(), lr=0.1)
-        steps(model, attach(optimizer), optimizer, part)
-
-    true = reset(mlp(), seed=7)
-    loop(true, lambda optimizer: OneProcess(), slice(None), 0)
-    for result in run(loop):
-        assert_same(result, weights([true]))
-
-
 def test_what_cannot_step_elsewhere_is_refused():
     def lbfgs(model, attach, part, rank):
         attach(torch.optim.LBFGS(model.parameters()))

@@ -50,13 +50,16 @@ class BufferPlace:
         tensor = self.tensor()
         if value is None:
             buffers_of(self.owner)[self.key] = None
-        elif tensor is None or not fits(value, tensor):
+            return
+        if tensor is None or not fits(value, tensor):
             if tensor is None or not same_bits(tensor, value):
                 buffers_of(self.owner)[self.key] = value.clone()
-        # A graph may have saved a view of it: a buffer that is equal already is not written.
-        elif (is_in_graph(tensor) or has_aliases(tensor)) and same_bits(tensor, value):
             return
-        elif is_in_graph(tensor):
+        is_saved = is_in_graph(tensor)
+        # A graph may have saved a view of it: a buffer that is equal already is not written.
+        if (is_saved or has_aliases(tensor)) and same_bits(tensor, value):
+            return
+        if is_saved:
             fresh = torch.empty_like(tensor)  # laid out alike, as ranks agree when a group forms
             write_into(fresh, value)
             buffers_of(self.owner)[self.key] = fresh

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An optimizer that chooses among parameters by what the program has marked them with."""
+
+import torch
+
+from harness import assert_same, reset
+from ranks.programs import mlp
+from ranks.test_remote_optimizer import OneProcess, run, steps
+from ranks.test_replicate_exact import weights
+
+
+class Selective(torch.optim.SGD):
+    """Decays what is not marked."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                decay = 0.0 if getattr(param, "no_decay", False) else 0.1
+                param.sub_(group["lr"] * (param.grad + decay * param))
+
+
+def test_a_step_sees_the_marks_of_parameters():
+    def loop(model, attach, part, rank):
+        model[0].bias.no_decay = True
+        optimizer = Selective(model.parameters(), lr=0.1)
+        steps(model, attach(optimizer), optimizer, part)
+
+    true = reset(mlp(), seed=7)
+    loop(true, lambda optimizer: OneProcess(), slice(None), 0)
+    for result in run(loop):
+        assert_same(result, weights([true]))
