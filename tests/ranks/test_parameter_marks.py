@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An optimizer that chooses among parameters by what the program has marked them with."""
 
+import threading
+
 import torch
 
 from harness import assert_same, reset
@@ -23,6 +25,7 @@ class Selective(torch.optim.SGD):
 def test_a_step_sees_the_marks_of_parameters():
     def loop(model, attach, part, rank):
         model[0].bias.no_decay = True
+        model[0].bias.lock = threading.Lock()  # which goes nowhere
         optimizer = Selective(model.parameters(), lr=0.1)
         steps(model, attach(optimizer), optimizer, part)
 

@@ -79,7 +79,7 @@ class BucketTransport(Transport):
         self._last_shard: int | None = None
         self._sends_early = True
         self._is_finishing = False
-        self._has_paused = False  # in this round's window, a backward has sent nothing
+        self._was_unfrozen = False  # a parameter without a bucket, in a backward of this round
         self._on_accumulated: Callable[[Slot], None] | None = None
         self._make_buckets([slot for slot in slots if slot.param.requires_grad])
 
@@ -168,8 +168,9 @@ class BucketTransport(Transport):
 
     def open_window(self, kind: str, *, is_first: bool) -> None:
         """See `Transport`: under a shard order a backward has to be that of a shard."""
-        self._has_paused = self._has_paused or not is_first
         if self._order is None:
+            was_unfrozen = any(slot.param.requires_grad for slot in self._unbucketed)
+            self._was_unfrozen = self._was_unfrozen or was_unfrozen
             return
         if not self._controller.is_paused and self._last_shard is None:
             raise round_error_texts.out_of_order_error(self._controller.place)
@@ -212,8 +213,8 @@ class BucketTransport(Transport):
         contribution.faults += faults
         self._say_what_is_unfrozen(contribution)
         reducer, is_whole = self.reducer, not self._unbucketed
-        # A peer may have a gradient of a frozen parameter, from a backward that sent nothing.
-        sums = reducer.finish(must_read=self._has_paused and not is_whole)
+        # A peer may have a gradient of what is frozen by now, from a backward that sent nothing.
+        sums = reducer.finish(must_read=self._was_unfrozen and not is_whole)
         used_all = reducer.used_all() and is_whole
         sums_to_judge = [] if sums is None else [(sums, contribution)]
         unread = None
@@ -241,8 +242,8 @@ class BucketTransport(Transport):
             contribution.has_unfrozen = bool(unfrozen)
 
     def follow(self, contribution: Contribution, step: int, faults: Sequence[Fault]) -> RoundResult:
-        """See `Transport`; what this rank has a gradient of, it has from a paused backward."""
-        self._has_paused = True
+        """See `Transport`; this rank may not have seen what its peers unfroze."""
+        self._was_unfrozen = True
         return super().follow(contribution, step, faults)
 
     @property
@@ -253,7 +254,7 @@ class BucketTransport(Transport):
     def reset(self, *, has_failed: bool) -> None:
         """See `Transport`."""
         self.reducer.abandon()
-        self._is_finishing = self._has_paused = False
+        self._is_finishing = self._was_unfrozen = False
         self._on_accumulated = None
 
     def send_late(self) -> None:

@@ -180,23 +180,17 @@ class BufferBroadcast:
     def _is_reshaped(self, group: Group) -> bool:
         if group.rank != 0 or (shapes := self._shapes()) == self._known:
             return False
-        triples = zip(self._places, shapes, self._known, strict=True)
-        changed = [(place.key, known) for place, shape, known in triples if shape != known]
+        pairs = zip(self._places, shapes, self._known, strict=True)
+        names = [place.key for place, shape, known in pairs if shape != known]
         if self._device.type == "cpu":
             return True
         # To learn of another shape, the ranks would have to wait for the device in every step.
-        was_none = any(known is None for _, known in changed)
         raise NotAvailableError(
             "a buffer has another shape than when it was synchronised",
             where=f"rank 0 of {group.size}",
-            got=", ".join(f"`{key}`" + " (None then)" * (known is None) for key, known in changed),
-            cause="the forward fills it"
-            if was_none
-            else "the forward replaces it by a tensor with a row for each row of the batch",
-            fix="register it with a tensor; or, if each rank has its own, lockstep.local(module)"
-            " before replicate() or register()"
-            if was_none
-            else "each rank has its own: lockstep.local(buffer) before replicate() or register()",
+            got=", ".join(f"`{name}`" for name in names),
+            cause="the forward replaces it by a tensor with a row for each row of the batch",
+            fix="each rank has its own: lockstep.local(buffer) before replicate() or register()",
         )
 
 

@@ -51,3 +51,14 @@ def test_the_bits_of_a_view_that_begins_in_the_middle_of_a_word():
     whole = torch.arange(9, dtype=torch.bfloat16)
     assert sum_of_bits(whole[1:5]) == sum_of_bits(whole[1:5].clone())
     assert sum_of_bits(whole[1:5]) != sum_of_bits(whole[2:6])
+
+
+@pytest.mark.parametrize(("device", "buffers"), [("cpu", ["own"]), ("meta", [])])
+def test_a_buffer_that_is_none_is_one_where_ranks_can_tell_each_other_that_it_is_filled(
+    device, buffers
+):
+    """An accelerator's ranks would wait for the device; torch's own layers fill none."""
+    model = Weighing().to(device)
+    model.register_buffer("own", None)
+    model.norm = nn.BatchNorm1d(3, track_running_stats=False)
+    assert [*find_synced_tensors([model]).buffers] == buffers

@@ -29,7 +29,7 @@ from lockstep.sync.optimizer_inspection import (
 )
 from lockstep.sync.optimizer_step_patch import OptimizerMethodPatch, OptimizerStepPatch
 from lockstep.sync.parameter_server.messages import Message, OptimizerRequest
-from lockstep.tensor_tree import tree_map
+from lockstep.tensor_tree import PLAIN_TYPES, tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -280,15 +280,13 @@ def pickle_optimizers(
         for param in optimizer_parameters(optimizer):
             if id(param) not in memo:
                 copied = torch.nn.Parameter(param.detach().to("cpu", copy=True))
+                vars(copied).update(_marks_of(param))
                 memo[id(param)] = copies[number_of[id(param)]] = copied
     members = dict.fromkeys(m for each in optimizers for m in (each, *inner_optimizers(each)))
     for member in members:
         for tensor in state_tensors(member):
             memo[id(tensor)] = tensor.detach().to("cpu", copy=True)
     try:
-        for number, copied in copies.items():
-            # The user's own attributes, by which an optimizer may choose among parameters.
-            vars(copied).update(copy.deepcopy(vars(parameters[number]), memo))
         served = copy.deepcopy(list(optimizers), memo)
         # Optimizers leave attributes of their own out when they are copied or pickled.
         attributes = copy.deepcopy([(each, own_attributes(each)) for each in members], memo)
@@ -298,10 +296,18 @@ def pickle_optimizers(
         raise NotPicklableError(
             "the optimizers cannot be sent to the parameter server",
             got=f"{type(error).__name__}: {error}",
-            fix="keep what cannot be pickled (locks, files, loggers) out of their attributes, and"
-            " out of those of the parameters",
+            fix="keep what cannot be pickled (locks, files, loggers) out of their attributes",
         ) from error
     return data
+
+
+def _marks_of(param: torch.Tensor) -> dict[str, Any]:
+    """The user's own attributes of a parameter, by which an optimizer may choose.
+
+    Numbers, words and tensors: what refers to modules or processes has no meaning elsewhere.
+    """
+    kinds = (*PLAIN_TYPES, torch.Tensor)
+    return {name: _to_cpu(each) for name, each in vars(param).items() if isinstance(each, kinds)}
 
 
 def _to_cpu(value: Any) -> Any:
