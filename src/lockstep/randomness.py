@@ -58,10 +58,10 @@ class RandomState:
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return cls(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
 
-    def is_same_as(self, other: RandomState) -> bool:
-        """Whether nothing was drawn from torch's generators between the two.
+    def has_torch_state_of(self, other: RandomState) -> bool:
+        """Whether nothing was drawn from torch's generators between the two captures.
 
-        Of the others also a thread that prepares data draws.
+        The generators of numpy and Python do not count: a thread that prepares data may draw.
         """
         mine, theirs = [self.cpu, *self.cuda], [other.cpu, *other.cuda]
         return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))

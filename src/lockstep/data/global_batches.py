@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _NUM_DRAWN_AT_ONCE = 256
 _NUM_COMPARED = 16
+"""Items that tell one order of an epoch from another: more than a chance may repeat."""
 
 T = TypeVar("T")
 

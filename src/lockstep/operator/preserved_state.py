@@ -14,7 +14,7 @@ from torch import nn
 from lockstep.operator.in_place_writes import has_value, write_back
 from lockstep.operator.registration import registered_parts
 from lockstep.randomness import preserve_rng_state
-from lockstep.sync import buffer_places
+from lockstep.sync import buffer_places, copy_buffers, put_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,8 +39,7 @@ def preserve_state(operator: Any) -> Iterator[None]:
     deeper, in objects of the program's own, is not put back.
     """
     modules = [each for root in registered_parts(operator).modules() for each in root.modules()]
-    held = [(place, place.tensor()) for place in buffer_places(modules)]
-    buffers = [(place, None if held is None else held.detach().clone()) for place, held in held]
+    buffers = copy_buffers(buffer_places(modules))
     weights = operator._lockstep.in_place_writes.copy_found()
     attributes = [_Attributes(operator, frozenset())]
     attributes += [_Attributes(module, _OF_TORCH) for module in modules]
@@ -49,8 +48,7 @@ def preserve_state(operator: Any) -> Iterator[None]:
             yield
     finally:
         with torch.no_grad():
-            for place, value in buffers:
-                place.put(value)
+            put_buffers(buffers)
             # A graph may have saved a weight: one that is as before is not written.
             write_back({w: value for w, value in weights.items() if not has_value(w, value)})
             for each in attributes:

@@ -54,7 +54,7 @@ class StepSeed:
         """
         before, self._before = self._before, None
         seeded, self._seeded = self._seeded, None
-        has_drawn = seeded is not None and not RandomState.capture().is_same_as(seeded)
+        has_drawn = seeded is not None and not RandomState.capture().has_torch_state_of(seeded)
         if before is not None:
             before.restore()
         group = self._state.context.group

@@ -6,6 +6,8 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from lockstep.sync.buffer_broadcast import buffer_places as buffer_places
+from lockstep.sync.buffer_broadcast import copy_buffers as copy_buffers
+from lockstep.sync.buffer_broadcast import put_buffers as put_buffers
 from lockstep.sync.data_parallel import DataParallelModel as DataParallelModel
 from lockstep.sync.data_parallel import replica_devices as replica_devices
 from lockstep.sync.gradient_sync import GradientSync as GradientSync
@@ -33,8 +35,10 @@ __all__ = [
     "Synchroniser",
     "average_gradients",
     "buffer_places",
+    "copy_buffers",
     "is_local",
     "local",
+    "put_buffers",
     "replica_devices",
     "replicate",
 ]

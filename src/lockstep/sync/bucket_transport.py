@@ -211,7 +211,7 @@ class BucketTransport(Transport):
         self._on_accumulated = None
         contribution = self.reducer.contribution
         contribution.faults += faults
-        self._say_what_is_unfrozen(contribution)
+        self._note_unfrozen(contribution)
         reducer, is_whole = self.reducer, not self._unbucketed
         # A peer may have a gradient of what is frozen by now, from a backward that sent nothing.
         sums = reducer.finish(must_read=self._was_unfrozen and not is_whole)
@@ -233,7 +233,7 @@ class BucketTransport(Transport):
             read_together=reducer.reads_are_free,
         )
 
-    def _say_what_is_unfrozen(self, contribution: Contribution) -> None:
+    def _note_unfrozen(self, contribution: Contribution) -> None:
         unfrozen = [slot.name for slot in self._unfrozen()]
         if unfrozen and self._order is not None and contribution.kind is not None:
             # The shards before this one have left their gradients in the places that there were.

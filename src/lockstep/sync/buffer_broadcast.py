@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 import pickle
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
 
@@ -87,6 +87,22 @@ def buffer_places(modules: Iterable[torch.nn.Module]) -> list[BufferPlace]:
             elif may_be_filled(part):
                 found[id(place)] = place
     return list(found.values())
+
+
+Copies: TypeAlias = "list[tuple[BufferPlace, torch.Tensor | None]]"
+
+
+def copy_buffers(places: Iterable[BufferPlace]) -> Copies:
+    """The values that the buffers have now, for `put_buffers`."""
+    held = ((place, place.tensor()) for place in places)
+    return [(place, None if value is None else value.detach().clone()) for place, value in held]
+
+
+@torch.no_grad()
+def put_buffers(copies: Copies) -> None:
+    """Give buffers the values that they had."""
+    for place, value in copies:
+        place.put(value)
 
 
 class BufferBroadcast:

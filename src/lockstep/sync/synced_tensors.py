@@ -112,7 +112,8 @@ def find_synced_tensors(modules: Sequence[torch.nn.Module]) -> SyncedTensors:
                 found.refused.append(refusal)
             _collect(found, owner, prefix, seen)
     if any(param.device.type != "cpu" for param in found.parameters.values()):
-        # To learn that rank 0 has filled one, the ranks would wait for the device in every step.
+        # Buffers that are None stay each rank's own on an accelerator: to learn that rank 0 has
+        # filled one, the ranks would wait for the device in every step.
         filled = {
             name: place for name, place in found.buffers.items() if place.tensor() is not None
         }

@@ -90,7 +90,7 @@ class Cursor:
         first = self._first_items.get(self.epoch)
         return place if first is None else place | {"first_items": first}
 
-    def go_to(self, place: Mapping[str, Any]) -> None:
+    def load_place(self, place: Mapping[str, Any]) -> None:
         """Move to the `place` of a state, which may be another run's."""
         self.move_to(place["epoch"], place["step"])
         # A state of an earlier version has none.

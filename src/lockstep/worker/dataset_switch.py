@@ -58,7 +58,7 @@ class DatasetSwitch:
         else:
             self.loader = before
         if self.position is not None:
-            cursor.go_to(self.position)
+            cursor.load_place(self.position)
         self.is_open, self.position = True, None
         cursors["train"] = cursor
         _expect_weight(operator, batches.batch_size)
@@ -107,9 +107,9 @@ class DatasetSwitch:
         place = positions.get(DATASET, None if "train" in loaders else positions.get("train"))
         for purpose, cursor in loaders.items():
             if purpose in positions:
-                cursor.go_to(positions[purpose])
+                cursor.load_place(positions[purpose])
         if dataset is not None and place is not None:
-            dataset.go_to(place)
+            dataset.load_place(place)
         elif dataset is None:
             self.position = None if place is None else dict(place)
 

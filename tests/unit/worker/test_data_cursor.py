@@ -403,10 +403,10 @@ def test_an_order_that_only_a_whole_run_gives_is_told_of(
         run.take()
         run.commit()
     resumed = counting()
-    resumed.go_to(run.place)
+    resumed.load_place(run.place)
     assert resumed.take().index == 2
     assert ["in another order" in each.message for each in caplog.records] == [True]
-    resumed.go_to(resumed.place)
+    resumed.load_place(resumed.place)
     assert resumed.take().index == 2
     assert len(caplog.records) == 1
 

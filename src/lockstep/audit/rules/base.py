@@ -91,7 +91,12 @@ def first_of_each(tracks: Iterable[SharedTrack], look: Look) -> Iterator[Finding
 
 def numbers(values: dict[int, float]) -> str:
     """``0.40 on rank 0, 0.19 on rank 1``; at most four ranks."""
-    shown = [f"{value:.6g} on rank {rank}" for rank, value in sorted(values.items())[:4]]
+    return by_rank({rank: f"{value:.6g}" for rank, value in values.items()})
+
+
+def by_rank(values: dict[int, str]) -> str:
+    """``bfloat16 on rank 0, float32 on rank 1``; at most four ranks."""
+    shown = [f"{value} on rank {rank}" for rank, value in sorted(values.items())[:4]]
     return ", ".join(shown) + (", ..." if len(values) > 4 else "")
 
 

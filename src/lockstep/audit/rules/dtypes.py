@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from lockstep.audit.rules.base import Code, at_step, named
+from lockstep.audit.rules.base import Code, at_step, by_rank, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from lockstep.audit.world import World
 
 DTYPE = Code("LS314", "parameters have different dtypes")
-
-_RANKS_SHOWN: Final = 4
 
 
 class Dtypes:
@@ -42,7 +40,7 @@ def _different(track: SharedTrack) -> Finding | None:
     others = sorted({r for of in apart.values() for r in of if of[r] != of[min(of)]})
     return DTYPE.finding(
         f"when step {number + 1} was taken, {named(list(apart))} ({len(apart)} of "
-        f"{len(track.parameters)} parameters) had different dtypes (`{name}`: {_shown(dtypes)}): "
+        f"{len(track.parameters)} parameters) had different dtypes (`{name}`: {by_rank(dtypes)}): "
         "the ranks round differently, and drift apart",
         "cast the model on every rank alike. Where a rank is to compute in another dtype, "
         "`torch.autocast` leaves the parameters as they are",
@@ -66,9 +64,3 @@ def _apart(track: SharedTrack) -> dict[str, dict[int, str]]:
             if len(set(held.values())) > 1:
                 found.setdefault(shared.name, held)
     return found
-
-
-def _shown(dtypes: dict[int, str]) -> str:
-    """``bfloat16 on rank 0, float32 on rank 1``; at most four ranks."""
-    shown = [f"{dtype} on rank {rank}" for rank, dtype in list(dtypes.items())[:_RANKS_SHOWN]]
-    return ", ".join(shown) + (", ..." if len(dtypes) > _RANKS_SHOWN else "")

@@ -16,18 +16,18 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lockstep.errors import LostUpdateError
 from lockstep.integrations.lightning.unsupported import overrides
 from lockstep.operator.in_place_writes import InPlaceWriteTracker, has_value, write_back
 from lockstep.operator.loop_protocols import rank_and_step
 from lockstep.operator.registration import registered_parts
-from lockstep.sync import buffer_places
+from lockstep.sync import buffer_places, copy_buffers, put_buffers
 from lockstep.tensor_copies import is_block
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
     from lockstep.integrations.lightning.logging_capture import LoggingCapture
     from lockstep.operator import TrainingOperator
@@ -96,7 +96,8 @@ class BatchEndHook:
     def _call_from_one_start(
         self, outputs: Sequence[Output], index: int, parameters: Sequence[torch.Tensor]
     ) -> None:
-        writes, buffers_before = self._writes, self._copy_buffers()
+        writes, modules = self._writes, registered_parts(self._operator).modules()
+        buffers_before = copy_buffers(buffer_places(modules))
         self._call_once(outputs[0], index)
         writes.find_writes()
         first, values = writes.copy_found(), writes.values_before()
@@ -110,18 +111,13 @@ class BatchEndHook:
         for output in outputs[1:]:
             if first:
                 write_back(before)
-                _put_back(buffers_before)
+                put_buffers(buffers_before)
             self._call_once(output, index)
             writes.find_writes()
             for weight in writes.found:
                 expected = first.get(weight, values.get(weight))
                 if expected is None or not has_value(weight, expected):
                     raise self._different_error(weight)
-
-    def _copy_buffers(self) -> list[tuple[Any, torch.Tensor | None]]:
-        places = buffer_places(registered_parts(self._operator).modules())
-        pairs = [(place, place.tensor()) for place in places]
-        return [(place, None if held is None else held.detach().clone()) for place, held in pairs]
 
     def _different_error(self, weight: torch.Tensor) -> LostUpdateError:
         named = self._module.named_parameters()
@@ -138,9 +134,3 @@ class BatchEndHook:
 
 def _memory_of(weight: torch.Tensor) -> int:
     return weight.data_ptr() if is_block(weight) else id(weight)
-
-
-@torch.no_grad()
-def _put_back(buffers: Sequence[tuple[Any, torch.Tensor | None]]) -> None:
-    for place, value in buffers:
-        place.put(value)

@@ -39,7 +39,7 @@ class SchedulerConfig:
         reduce_on_plateau: whether the scheduler's `step` takes the metric.
         name: the name for Lightning's loggers, which a module may read.
         last_metric_epoch: the last epoch in which a plateau scheduler was given a metric.
-        within_epoch: the latest metric of a validation in the middle of an epoch, behind the epoch.
+        within_epoch: an epoch, and the metric of the latest validation in the middle of it.
     """
 
     scheduler: Any
