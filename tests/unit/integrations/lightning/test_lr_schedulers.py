@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import ConfigurationError, NotAvailableError
+from lockstep.integrations.lightning.lr_schedulers import SchedulerConfig, SchedulerStepper
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*does not have many workers"
@@ -241,3 +242,11 @@ def test_a_metric_of_a_validation_within_an_epoch_is_in_the_checkpoint(tmp_path)
             trainer.train(num_steps=STEPS - 2), trainer.validate()
             trainer.train()
         assert farthest(trainer.get_model(), expected) == 0
+
+
+def test_a_state_of_an_earlier_version_has_the_last_epoch_of_each_plateau_alone():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    plateau = SchedulerConfig(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    stepper = SchedulerStepper([plateau], lambda scheduler, metric: None)
+    stepper.load_state_dict([3])
+    assert (plateau.last_metric_epoch, plateau.within_epoch) == (3, None)
