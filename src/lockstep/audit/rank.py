@@ -248,8 +248,7 @@ class Rank:
             """The thread below does the work."""
 
         signal.signal(signal.SIGTERM, wake)
-        # A child would ignore the signal, and its byte would tell this rank of one of its own.
-        os.register_at_fork(after_in_child=lambda: _forget(writing, wake))
+        _end_children_when_terminated(writing, wake)
 
         def wait() -> None:
             while os.read(reading, 1) != bytes([signal.SIGTERM]):
@@ -270,13 +269,30 @@ class Rank:
         threading.Thread(target=wait, name="lockstep.audit", daemon=True).start()
 
 
-def _forget(written: int, handler: Callable[[int, object], None]) -> None:
-    """In a child: signals wake nobody, and SIGTERM ends it, unless the program says otherwise."""
-    before = signal.set_wakeup_fd(-1)
-    if before not in (-1, written):
-        signal.set_wakeup_fd(before)
-    if signal.getsignal(signal.SIGTERM) is handler:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def _end_children_when_terminated(written: int, handler: Callable[[int, object], None]) -> None:
+    """SIGTERM ends a forked child, unless the program says otherwise, from its first moment on.
+
+    With `handler` a child would ignore the signal, and the byte that it writes to `written` would
+    tell this rank of one of its own. So the signal waits while a process forks, until the child has
+    no handler any more: Python forgets the signals that have arrived in a child before.
+    """
+    of_thread = threading.local()
+
+    def block() -> None:
+        of_thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, of_thread.mask)
+
+    def forget() -> None:
+        before = signal.set_wakeup_fd(-1)
+        if before not in (-1, written):
+            signal.set_wakeup_fd(before)
+        if signal.getsignal(signal.SIGTERM) is handler:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        unblock()
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=forget)
 
 
 def _read(everyone: list[bytes | None]) -> list[Ledger | None]:

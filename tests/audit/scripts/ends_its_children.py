@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool of forked processes, which is ended by signals, and then training."""
+"""Forked processes, which are ended by signals, the first ones at once, and then training."""
 
 import multiprocessing
+import os
+import signal
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,12 @@ def square(number):
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
+    for _ in range(100):
+        child = os.fork()
+        while child == 0:
+            signal.pause()
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -15
     with multiprocessing.get_context("fork").Pool(2) as pool:
         assert pool.map(square, range(4)) == [0, 1, 4, 9]
         children = list(pool._pool)
