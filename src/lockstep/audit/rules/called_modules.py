@@ -149,7 +149,7 @@ class Buffers:
 
     def judge(self, world: World) -> Iterable[Finding]:
         ledgers = world.ledgers
-        if len(ledgers) < 2 or world.alone:
+        if len(ledgers) < 2 or world.trains_own_models:
             return
         for at_once in _of_all_ranks([led.evaluations for led in ledgers.values()]):
             first = at_once[0]
