@@ -11,6 +11,7 @@ from lockstep.errors import (
     GradientNotReducedError,
     NonFiniteError,
     NotAvailableError,
+    PeerLostError,
     UnitOrderError,
 )
 from ranks.divergent import DIVERGENT
@@ -149,6 +150,58 @@ def test_nothing_of_a_borrowed_batch_comes_to_a_gradient(pool):
 )
 def test_a_gradient_that_no_unit_would_reduce_is_refused(pool, name, error):
     check(pool.run("units", name, "uneven", 2), name, "uneven", error)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize(
+    "name",
+    ["ReadsNumbersInItsStep", "ClipsByHand", "MeasuresWeights", "MeasuresWeightsInItsBatch"],
+)
+def test_a_number_that_is_read_of_a_shard_is_that_of_the_whole(pool, name, num_workers):
+    check(pool.run("units", name, "empty_last", num_workers), name, "empty_last")
+
+
+@pytest.mark.timeout(120)
+def test_a_number_that_is_read_in_one_of_two_copies_is_that_of_the_whole(pool):
+    check(pool.run("copies", "ClipsByHand", "empty_last", 4), "ClipsByHand", "empty_last")
+
+
+@pytest.mark.timeout(120)
+def test_a_number_that_is_read_of_a_gradient_is_that_of_the_whole(pool):
+    check(pool.run("fsdp", "ReadsNumbersInItsStep", "uneven", 3), "ReadsNumbersInItsStep", "uneven")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_what_is_not_finite_in_one_ranks_rows_is_refused_on_all(pool, num_workers):
+    results = pool.run("units", "NotFiniteInTheLastRow", "even", num_workers)
+    check(results, "NotFiniteInTheLastRow", "even", NonFiniteError)
+
+
+@pytest.mark.timeout(120)
+def test_a_batch_without_weight_leaves_no_nan_in_its_window(pool):
+    for seen, refusal in pool.run("units", "NotFiniteWithoutWeight", "even", 2):
+        assert refusal is None
+        assert all(rows.tensor.isfinite().all() for rows in seen.weights[-1].values())
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("AssignsData", "was assigned to `.data`"),
+        ("WritesInForward", "a forward has written to a weight"),
+        ("WritesToDataInForward", "a forward has written to a weight"),
+        ("AssignsDataInForward", "a forward has written to a weight"),
+        ("DrawsForWeights", "would not be those of the whole weight"),
+    ],
+)
+def test_a_write_that_shards_take_no_notice_of_is_refused(pool, name, text):
+    results = pool.run("units", name, "even", 2)
+    refusals = [each if isinstance(each, BaseException) else each[1] for each in results]
+    assert any(text in str(refusal) for refusal in refusals), refusals
+    assert all(isinstance(each, (NotAvailableError, PeerLostError)) for each in refusals), refusals
 
 
 @pytest.mark.slow

@@ -94,9 +94,13 @@ def test_the_weights_of_one_process_and_a_state_that_goes_on_anywhere(tmp_path):
         run.train(num_steps=4)
         trained = run.get_model()
         held = run.apply_all_operators(rows_held)
+        run.apply_all_operators(lambda operator: setattr(operator.model, "temperature", 0.5))
+        named = run.get_model()
         features = problem()[0]
         predicted = torch.stack(run.predict(DataLoader(TensorDataset(features), 4)))
     assert type(trained) is Net
+    assert named.temperature == 0.5
+    assert vars(named).keys() - {"temperature"} == vars(net()).keys()
     assert farthest(trained, one_process()) < 1e-12
     assert (predicted - trained(features)).abs().max() < 1e-12
     # Each rank has written its own rows.

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data import _utils as data_utils
 
 from lockstep import _torch_compat as compat
+from lockstep._torch_compat import loader_iterators
 from lockstep._torch_compat.device_mesh import forget_groups, make_mesh
 
 
@@ -311,13 +313,16 @@ def test_a_loader_like_another():
 def test_processes_of_a_loader_end_when_they_are_told_to():
     loader = DataLoader(range(4), num_workers=1, persistent_workers=True)
     iter(loader)
-    iterator = compat.forget_iterator(loader)
-    assert compat.forget_iterator(loader) is None
+    iterator = loader_iterators.forget_iterator(loader)
+    assert loader_iterators.forget_iterator(loader) is None
     process = iterator._workers[0]
-    compat.shut_down(iterator)
+    loader._iterator = iterator
+    assert not loader_iterators.has_lost_process(loader)
+    loader_iterators.shut_down(iterator)
     process.join(20)
     assert not process.is_alive()
-    compat.shut_down(None)
+    assert loader_iterators.has_lost_process(loader)
+    loader_iterators.shut_down(None)
 
 
 def test_collating_that_a_program_has_changed(monkeypatch):
@@ -409,6 +414,22 @@ def test_a_result_is_on_the_mesh_of_this_time():
 @compat.with_parameters_reversed
 class Replica(DistributedDataParallel):
     """With the last parameter first."""
+
+
+def test_what_fully_shard_sets_on_a_module():
+    dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+    try:
+        module = nn.Linear(4, 2)
+        before = set(vars(module))
+        mesh = make_mesh(dist.group.WORLD, "cpu")
+        fully_shard(module, mesh=mesh)
+        forget_groups(mesh)
+    finally:
+        dist.destroy_process_group()
+    found = set(vars(module)) - before
+    assert len(found) > 2
+    assert all(map(compat.is_set_by_fully_shard, found))
+    assert not any(map(compat.is_set_by_fully_shard, before))
 
 
 def test_ddp_of_one_rank_whose_buckets_do_not_move():

@@ -94,10 +94,7 @@ lerp_each: Final = torch._foreach_lerp_
 # ------------------------------------------------------------------------------------ autograd
 
 current_graph_task: Final[Callable[[], int]] = torch._C._current_graph_task_id
-"""The number of the backward that runs on this thread (the innermost one); -1: none runs.
-
-Torch 2.6 to 2.13.
-"""
+"""The innermost backward that runs on this thread, as a number; -1: none. Torch 2.6 to 2.13."""
 
 PYTHON_NODE: Final[CodeType] = torch.autograd.function.BackwardCFunction.apply.__code__
 """The code of the frame from which autograd runs a `torch.autograd.Function`'s backward.
@@ -179,6 +176,14 @@ Loss: Final = _Loss
 
 MODULE_TABLES: Final = frozenset({"_parameters", "_buffers", "_modules"})
 """The attributes in which a module keeps what is registered with it. Torch 2.6 to 2.13."""
+
+
+def is_set_by_fully_shard(name: str) -> bool:
+    """Whether ``fully_shard`` sets an attribute of this name on each module. Torch 2.13."""
+    return name.startswith("__composable_api_") or name in (
+        "_is_fsdp_managed_module",
+        "_fsdp_use_orig_params",
+    )
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -288,23 +293,6 @@ def copy_loader(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
     if "in_order" in fields:
         fields["in_order"] = True
     return copied
-
-
-def forget_iterator(loader: DataLoader[Any]) -> Any:
-    """Take from a loader its iterator with persistent workers, or None. Torch 2.6 to 2.13."""
-    iterator = loader._iterator
-    vars(loader)["_iterator"] = None
-    return iterator
-
-
-def shut_down(iterator: Any) -> None:
-    """End a loader iterator's processes now, also while a traceback still refers to it.
-
-    Torch 2.6 to 2.13. Publicly: drop the last reference. Other packages' iterators have ``close``.
-    """
-    end = getattr(iterator, "_shutdown_workers", None) or getattr(iterator, "close", None)
-    if callable(end):
-        end()
 
 
 def has_default_tensor_collate() -> bool:

@@ -6,13 +6,14 @@ Run on torch 2.13. Earlier versions lack one of `NEEDED_METHODS`, and are refuse
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch._C import _distributed_c10d
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
-from lockstep._torch_compat import disable_dynamo_at_first_call
+from lockstep._torch_compat import disable_dynamo_at_first_call, storage_key, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 NEEDED_METHODS: Final = ("set_custom_all_gather", "reset_iter_state")
 """Public methods of `FSDPModule`, of which torch got the last with 2.13."""
+
+
+_COMPARED_FORWARDS: Final = 3
+"""How many forwards of a unit are searched for writes through ``data``, which have no version."""
 
 
 class ShardedUnit:
@@ -38,6 +43,8 @@ class ShardedUnit:
         before_backward: called before the unit's backward gathers its weights.
         after: called before the unit reduces its gradients, with the unit and the parameters that
             got one; returns whether those without one are to be reduced, too, as zeros.
+        refuse_write: called with a parameter to which the unit's forward has written: torch frees
+            what was written, and the backward gathers the weights without it.
     """
 
     def __init__(
@@ -46,22 +53,79 @@ class ShardedUnit:
         before_forward: Callable[[], None],
         before_backward: Callable[[], None],
         after: Callable[[ShardedUnit, list[nn.Parameter]], bool],
+        refuse_write: Callable[[nn.Parameter], None],
     ) -> None:
         self._after = after
+        self._refuse_write = refuse_write
         self._group = _state_of(module)._fsdp_param_group
+        self._replaced: list[str] = []
+        self._gathered: list[tuple[int, int]] = []
+        self._forwards_to_compare = _COMPARED_FORWARDS
+        self._data = self._data_now()
         if self._group is not None:
             self._replace("pre_forward", before_forward)
+            self._replace("wait_for_unshard", then=self._note_gathered)
+            self._replace("post_forward", self._find_writes)
             self._replace("pre_backward", before_backward)
             self._replace("post_backward", self._before_reduction)
 
-    def _replace(self, name: str, ours: Callable[[], None]) -> None:
+    def _replace(
+        self,
+        name: str,
+        ours: Callable[[], None] = lambda: None,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Call `ours` before torch's function of this name, and `then` after it."""
         theirs = getattr(self._group, name)
 
         def both(*arguments: Any) -> Any:
             ours()
-            return theirs(*arguments)
+            result = theirs(*arguments)
+            then()
+            return result
 
         setattr(self._group, name, disable_dynamo_at_first_call(both))
+        self._replaced.append(name)
+
+    def _note_gathered(self) -> None:
+        self._gathered = self._versions()
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """Of each gathered parameter what a write to it, or an assignment to ``data``, changes."""
+        held = [each._unsharded_param for each in self._group.fsdp_params]
+        # Gathered in inference mode, a parameter has no version; nothing is trained with it then.
+        return [(0 if p.is_inference() else version_of(p), storage_key(p)) for p in held]
+
+    def _find_writes(self) -> None:
+        compares = self._forwards_to_compare > 0
+        if compares:
+            self._forwards_to_compare -= 1
+        for held, before, now in zip(
+            self._group.fsdp_params, self._gathered, self._versions(), strict=True
+        ):
+            if before != now or (compares and not _has_rows(held)):
+                self._refuse_write(held.sharded_param)
+
+    def _data_now(self) -> list[tuple[Any, weakref.ref[torch.Tensor]]]:
+        """Of each parameter what an assignment to ``data`` changes, and its rows, which stay.
+
+        The storage, which has no memory, and not its address: another one may get that.
+        """
+        held = [] if self._group is None else self._group.fsdp_params
+        params = [each.sharded_param for each in held]
+        return [(each.untyped_storage(), weakref.ref(rows_of_shard(each))) for each in params]
+
+    def find_assigned(self) -> nn.Parameter | None:
+        """A parameter to whose ``data`` a tensor was assigned since the last call."""
+        before, self._data = self._data, self._data_now()
+        for place, ((storage, rows), (storage_now, rows_now)) in enumerate(
+            zip(before, self._data, strict=True)
+        ):
+            # A module that was moved or converted (`model.double()`) has other rows as well.
+            if storage._cdata != storage_now._cdata and rows() is rows_now():
+                found: nn.Parameter = self._group.fsdp_params[place].sharded_param
+                return found
+        return None
 
     def _leaves(self) -> list[tuple[Any, nn.Parameter]]:
         """Torch's records of the parameters that may get a gradient, and their leaves."""
@@ -90,11 +154,18 @@ class ShardedUnit:
                 leaf.grad = torch.zeros_like(leaf)
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply what the unit is about to reduce, for torch reduces nothing on one rank."""
+        """Multiply what the unit is about to reduce, for torch reduces nothing on one rank.
+
+        Args:
+            factor: 0 makes zeros of NaN, too.
+        """
         for held, leaf in self._leaves():
             for gradient in (leaf.grad, held.unsharded_accumulated_grad):
                 if gradient is not None:
-                    gradient.mul_(factor)
+                    if factor:
+                        gradient.mul_(factor)
+                    else:
+                        gradient.zero_()
 
     @property
     def has_late_gradients(self) -> bool:
@@ -142,12 +213,22 @@ class ShardedUnit:
             self._group.post_forward_mesh_info = info
         for held in self._group.fsdp_params:
             _share_out(held, info)
+        self._data = self._data_now()  # assigned by this function
 
     def release(self) -> None:
-        """Call neither function any more."""
-        if self._group is not None:
-            for name in ("pre_forward", "pre_backward", "post_backward"):
-                vars(self._group).pop(name, None)
+        """Give torch its own functions back."""
+        for name in self._replaced:
+            vars(self._group).pop(name, None)
+
+
+def _has_rows(held: Any) -> bool:
+    """Whether this rank's rows of a gathered parameter are those of its shard; it may have none."""
+    place, num_ranks = held.mesh_info.shard_mesh_rank, held.mesh_info.shard_mesh_size
+    gathered = held._unsharded_param.detach().chunk(num_ranks)
+    own = rows_of_shard(held.sharded_param)
+    return place >= len(gathered) or torch.allclose(
+        gathered[place], own.to(gathered[place].dtype), rtol=0.0, atol=0.0, equal_nan=True
+    )
 
 
 def _share_out(held: Any, info: FSDPMeshInfo) -> None:

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from itertools import tee
 from typing import TYPE_CHECKING, Any
 
-from lockstep._torch_compat import copy_loader, forget_iterator, shut_down
+from lockstep._torch_compat import copy_loader
+from lockstep._torch_compat.loader_iterators import forget_iterator, has_lost_process, shut_down
 from lockstep.data.isolated_randomness import IsolatedRandomness, find_generators
 from lockstep.data.seeded_dataset import Request, SeededDataset, WorkerInitFn, identity_collate
 from lockstep.errors import ConfigurationError, NotShardableError
@@ -141,6 +142,8 @@ class LoaderCopy:
         one. Both generators must keep their states, and a resumed run must draw the same seed.
         """
         self._sampler.requests = requests
+        if self._keeps_workers and has_lost_process(self._loader):
+            self.close()  # Ctrl-C in a terminal ends them, too; the next iteration starts others
         with IsolatedRandomness(
             derive_seed(self._seed, "loader", epoch), self._generators
         ).activate():

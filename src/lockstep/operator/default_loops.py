@@ -41,6 +41,7 @@ from lockstep.operator.sync_batch_norm_refusal import refuse_norms_of_one_shard
 from lockstep.phases import Phase, in_phase
 from lockstep.sync import GradientSync
 from lockstep.sync.optimizer_inspection import optimizer_parameters
+from lockstep.tensor_copies import is_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -69,7 +70,13 @@ class _MetricsRecorder:
         self._call = state.meters
 
     def add(self, metrics: dict[str, Any]) -> None:
-        """Count the metrics of the current batch."""
+        """Count the metrics of the current batch.
+
+        Collective:
+            Every rank, for each norm or sum of weights in shards among them: an all-reduce. So it
+            is read here, also of a borrowed batch, whose metrics count nothing.
+        """
+        metrics = {name: _reduced(value) for name, value in metrics.items()}
         global_batch, log = self._state.global_batch, self._state.step_log
         samples = global_batch.num_samples_of(metrics)
         partial, global_batch.partial_weights = global_batch.partial_weights, {}
@@ -85,6 +92,10 @@ class _MetricsRecorder:
     def summary(self) -> dict[str, Any]:
         sums = self._state.pass_sums = self._pass.state()
         return merge([sums])
+
+
+def _reduced(metric: Any) -> Any:
+    return metric.item() if is_shard(metric) and metric.numel() == 1 else metric
 
 
 # ------------------------------------------------------------------------------- training
@@ -226,7 +237,7 @@ def _shard_weights(operator: Operator, num_shards: int, *, is_shadowed: bool) ->
     """What keeps the weights that forwards write in this batch, of `num_shards` of this worker."""
     state = operator._lockstep
     sync, global_batch = state.sync, state.global_batch
-    is_whole = sync is None or not sync.units  # what a forward writes to a unit is lost with it
+    is_whole = sync is None or not sync.units  # a forward that writes to a unit is refused
     has_peers = sync is not None and sync.needs_guard
     # In a loop that takes plain batches a worker without samples computes a borrowed batch.
     has_idle = has_peers and global_batch.has_empty_shards and not global_batch.is_joint

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep._torch_compat import AMP_SCALING_ATTR, WAS_STEPPED_ATTR
+from lockstep.local_rows import LocalRows
+from lockstep.tensor_copies import is_shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -97,16 +99,21 @@ def is_given_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     return any(callable(each) and not isinstance(each, torch.optim.Optimizer) for each in given)
 
 
-def load_state(stepper: Any, state: Mapping[str, Any]) -> None:
+def load_state(stepper: Any, state: Mapping[str, Any], *, of_same_weights: bool = True) -> None:
     """``stepper.load_state_dict(state)``; an optimizer keeps the very `param_groups` it had.
 
     torch puts new ones in their place. A user who has kept ``optimizer.param_groups[0]`` to set
     the learning rate by hand would from then on set that of a group which no step reads. So would
     a scheduler of a wrapper that shares its groups with the optimizer within it.
 
+    torch also rounds a state to the dtype of its parameter: a float32 copy of bfloat16 weights
+    would not be what it was.
+
     Args:
         stepper: an optimizer or a scheduler.
         state: of its ``state_dict``; an optimizer keeps its tensors.
+        of_same_weights: whether the parameters had the dtypes that they have now; if so, each
+            tensor keeps the dtype that it has in `state`.
     """
     if not isinstance(stepper, torch.optim.Optimizer):
         stepper.load_state_dict(state)
@@ -121,5 +128,26 @@ def load_state(stepper: Any, state: Mapping[str, Any]) -> None:
                 group.clear()
                 group.update(settings)
         optimizer.param_groups = groups
+    if of_same_weights and type(stepper).load_state_dict is torch.optim.Optimizer.load_state_dict:
+        _restore_dtypes(stepper, state)
     for optimizer in sharing:
         optimizer.state = stepper.state
+
+
+def _restore_dtypes(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Let the tensors that were loaded from `state` have the dtypes, and all the bits, of there."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    for number, param in zip(numbers, optimizer_parameters(optimizer), strict=True):
+        held = optimizer.state.get(param, {})
+        for name, value in state["state"].get(number, {}).items():
+            now = held.get(name)
+            saved = value.rows if isinstance(value, LocalRows) else value
+            are_tensors = isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor)
+            if are_tensors and now.dtype != saved.dtype:
+                held[name] = _shard_like(value, now) if is_shard(now) else value.to(now.device)
+
+
+def _shard_like(value: torch.Tensor | LocalRows, shard: Any) -> torch.Tensor:
+    from lockstep.sync.parameter_shards import shard_like  # its import takes long
+
+    return shard_like(value, shard)

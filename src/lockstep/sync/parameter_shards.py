@@ -45,15 +45,19 @@ def as_shard(local_rows: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh) ->
 
 
 def shard_like(whole: torch.Tensor | LocalRows, shard: DTensor) -> DTensor:
-    """This rank's rows of a whole tensor, on the mesh of `shard`; a shard itself stays as it is."""
+    """This rank's rows of a whole tensor, on the mesh and the device of `shard`.
+
+    The dtype is that of the whole tensor: an optimizer's state may have another one than its
+    parameter. A shard itself stays as it is.
+    """
     if isinstance(whole, DTensor):
         return whole
     mesh = shard.device_mesh
     if isinstance(whole, LocalRows):
         _refuse_rows_of_another(whole, mesh)
-        return as_shard(whole.rows.to(shard.device, shard.dtype), _like(whole), mesh)
+        return as_shard(whole.rows.to(shard.device), _like(whole), mesh)
     rows = rows_of(whole.detach(), mesh.get_local_rank(), mesh.size())
-    return as_shard(rows.to(shard.device, shard.dtype, copy=True), whole.contiguous(), mesh)
+    return as_shard(rows.to(shard.device, copy=True), whole.contiguous(), mesh)
 
 
 def gather_whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch.optim import Adafactor, Optimizer
 
 from lockstep._torch_compat import is_step_wrapper
+from lockstep._torch_compat.shard_operations import reduce_scalars_when_read
 from lockstep.errors import LockstepError
 from lockstep.local_rows import LocalRows
 from lockstep.sync.optimizer_inspection import (
@@ -98,8 +99,9 @@ class ShardedOptimizer:
             ``parameter.grad``, whole and alike on every rank, is consumed.
 
         Collective:
-            Every rank: DTensor's collectives where the optimizer takes norms, and an exchange of
-            the weights' rows. With a closure, one more before each evaluation.
+            Every rank: DTensor's collectives where the optimizer takes norms, or reads a number of
+            a shard, and an exchange of the weights' rows. With a closure, one more before each
+            evaluation.
 
         Raises:
             GradientNotReducedError: another rank is at another place; nothing has changed.
@@ -113,7 +115,8 @@ class ShardedOptimizer:
             args = (self._with_whole_weights(args[0]), *args[1:])
         self._swap_in()
         try:
-            result = self._own_step(self.optimizer, *args, **kwargs)
+            with reduce_scalars_when_read():
+                result = self._own_step(self.optimizer, *args, **kwargs)
         except BaseException as error:
             moved = self._swap_out()
             if isinstance(error, Exception) and moved:

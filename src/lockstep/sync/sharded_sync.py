@@ -6,6 +6,7 @@ torch's ``fully_shard`` gathers and frees; `ShardedTransport` says what the grad
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from lockstep._torch_compat import (
 )
 from lockstep._torch_compat.device_mesh import make_mesh
 from lockstep._torch_compat.fully_shard import NEEDED_METHODS, begin_as_root, rows_of_shard
+from lockstep._torch_compat.shard_operations import reduce_scalars_when_read, refuse_draws
 from lockstep.data_parallel_mesh import DataParallelMesh
 from lockstep.errors import NotAvailableError
 from lockstep.local_rows import LocalRows
@@ -107,6 +109,7 @@ class ShardedSync(GradientSync):
             self._units[prefix.rstrip(".") or "model"] = root
         self.units = tuple(self._units)
         self._load_hooks: list[RemovableHandle] = []
+        self._connected = ExitStack()
         self._mp_policy = mp_policy or MixedPrecisionPolicy()
         self._dp_shard_size = dp_shard_size
         self._broadcasts = broadcast
@@ -137,8 +140,8 @@ class ShardedSync(GradientSync):
 
     def _prepare(self, group: Group) -> None:
         """Cut the parameters into shards, and hand those to the optimizers."""
-        mesh = self._connect(group)
         try:
+            mesh = self._connect(group)
             self._cut_up(mesh, group)
             if self._broadcasts:
                 self._buffers.broadcast(group, cap_bytes=self._cap_bytes)
@@ -158,12 +161,15 @@ class ShardedSync(GradientSync):
         self._collectives = self._collectives_of(group)
         self._ordered = make_ordered_group(self._order, self._collectives)
         group.watch(self._order.before_other_collective)
+        self._connected.enter_context(reduce_scalars_when_read())
+        self._connected.enter_context(refuse_draws(_draw_error))
         return make_mesh(self._ordered, self._device.type)
 
     def _collectives_of(self, group: Group) -> MeshCollectives:
         return MeshCollectives(group, DataParallelMesh(group.rank, group.size, self._dp_shard_size))
 
     def _disconnect(self) -> None:
+        self._connected.close()
         if self._ordered is not None:
             self._ordered.close()
 
@@ -243,8 +249,10 @@ class ShardedSync(GradientSync):
             None.
         """
         super().begin_step(step)
-        if self._transport is not None and self._transport.was_aborted:
-            self._transport.forget_aborted_step()
+        if self._transport is not None:
+            self._transport.refuse_assigned_data()
+            if self._transport.was_aborted:
+                self._transport.forget_aborted_step()
 
     def detach(self) -> None:
         """See `GradientSync.detach`; models and optimizers stay in shards, as torch has them."""
@@ -309,6 +317,15 @@ class ShardedSync(GradientSync):
                 have_stepped=self._rounds.has_stepped,
                 shard_size=mesh.shard_size,
             )
+
+
+def _draw_error(operation: str) -> NotAvailableError:
+    return NotAvailableError(
+        "random numbers for a weight in shards would not be those of the whole weight",
+        got=f"torch's {operation} of a shard",
+        cause="each rank draws for its own rows; on CPUs the same numbers as the others",
+        fix='register(shard="whole"); first values are drawn before register',
+    )
 
 
 def _places(roots: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str, Any]]:

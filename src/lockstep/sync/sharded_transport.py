@@ -106,7 +106,13 @@ class ShardedTransport(Transport):
         self._is_unit = False  # a unit's backward begins
         self._used: set[Slot] = set()
         self._units = [
-            ShardedUnit(module, self._before_forward, self._before_backward, self._before_reduction)
+            ShardedUnit(
+                module,
+                self._before_forward,
+                self._before_backward,
+                self._before_reduction,
+                self._refuse_write,
+            )
             for module in units.values()
         ]
         self._exchanges: list[_Exchange] = []
@@ -214,6 +220,31 @@ class ShardedTransport(Transport):
         if not self._controller.weights.is_borrowed:
             self._used.update(map(self._known_slot, used))
         return self._accumulates
+
+    def _refuse_write(self, param: nn.Parameter) -> None:
+        """Refuse a forward that writes to a weight: it is freed, and its rows are as before."""
+        raise NotAvailableError(
+            "a forward has written to a weight of a model in shards",
+            where=self._controller.place,
+            got=f"`{self._known_slot(param).name}`",
+            cause="its unit frees what was written, and gathers the old weight for the backward",
+            fix='write before the model is called, or in after_step; or register(shard="whole")',
+        )
+
+    def refuse_assigned_data(self) -> None:
+        """Refuse ``parameter.data = tensor``, of which a shard's rows take no notice.
+
+        Raises:
+            NotAvailableError: it was assigned since the last call.
+        """
+        for unit in self._units:
+            if (param := unit.find_assigned()) is not None:
+                raise NotAvailableError(
+                    "a tensor was assigned to `.data` of a weight in shards, and is not its value",
+                    where=self._controller.place,
+                    got=f"`{self._known_slot(param).name}`",
+                    fix="parameter.copy_(tensor) under torch.no_grad()",
+                )
 
     def _refuse_gradients_of_gradients(self) -> None:
         """Refuse ``autograd.grad(create_graph=True)``: its graph reads weights that are freed."""
@@ -376,6 +407,7 @@ class ShardedTransport(Transport):
                 cause="its loss was made of what a module has kept (self.aux), and of no output",
                 fix="return it from forward, and add it to the loss of the model's output",
             )
+        self.refuse_assigned_data()
         for slot in self._slots:
             slot.accept_changes()
 

@@ -29,7 +29,7 @@ from lockstep._torch_compat import (
 )
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.local_rows import LocalRows, first_row
-from lockstep.operator.model_copies import copy_models
+from lockstep.operator.model_copies import copy_attributes, copy_models
 from lockstep.phases import Phase, in_phase
 from lockstep.sync.optimizer_inspection import load_state
 from lockstep.tensor_copies import is_block, is_expanded, is_shard
@@ -278,6 +278,7 @@ def check(run: TrainingParts, state: Mapping[str, Any]) -> None:
 @in_phase(Phase.COPYING_STATE)
 def apply(operator: TrainingOperator, run: TrainingParts, state: Mapping[str, Any]) -> None:
     """Load `state` into models, optimizers, schedulers, criterion and operator."""
+    of_same_weights = _has_same_dtypes(run, state)
     for key, (_, members) in _parts(run).items():
         if key in _OPTIONAL and not state.get(key):
             if key == _AVERAGES:
@@ -288,7 +289,7 @@ def apply(operator: TrainingOperator, run: TrainingParts, state: Mapping[str, An
                 _load_module(member, saved)
             else:
                 # Optimizers keep the tensors that they load, which another object may hold.
-                load_state(member, copy_to_cpu(saved))
+                load_state(member, copy_to_cpu(saved), of_same_weights=of_same_weights)
     if isinstance(run.criterion, nn.Module) and state.get("criterion") is not None:
         _load_module(run.plain_criterion(), state["criterion"])
     operator._lockstep.precision.load_state_dict(state.get("precision") or {})
@@ -299,6 +300,21 @@ def apply(operator: TrainingOperator, run: TrainingParts, state: Mapping[str, An
             vars(optimizer)[WAS_STEPPED_ATTR] = True
     if state.get("operator") is not None:
         operator.load_state_dict(copy.deepcopy(state["operator"]))
+
+
+def _has_same_dtypes(run: TrainingParts, state: Mapping[str, Any]) -> bool:
+    """Whether the weights in `state` have the dtypes of the models'."""
+    return all(
+        _dtype(saved.get(key)) == held.dtype
+        for model, saved in zip(run.plain_models(), state["models"], strict=True)
+        for key, held in model.state_dict().items()
+        if isinstance(held, torch.Tensor)
+    )
+
+
+def _dtype(saved: object) -> torch.dtype | None:
+    whole = saved.rows if isinstance(saved, LocalRows) else saved
+    return whole.dtype if isinstance(whole, torch.Tensor) else None
 
 
 def _begin_averages(run: TrainingParts) -> None:
@@ -375,6 +391,7 @@ def gather_models(run: TrainingParts, *, keep: bool) -> nn.Module | list[nn.Modu
     """
     empty = copy_models(run.whole_models, torch.device("meta")) if keep else []
     filled: dict[int, torch.Tensor] = {}
+    copies: dict[nn.Module, nn.Module] = {}
     for number, model in enumerate(run.plain_models()):
         targets = dict(empty[number].named_modules()) if keep else {}
         for path, part in model.named_modules():
@@ -386,9 +403,10 @@ def gather_models(run: TrainingParts, *, keep: bool) -> nn.Module | list[nn.Modu
                     if held is not None:
                         held_there[key] = filled[id(held)]
             if keep:
-                targets[path].training = part.training
+                copies[part] = targets[path]
     if not keep:
         return None
+    copy_attributes(copies, filled)
     return empty[0] if run.models_given_alone else empty
 
 

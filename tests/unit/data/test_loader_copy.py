@@ -128,3 +128,15 @@ def test_a_worker_that_never_has_samples_starts_no_processes() -> None:
     (step,) = sharded.batches(0)
     assert step.parts == []
     assert not _started()
+
+
+def test_persistent_workers_that_were_killed_are_started_anew() -> None:
+    """As by Ctrl-C in a terminal, which reaches every process there."""
+    sharded = _sharded(persistent_workers=True)
+    before = _rows(sharded.batches(0))
+    for process in _started():
+        process.kill()
+        process.join()
+    assert len(_rows(sharded.batches(0))) == len(before)
+    assert _rows(sharded.batches(0)) == before
+    sharded.close()

@@ -98,7 +98,7 @@ class ParameterStore:
         if message.kind == "state_dict":
             return Message("done", optimizer.state_dict())
         # An optimizer within it goes on to share its groups, which requests change.
-        load_state(optimizer, request.state)
+        load_state(optimizer, request.state, of_same_weights=False)
         return Message("done")
 
     def _together(self, asked: Sequence[Message]) -> Message:

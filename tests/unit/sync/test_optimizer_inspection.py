@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A state that is loaded into an optimizer has all the bits that it was saved with."""
+
+import copy
+
+import torch
+
+from lockstep.sync.optimizer_inspection import load_state
+
+
+class WithMasters(torch.optim.SGD):
+    """Steps a float32 copy of each weight."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            master = self.state[param].setdefault("master", param.detach().float())
+            master.add_(param.grad.float(), alpha=-1e-4)
+            param.copy_(master)
+
+
+def stepped(dtype=torch.bfloat16):
+    weight = torch.nn.Parameter(torch.linspace(-1, 1, 7).to(dtype))
+    optimizer = WithMasters([weight], lr=1e-4)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    return weight, optimizer
+
+
+def test_a_state_keeps_the_dtype_that_it_has():
+    weight, optimizer = stepped()
+    before = copy.deepcopy(optimizer.state[weight]["master"])
+    load_state(optimizer, copy.deepcopy(optimizer.state_dict()))
+    assert optimizer.state[weight]["master"].dtype is torch.float32
+    assert torch.equal(optimizer.state[weight]["master"], before)
+
+
+def test_a_state_of_weights_of_another_dtype_gets_theirs_as_torch_has_it():
+    _, optimizer = stepped(torch.float32)
+    weight, other = stepped()
+    load_state(other, copy.deepcopy(optimizer.state_dict()), of_same_weights=False)
+    assert other.state[weight]["master"].dtype is torch.bfloat16
