@@ -268,6 +268,27 @@ def test_a_dataset_between_two_passes_over_the_loader():
 
 
 @pytest.mark.slow
+def test_no_window_reaches_from_one_source_of_batches_into_another():
+    rows = RayBatches(dataset((3, 3)), batch_size=2)
+
+    def weight(trainer):
+        return trainer.get_model().weight.clone()
+
+    with TorchTrainer(training_operator_cls=WithALoader, num_workers=2, accumulate=4) as trainer:
+        before = weight(trainer)
+        # A pass over a dataset is not gone on with: its last window ends with it.
+        trainer.train(dataset=rows, num_steps=1)
+        of_one = weight(trainer)
+        assert not torch.equal(of_one, before)
+        trainer.train(num_steps=1)
+        assert torch.equal(weight(trainer), of_one)
+        with pytest.raises(ConfigurationError, match="1 batches without a step"):
+            trainer.train(dataset=rows)
+        trainer.train()
+        assert trainer.train(dataset=rows)["num_samples"] == 6
+
+
+@pytest.mark.slow
 def test_passes_over_the_loader_and_over_a_dataset_are_counted_apart(tmp_path):
     """By a process that goes on from a checkpoint as well."""
     rows = RayBatches(dataset((3, 3)), batch_size=4)

@@ -2,7 +2,9 @@
 """With `reproducible=True` the weights are the same bits at any number of workers."""
 
 import hashlib
+import random
 
+import numpy as np
 import pytest
 import torch
 from tests.ray.surviving import digest
@@ -12,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import NotAvailableError
 from lockstep.keys import BATCH_SIZE
+from lockstep.testing import Strike, struck
 
 
 class Langevin(torch.optim.SGD):
@@ -154,3 +157,40 @@ def test_a_state_of_other_shards_goes_on_with_their_bits(tmp_path):
         two.load(path)
         two.train(num_steps=5)
         assert digest(two) == expected
+
+
+def _draws():
+    return [random.random(), np.random.rand(), torch.rand(()).item()]
+
+
+class DrawsAroundItsBatches(Classifier):
+    """As a loop that chooses a size for each epoch, and restarts what was not used behind it."""
+
+    def train_epoch(self, iterator, info):
+        before = _draws()
+        metrics = super().train_epoch(iterator, info)
+        self.drawn = [*before, *_draws()]
+        return metrics
+
+
+@pytest.mark.slow
+def test_what_a_loop_draws_around_its_batches_is_the_same_on_each_worker():
+    def drawn(num_workers, operator_cls=DrawsAroundItsBatches):
+        with TorchTrainer(
+            training_operator_cls=operator_cls,
+            num_workers=num_workers,
+            num_shards=4,
+            config={BATCH_SIZE: 16, "optimizer": "adam"},
+        ) as trainer:
+            found = []
+            for _ in range(2):
+                trainer.train()
+                found.append(trainer.apply_all_operators(lambda operator: operator.drawn))
+        assert all(each == epoch[0] for epoch in found for each in epoch)
+        return [number for epoch in found for number in epoch[0]]
+
+    alone = drawn(1)
+    assert len(set(alone)) == 12, "each epoch has its own"
+    assert drawn(2) == alone
+    strike = Strike("kill", rank=1, step=3, phase="backward")
+    assert drawn(2, struck(DrawsAroundItsBatches, strike)) == alone

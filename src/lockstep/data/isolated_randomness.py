@@ -48,18 +48,19 @@ class HeldGenerator:
     set: Callable[[Any], object]
 
 
-def _as_held_generator(value: object) -> HeldGenerator | None:
+def as_held_generator(value: Any) -> HeldGenerator | None:
     """`value` as a `HeldGenerator`; None if `value` is no generator, or one without a state."""
-    if isinstance(value, torch.Generator):
+    kind = type(value)  # not `isinstance`, which asks an object of any class for its `__class__`
+    if issubclass(kind, torch.Generator):
         return HeldGenerator(
             value.initial_seed, value.manual_seed, value.get_state, value.set_state
         )
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+    if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
         get = value.getstate
         return HeldGenerator(lambda: _digest(get()), value.seed, get, value.setstate)
-    if isinstance(value, np.random.Generator):
+    if issubclass(kind, np.random.Generator):
         return _from_numpy_generator(value.bit_generator)
-    if isinstance(value, np.random.RandomState):
+    if issubclass(kind, np.random.RandomState):
         return _from_random_state(value)
     return None
 
@@ -114,7 +115,7 @@ def _collect_generators(
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if (generator := _as_held_generator(value)) is not None:
+        if (generator := as_held_generator(value)) is not None:
             found[id(value)] = generator
         elif isinstance(value, Sampler):
             _collect_generators(vars(value).values(), found, seen)
@@ -123,7 +124,7 @@ def _collect_generators(
             # samplers among its attributes are visited: a dataset or a model may be huge.
             inner = vars(value).values()
             _collect_generators(
-                [one for one in inner if _as_held_generator(one) or isinstance(one, Sampler)],
+                [one for one in inner if as_held_generator(one) or isinstance(one, Sampler)],
                 found,
                 seen,
             )

@@ -25,6 +25,7 @@ from torch.utils.data import (
 )
 
 from lockstep.data.batch_rows import concatenate
+from lockstep.data.dataset_generators import DatasetGenerators
 from lockstep.data.global_batches import ItemKind
 from lockstep.data.tensor_dataset_fetch import select_batch
 from lockstep.randomness import derive_seed, preserve_rng_state, seed_all
@@ -102,13 +103,17 @@ class SeededDataset(Dataset[Any]):
         self._keeps_generators = keeps_generators
         self._may_select_rows = kind is ItemKind.SAMPLE_INDEX and collate is default_collate
         self._may_draw = may_draw(dataset) or not any(collate is one for one in _DRAW_NOTHING)
+        self._generators: tuple[object, DatasetGenerators] = None, DatasetGenerators()
 
     def __getitems__(self, request: Request) -> Any:
         # In a loader's worker process no other code draws from the generators.
-        if not (self._may_draw and self._keeps_generators) or get_worker_info() is not None:
+        if not self._may_draw or get_worker_info() is not None:
             return self._batch(request)
-        with preserve_rng_state():
-            return self._batch(request)
+        with self._held_generators(request.epoch).preserve():
+            if not self._keeps_generators:
+                return self._batch(request)
+            with preserve_rng_state():
+                return self._batch(request)
 
     def __getitem__(self, index: Any) -> Any:
         return self.dataset[index]
@@ -123,6 +128,21 @@ class SeededDataset(Dataset[Any]):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_generators": (None, DatasetGenerators())}
+
+    def _held_generators(self, epoch: int) -> DatasetGenerators:
+        """Those of this process: a loader's worker has copies, or ones of its ``worker_init_fn``.
+
+        Args:
+            epoch: before each the program may have put others in their place.
+        """
+        info = get_worker_info()
+        here = epoch, None if info is None else info.id
+        if self._generators[0] != here:
+            self._generators = here, DatasetGenerators(self.dataset, self._collate)
+        return self._generators[1]
+
     def _batch(self, request: Request) -> Any:
         # Not in a loader's worker process: there torch stacks rows straight into shared memory.
         if self._may_select_rows and get_worker_info() is None:
@@ -132,8 +152,10 @@ class SeededDataset(Dataset[Any]):
         pieces: list[Any] = []
         for segment in request.segments:
             if self._may_draw:
-                seed = (self._seed, "data", request.epoch, request.step, segment.shard)
-                seed_all(derive_seed(*seed))
+                place = request.epoch, request.step, segment.shard
+                seed = derive_seed(self._seed, "data", *place)
+                seed_all(seed)
+                self._held_generators(request.epoch).seed(seed)
             pieces += self._read(segment)
         holds_samples = self._kind.is_sample or self._kind is ItemKind.BATCH_OF_INDICES
         if holds_samples and all(isinstance(piece, list) for piece in pieces):

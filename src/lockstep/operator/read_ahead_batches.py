@@ -62,6 +62,11 @@ class ReadAheadBatches:
         return not all(each.samples for each in self._unused)
 
     @property
+    def is_behind(self) -> bool:
+        """Whether the loop has still to train on a batch that it has read."""
+        return bool(self._unused)
+
+    @property
     def are_borrowed(self) -> bool:
         """Whether there are such batches, and every one is borrowed."""
         return bool(self._unused) and not any(each.samples for each in self._unused)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lockstep.data import RayDatasetShard
 from lockstep.operator.custom_loop_refusals import refuse_skipped_batch
 from lockstep.operator.global_batch_context import GlobalBatchContext
 from lockstep.operator.loop_protocols import Operator, rank_and_step
@@ -19,6 +20,7 @@ from lockstep.operator.shard_batch import ShardBatch
 from lockstep.operator.shard_results import BY_SAMPLES
 from lockstep.operator.sync_batch_norm_refusal import refuse_borrowed_batch
 from lockstep.operator.weight_averages import update_averages
+from lockstep.randomness import derive_seed, seed_all
 
 if TYPE_CHECKING:
     from lockstep.data import Step
@@ -220,7 +222,11 @@ class BatchIterator:
         if every == 1:
             return True, True
         is_full = (read.index + 1) % every == 0
-        closes = is_full or self._cursor.ends_before(read.index + 1)
+        # A pass over a Ray dataset that a limit ends is not gone on with.
+        is_left = self.num_delivered == self._limit and isinstance(
+            self._cursor.source, RayDatasetShard
+        )
+        closes = is_full or is_left or self._cursor.ends_before(read.index + 1)
         return read.index == self._cursor.window_start, closes
 
     @property
@@ -246,5 +252,10 @@ class BatchIterator:
         return ahead.unknown_weight_error()
 
     def _note_end_of_data(self) -> None:
-        if self._read_ahead is not None and self._state.sync is not None:
-            self._read_ahead.note_end(self._state.sync.rounds)
+        ahead = self._read_ahead
+        if ahead is not None and self._state.sync is not None:
+            ahead.note_end(self._state.sync.rounds)
+        if ahead is None or not ahead.is_behind:
+            # What is drawn after the last batch, of which each rank had another shard.
+            place = self._purpose, "end", self._cursor.epoch, self._cursor.step
+            seed_all(derive_seed(self._state.context.shard_assignment.seed, *place))

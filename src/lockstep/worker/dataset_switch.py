@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.data import RayDatasetShard
+from lockstep.errors import ConfigurationError
 from lockstep.worker.data_cursor import Cursor
 from lockstep.worker.loader_sharding import wants_joint
 
@@ -45,9 +46,12 @@ class DatasetSwitch:
         """Let `cursors["train"]` read `rows` from now on; the count of epochs continues.
 
         Raises:
-            ConfigurationError: this worker would get no row of a global batch.
+            ConfigurationError: this worker would get no row of a global batch, or batches of the
+                operator's own loader wait for the rest of their window (`accumulate`).
         """
         before, context = cursors.get("train"), operator._lockstep.context
+        if before is not None and not self.is_open and before.has_open_window:
+            raise _open_window_error(before, context.options.accumulate)
         joint = wants_joint(operator, "train")
         cursor = Cursor(
             RayDatasetShard(rows, batches, context.shard_assignment, context.group, joint=joint)
@@ -112,6 +116,16 @@ class DatasetSwitch:
             dataset.load_place(place)
         elif dataset is None:
             self.position = None if place is None else dict(place)
+
+
+def _open_window_error(loader: Cursor, accumulate: int) -> ConfigurationError:
+    return ConfigurationError(
+        "batches of the operator's own loader wait for an optimizer's step",
+        where=f"step {loader.step} of the epoch",
+        expected=f"windows of accumulate={accumulate} batches that are full, or an epoch's end",
+        got=f"{loader.step - loader.window_start} batches without a step, and a Ray dataset",
+        fix=f"train(num_steps=...) by multiples of {accumulate} before train(dataset=...)",
+    )
 
 
 def _expect_weight(operator: TrainingOperator, weight: int | None) -> None:

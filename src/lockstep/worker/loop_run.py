@@ -21,7 +21,7 @@ from lockstep.operator import TrainingOperator
 from lockstep.operator.default_loops import require_metrics, step_batch_schedulers
 from lockstep.operator.nan_origin import explain_non_finite_error
 from lockstep.operator.registration import registered_parts, step_schedulers
-from lockstep.randomness import preserve_rng_state
+from lockstep.randomness import derive_seed, preserve_rng_state, seed_all
 from lockstep.reduction_context import ReductionContext, activate
 from lockstep.worker.batch_iterator import BatchIterator
 from lockstep.worker.committed_counts import CommittedCounts
@@ -186,7 +186,12 @@ class LoopRun:
         self._batches.commit()
 
     def note_counts(self) -> None:
-        """Copy the counts every `_COUNT_EVERY_S` for other threads, which must not read meters."""
+        """Copy the counts every `_COUNT_EVERY_S` for other threads, which must not read meters.
+
+        Not within a window: after a death of this worker the others compute its batches again.
+        """
+        if self._rollback is not None and not self._rollback.is_settled:
+            return
         now = time.monotonic()
         if now - self._counted_at < _COUNT_EVERY_S or self._operator.device.type != "cpu":
             return  # reading a number would make the host wait for the device
@@ -244,6 +249,9 @@ class LoopRun:
             first_index=first_index,
         )
         self._batches = batches
+        # What is drawn before the first batch: alike on all ranks, and again where a pass goes on.
+        place = purpose, "pass", cursor.epoch, cursor.step - first_index
+        seed_all(derive_seed(self._state.context.shard_assignment.seed, *place))
         metrics = self._run_operators_loop(batches)
         batches.commit()
         samples = committed.samples - sum(each.samples for each in self._passes)

@@ -52,3 +52,25 @@ def test_a_step_that_a_hook_refuses_is_not_seen_by_later_ones():
         with pytest.raises(NonFiniteError):
             one.train(num_steps=1)
         assert one.get_local_operator().stepped == 0
+
+
+class NotesWhatIsCounted(Regression):
+    worker = None
+
+    def compute_loss(self, batch, batch_info):
+        if self.worker is not None:
+            run = self.worker.loop_run
+            self.counted.append(None if run.counted is None else run.counted.samples)
+            run._counted_at = 0.0  # as if a quarter of a second had passed
+        return super().compute_loss(batch, batch_info)
+
+
+def test_counts_for_the_driver_are_those_of_whole_windows():
+    """After a death in a window the other workers compute all of its batches again."""
+    with trainer(NotesWhatIsCounted, accumulate=2) as one:
+        one.train()
+        operator = one.get_local_operator()
+        operator.worker, operator.counted = one._workers._engine._worker, []
+        one.train()
+        operator.worker = None
+        assert operator.counted == [None, None, 12, 12]  # batches have 6 samples
