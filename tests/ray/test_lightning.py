@@ -2,9 +2,11 @@
 """A LightningModule on two workers ends where Lightning's own trainer ends on one process."""
 
 import os
+import random
 import signal
 
 import lightning
+import numpy as np
 import pytest
 import torch
 import torchmetrics
@@ -193,6 +195,30 @@ def test_metrics_are_gathered_from_all_workers(count, joint):
     assert rates == [pytest.approx(0.1 * 0.1**2)] * 2
 
 
+class _LogsItsMetric(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        self.mean.update(batch.abs())
+        self.log("mean", self.mean)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.slow
+def test_a_metric_that_one_worker_has_not_updated_since_the_last_call_is_gathered():
+    """Worker 1 has no samples in the second call, and had computed the metric in the first."""
+    rows = _rows(5, 32)
+    operator = TrainingOperator.from_lightning(
+        lambda config: _LogsItsMetric().double(), DataLoader(rows, batch_size=2)
+    )
+    with TorchTrainer(training_operator_cls=operator, num_workers=2) as trainer:
+        trainer.train(num_steps=1)
+        result = trainer.train()
+    assert result["mean"] == pytest.approx(torch.stack(rows).abs().mean().item())
+
+
 class _CountsSamples(BoringModel):
     def training_step(self, batch, batch_idx):
         self.log("samples", float(len(batch)), on_step=False, on_epoch=True, reduce_fx="sum")
@@ -291,3 +317,42 @@ def test_a_death_behind_an_epoch_begins_no_other_epoch(tmp_path):
     assert steps == [8, 16]
     assert ended[-1] == 1
     assert set(ended) == {0, 1}
+
+
+class _DrawsAroundItsEpochs(_CountsSamples):
+    def __init__(self):
+        super().__init__()
+        self.drawn = {}
+
+    def _draw(self, kind):
+        draws = (random.random(), np.random.rand(), torch.rand(()).item())
+        self.drawn[kind, self.current_epoch] = draws
+
+    def on_train_epoch_start(self):
+        self._draw("begin")
+
+    def on_train_epoch_end(self):
+        self._draw("end")
+
+
+@pytest.mark.slow
+def test_what_hooks_of_an_epoch_draw_is_the_same_on_each_worker_also_after_a_death():
+    """The worker that takes the dead one's place begins the epoch in its middle."""
+
+    def drawn(*strikes):
+        operator = TrainingOperator.from_lightning(
+            lambda config: _DrawsAroundItsEpochs().double(), DataLoader(_rows(61, 32), batch_size=4)
+        )
+        operator = struck(operator, *strikes) if strikes else operator
+        with TorchTrainer(
+            training_operator_cls=operator, num_workers=2, spare_workers=len(strikes)
+        ) as trainer:
+            for _ in range(2):
+                trainer.train()
+            assert len(trainer.status()["recoveries"]) == len(strikes)
+            return trainer.apply_all_operators(lambda operator: operator.module.drawn)
+
+    one, other = drawn()
+    assert one == other
+    assert len(set(one.values())) == 4
+    assert drawn(Strike("kill", rank=1, step=3, phase="backward")) == [one, one]

@@ -97,8 +97,12 @@ class SnapshotFetcher(Protocol):
     def request(self) -> None:
         """Request a copy before the next batch. Only sets a flag: signal handlers may call it."""
 
-    def finish(self) -> None:
-        """After a call, fetch the copy that is still on its way."""
+    def finish(self, timeout_s: float | None = None) -> None:
+        """After a call, fetch the copy that is still on its way.
+
+        Args:
+            timeout_s: how long to wait for a worker that may not answer any more.
+        """
 
     def drop(self) -> None:
         """Drop the copy that is still on its way, of steps that the run has left."""

@@ -38,6 +38,7 @@ class RemoteSnapshotFetcher:
         self._to = to
         self._is_requested = False
         self._asked: Any = None
+        self._is_pending = False  # of what was asked for
 
     def request(self) -> None:
         self._is_requested = True
@@ -62,19 +63,16 @@ class RemoteSnapshotFetcher:
             self._receive()
         first = self._rank_0()
         if first is not None and first.actor is not None:
-            self._asked = first.actor.snapshot.remote(self._is_requested)
-            self._is_requested = False
+            # A signal's request may come in between: it is for the next snapshot then.
+            self._is_pending, self._is_requested = self._is_requested, False
+            self._asked = first.actor.snapshot.remote(self._is_pending)
 
     def drop(self) -> None:
         """See `SnapshotFetcher`."""
         self._asked = None
 
     def finish(self, timeout_s: float | None = None) -> None:
-        """See `SnapshotFetcher`.
-
-        Args:
-            timeout_s: how long to wait for a worker that may not answer any more.
-        """
+        """See `SnapshotFetcher`."""
         if self._asked is not None:
             self._receive(timeout_s)
         self.poll()
@@ -86,7 +84,9 @@ class RemoteSnapshotFetcher:
         try:
             answer = ray.get(asked, timeout=timeout_s)
         except (*ACTOR_DEATHS, GetTimeoutError):
-            return  # the worker is gone, and its snapshot; the pending call reports the death
+            # The worker is gone, and its snapshot; the pending call reports the death.
+            self._is_requested = self._is_requested or self._is_pending
+            return
         except RayError as error:
             self._to.note_failure(error)
             return

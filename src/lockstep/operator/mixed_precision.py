@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
@@ -76,14 +77,18 @@ class Precision:
             self._scaler.step(optimizer)
             self._scaler.update()
 
-    def forget_unscaled(self, operator: object) -> None:
-        """Let this scaler, and those that `operator` holds, forget that gradients were unscaled.
+    def forget_unscaled(self, *holders: object) -> None:
+        """Let this scaler, and those that `holders` hold, forget that gradients were unscaled.
 
         After a step that was interrupted. A scaler that remembers having unscaled its gradients
         would refuse to do so once more, or would take the next ones, scaled as they are, for
         unscaled ones. Where the step counts nevertheless, it does not count for the scale's growth.
+
+        Args:
+            holders: have scalers as attributes, or in lists, tuples and dicts.
         """
-        for scaler in (self._scaler, *vars(operator).values()):
+        values = (value for each in holders for value in vars(each).values())
+        for scaler in (self._scaler, *chain.from_iterable(map(_members, values))):
             if isinstance(scaler, torch.amp.GradScaler):
                 # One that has never scaled has nothing to forget, and raises AssertionError.
                 with suppress(AssertionError):
@@ -95,3 +100,10 @@ class Precision:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._scaler is not None and state:
             self._scaler.load_state_dict(state)
+
+
+def _members(value: Any) -> Iterable[Any]:
+    """What a list, a tuple or a dict holds; of anything else, itself."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple) else [value]

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("lockstep.checkpoint")
 
+_AFTER_AN_ERROR_S: Final = 2.0
+"""How long to wait for each answer of a worker that may not answer any more."""
+
 _MOST_WRITTEN: Final = 8
 """Checkpoints that are remembered; the folder may hold fewer."""
 
@@ -64,7 +67,12 @@ class CheckpointWriter:
             take_snapshot: takes the state of the run, after the call.
         """
         with self._preemption.defer_sigterm(self._fetcher.request):
-            yield
+            try:
+                yield
+            except Exception:
+                # A callback may end the training by one: what rank 0 has copied is written.
+                self._fetcher.finish(_AFTER_AN_ERROR_S)
+                raise
             self._fetcher.finish()
             if self._preemption.is_pending:
                 self.keep(take_snapshot())

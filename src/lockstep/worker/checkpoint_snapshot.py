@@ -94,7 +94,7 @@ class SnapshotTaker:
             self._in_transit, self._latest = self._latest, None
         return self._in_transit
 
-    def finish(self) -> None:
+    def finish(self, timeout_s: float | None = None) -> None:
         """Do nothing (see `SnapshotFetcher`): in the driver's process no snapshot is in transit."""
 
     def drop(self) -> None:

@@ -43,6 +43,7 @@ from lockstep._torch_compat import buffers_of
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator import TrainingOperator
 from lockstep.operator.state_copy import StateCopy
+from lockstep.sync import buffer_places, copy_buffers, put_buffers
 from lockstep.sync.optimizer_inspection import inner_optimizers, share_parameters
 from lockstep.tensor_copies import TensorCopies
 from lockstep.worker.open_step import OpenStep, StepStart
@@ -109,6 +110,7 @@ class Rollback:
         self._window_gradients: SavedGradients | None = None
         self._at_call: SavedGradients | None = None
         self._settings_at_call: LayersCopy | None = None
+        self._buffers_at_call = copy_buffers(())
         # Whether a loop of the user's own adds to gradients that an optimizer has used: learned in
         # its first steps, for which they are copied in any case.
         self._reuses_gradients = False
@@ -149,6 +151,8 @@ class Rollback:
         can_copy = self._has_own_loop and self._copies_weights
         self._copies_before_batch = can_copy and any(map(inner_optimizers, self._run.optimizers))
         self._settings_at_call = None if self._call_began is None else self._settings()
+        modules = () if self._call_began is None else self._run.modules()
+        self._buffers_at_call = copy_buffers(buffer_places(modules))
 
     def end_call(self) -> None:
         """Note that the call returns: no undo goes back to its beginning any more."""
@@ -186,6 +190,7 @@ class Rollback:
         """Restore settings and gradients of the call's beginning; False if some are lost."""
         if self._settings_at_call is not None:
             self._settings_at_call.restore()
+            put_buffers(self._buffers_at_call)  # no state_dict has those that are not persistent
         return self.restore_window_gradients(self._at_call)
 
     def begin_pass(self, cursor: Cursor) -> None:

@@ -219,12 +219,17 @@ class StateAccess:
         for cursor in self.cursors.values():
             cursor.forget_agreement()
 
+    def forget_unscaled(self) -> None:
+        """Let loss scalers forget the step that was interrupted; see `Precision`."""
+        modules = (each for root in self.run.modules() for each in root.modules())
+        self.operator._lockstep.precision.forget_unscaled(self.operator, *modules)
+
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Load the `state_dict` of a worker of the same run, without a way back."""
         operator = self.operator
         self.num_batches_to_recompute = 0
         operator._lockstep.forget_step()
-        operator._lockstep.precision.forget_unscaled(operator)
+        self.forget_unscaled()
         if self._rollback is not None:
             self._rollback.forget()
         state_dicts.apply(operator, self.run, self._own_part(state))

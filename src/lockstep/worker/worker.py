@@ -321,7 +321,7 @@ class Worker(StateAccess):
         if call.request.purpose == "validation":
             call.rewind()
             return Undone.CALL
-        self.operator._lockstep.precision.forget_unscaled(self.operator)
+        self.forget_unscaled()
         has_copies = self.memory is not None
         if not has_copies and self.before_call is None and self.rollback.is_complete:
             self.rollback.restore_layers()

@@ -41,3 +41,16 @@ def test_every_scaler_forgets_that_it_has_unscaled():
         precision.unscale(optimizer)
         own.unscale_(optimizer)
         precision.forget_unscaled(operator)
+
+
+def test_scalers_in_containers_and_in_modules_forget_as_well():
+    scalers = [torch.amp.GradScaler("cpu") for _ in range(3)]
+    module = torch.nn.Linear(1, 1)
+    module.scaler = scalers[0]
+    operator = SimpleNamespace(by_name={"d": scalers[1]}, listed=[scalers[2], None])
+    _, optimizer = a_weight(1.0)
+    for scaler in scalers:
+        scaler.scale(torch.ones(()))
+        for _ in range(2):
+            scaler.unscale_(optimizer)
+            Precision("fp32", CPU).forget_unscaled(operator, module)

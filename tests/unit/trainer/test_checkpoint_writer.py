@@ -120,3 +120,12 @@ def test_the_failure_of_a_checkpoint_of_steps_that_were_left_is_no_later_calls(f
     writer.drop_unwritten()
     assert writer.result("of the next call") == "of the next call"
     writer.close(raises=True)
+
+
+def test_after_an_error_what_was_copied_is_fetched_and_not_waited_for_for_long(folder):
+    writer, waits = writer_to(folder), []
+    writer._fetcher.finish = waits.append
+    with pytest.raises(ZeroDivisionError), writer.during_training(lambda: Snapshot(5, {})):
+        1 / 0  # noqa: B018
+    assert waits == [2.0]
+    writer.close(raises=True)

@@ -99,6 +99,33 @@ def test_an_optimizer_within_another_one_goes_back_with_it(phase):
         assert digest_of(run.get_averaged_model()) == average
 
 
+class Drifts(nn.Module):
+    """Adds what it has seen so far; a state_dict does not have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(10), persistent=False)
+
+    def forward(self, features):
+        self.seen += features.detach().mean(dim=0)
+        return features + self.seen
+
+
+class OwnEpochThatDrifts(OwnEpoch):
+    def register(self, *, models, **given):
+        return super().register(models=nn.Sequential(Drifts(), models), **given)
+
+
+def test_buffers_that_no_state_has_go_back_to_the_beginning_of_a_call():
+    with one_worker(OwnEpochThatDrifts) as run:
+        _, expected = finished(run)
+    with one_worker(OwnEpochThatDrifts, Strike("raise", 0, 4, "backward")) as run:
+        with pytest.raises(RuntimeError, match="struck"):
+            run.train()
+        assert run.status()["step"] == 0
+        assert finished(run)[1] == expected
+
+
 class HoldsOneBack(TwoPlayers):
     """The second player's optimizer is not registered."""
 

@@ -92,6 +92,9 @@ class LoggingCapture:
         before = [(one, one.distributed_available_fn) for one in metrics]
         try:
             for one in metrics:
+                # A value that an earlier pass has computed: a rank whose metric is not updated
+                # would return it, while the others gather their states.
+                one._computed = None
                 one.distributed_available_fn = lambda: self._group().size > 1
                 vars(one)["_sync_dist"] = partial(self._sync_states, one)
             with self._logging_to(self._log):
