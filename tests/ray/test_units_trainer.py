@@ -63,6 +63,12 @@ class Within(InUnits):
         self.register_data(train_loader=DataLoader(TensorDataset(*problem()), config[BATCH_SIZE]))
 
 
+class MeasuresItsWeights(InUnits):
+    def compute_loss(self, batch, batch_info):
+        norm = self.model.first.weight.norm().detach()
+        return super().compute_loss(batch, batch_info), {"norm": norm}
+
+
 class OwnValidation(InUnits):
     def validate(self, val_iterator, info):
         return {"seen": float(sum(1 for _ in val_iterator))}
@@ -117,6 +123,14 @@ def test_the_weights_of_one_process_and_a_state_that_goes_on_anywhere(tmp_path):
         alone.load(path)
         alone.train(num_steps=4)
         assert farthest(alone.get_model(), trained) < 1e-12
+
+
+def test_a_norm_of_weights_as_a_metric_is_that_of_the_whole():
+    """Also with the last batch of an epoch, of which one worker has no sample."""
+    with trainer(MeasuresItsWeights) as alone:
+        expected = alone.train()["norm"]
+    with trainer(MeasuresItsWeights, num_workers=2, num_shards=3) as run:
+        assert run.train()["norm"] == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.slow
