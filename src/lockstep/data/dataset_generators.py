@@ -4,6 +4,9 @@
 ``self.rng = numpy.random.default_rng(0)`` in a dataset is copied to every process that reads: all
 copies would draw the same numbers, for other samples, and which numbers a sample gets would depend
 on how many processes there are. So lockstep seeds them as it seeds the global generators.
+
+The generators of samplers have a narrower search (`find_generators`): it numbers them, and orders
+of samples that states of earlier versions go on with follow from these numbers.
 """
 
 from __future__ import annotations
@@ -32,10 +35,10 @@ _MAX_VISITED: Final = 10_000
 
 _OPAQUE: Final = (str, bytes, int, float, complex, ModuleType, torch.Tensor, np.ndarray)
 
-_OWNERS: Final[tuple[Any, ...]] = (np.random.rand, random.random)
+_METHODS_OF_GLOBAL: Final[tuple[Any, ...]] = (np.random.rand, random.random)
 
-_GLOBAL: Final = (torch.default_generator, *(method.__self__ for method in _OWNERS))
-"""Modules hold them as well; `seed_all` seeds them."""
+_GLOBAL: Final = (torch.default_generator, *(each.__self__ for each in _METHODS_OF_GLOBAL))
+"""The global generators, which `seed_all` seeds; modules may have them among their names."""
 
 _READING: Final = ("__getitem__", "__getitems__", "__call__", "forward", "__iter__")
 """Methods of a dataset or a transform that may draw from generators of their module."""

@@ -38,7 +38,7 @@ class RemoteSnapshotFetcher:
         self._to = to
         self._is_requested = False
         self._asked: Any = None
-        self._is_pending = False  # of what was asked for
+        self._asked_by_request = False  # and not because a copy may be due
 
     def request(self) -> None:
         self._is_requested = True
@@ -64,8 +64,8 @@ class RemoteSnapshotFetcher:
         first = self._rank_0()
         if first is not None and first.actor is not None:
             # A signal's request may come in between: it is for the next snapshot then.
-            self._is_pending, self._is_requested = self._is_requested, False
-            self._asked = first.actor.snapshot.remote(self._is_pending)
+            self._asked_by_request, self._is_requested = self._is_requested, False
+            self._asked = first.actor.snapshot.remote(self._asked_by_request)
 
     def drop(self) -> None:
         """See `SnapshotFetcher`."""
@@ -85,7 +85,7 @@ class RemoteSnapshotFetcher:
             answer = ray.get(asked, timeout=timeout_s)
         except (*ACTOR_DEATHS, GetTimeoutError):
             # The worker is gone, and its snapshot; the pending call reports the death.
-            self._is_requested = self._is_requested or self._is_pending
+            self._is_requested = self._is_requested or self._asked_by_request
             return
         except RayError as error:
             self._to.note_failure(error)

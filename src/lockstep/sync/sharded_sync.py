@@ -324,7 +324,7 @@ def _draw_error(operation: str) -> NotAvailableError:
         "random numbers for a weight in shards would not be those of the whole weight",
         got=f"torch's {operation} of a shard",
         cause="each rank draws for its own rows; on CPUs the same numbers as the others",
-        fix='register(shard="whole"); first values are drawn before register',
+        fix='draw first values before register; for later draws, register(shard="whole")',
     )
 
 

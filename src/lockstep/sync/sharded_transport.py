@@ -243,6 +243,8 @@ class ShardedTransport(Transport):
                     "a tensor was assigned to `.data` of a weight in shards, and is not its value",
                     where=self._controller.place,
                     got=f"`{self._known_slot(param).name}`",
+                    cause="a shard keeps its rows beside `.data`, and optimizers and gathers read"
+                    " those",
                     fix="parameter.copy_(tensor) under torch.no_grad()",
                 )
 
