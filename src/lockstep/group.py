@@ -40,7 +40,7 @@ from lockstep.process_group_backend import (
 from lockstep.tensor_stash import TensorStash
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Sequence, Set
 
 SUM = dist.ReduceOp.SUM
 MAX = dist.ReduceOp.MAX
@@ -370,13 +370,20 @@ class Group:
         Whoever starts them: also a program that calls ``torch.distributed`` with the process group.
         None if the backend does not count them, or there is none for the device.
         """
-        if self._process_group is None:
-            return 0
-        counters = self._start_counters  # another thread may close the group
+        counters, process_group = self._start_counters, self._process_group
         if device not in counters:
-            counters[device] = start_counter_of(self._process_group, device)
+            if process_group is None:
+                return 0
+            counters[device] = start_counter_of(process_group, device)
         counter = counters[device]
         return None if counter is None else counter()
+
+    def num_started_on(self, devices: Set[torch.device]) -> int:
+        """How many collectives this rank has started for tensors on `devices` and for metadata.
+
+        Those over backends that count none are left out.
+        """
+        return sum(self.num_started(device) or 0 for device in {self.device, *devices})
 
     def is_same_as(self, other: Group) -> bool:
         """Whether this object and `other` hold the same process group."""
@@ -386,7 +393,12 @@ class Group:
 
     def close(self) -> None:
         """Drop the process group; every later call raises `PeerLostError`. Idempotent."""
-        self._process_group, self._start_counters = None, {}
+        # The numbers stay, for a rank that undoes a step; a counter would keep the backend alive.
+        self._start_counters = {
+            device: None if counter is None else partial(int, counter())
+            for device, counter in self._start_counters.items()
+        }
+        self._process_group = None
         self._closed = True
 
     def give_up(self) -> None:

@@ -10,6 +10,7 @@ from examples.digits import Digits
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
+import lockstep
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.keys import BATCH_SIZE
 from lockstep.testing import struck
@@ -186,6 +187,11 @@ class OwnEpoch(Classifier):
         return {"train_loss": sum(losses) / len(losses)}
 
 
+class AroundTheEpoch(Classifier):
+    def train_epoch(self, iterator, info):
+        return super().train_epoch(iterator, info)
+
+
 class Windows(Classifier):
     """Gradients of two batches in one step, in a loop of its own."""
 
@@ -198,6 +204,31 @@ class Windows(Classifier):
         if batch_info["batch_idx"] % 2 == 1:
             self.optimizer.step()
         return {"train_loss": loss.item()}
+
+
+class GathersBehindItsStep(Classifier):
+    """The loss of all ranks behind the step, and then what the next steps depend on."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.losses = 0.0
+
+    def train_batch(self, batch, batch_info):
+        features, classes = batch
+        self.optimizer.zero_grad()
+        loss = self.criterion(self.model(features), classes)
+        loss.backward()
+        self.optimizer.step()
+        self.losses += lockstep.gather(loss.detach().reshape(1)).sum().item()
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.01 / (1 + self.losses)
+        return {"train_loss": loss.item()}
+
+    def state_dict(self):
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state):
+        self.losses = state["losses"]
 
 
 class SAM(torch.optim.Optimizer):

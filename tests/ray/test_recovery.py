@@ -14,6 +14,7 @@ from tests.ray.surviving import (
     Classifier,
     CountsItsLosses,
     FreezesInTurn,
+    GathersBehindItsStep,
     LearnsABaseline,
     OwnEpoch,
     ReadsByItsPasses,
@@ -61,6 +62,18 @@ def test_rank_0_dies_and_the_other_goes_on_alone_with_the_same_bits():
         (recovery,) = trainer.status()["recoveries"]
     assert got == bits
     assert counts(results) == counts(expected)
+    assert recovery["same_bits"]
+
+
+@pytest.mark.parametrize("step", [2, 9])
+def test_what_a_loop_gathers_behind_its_step_is_gathered_again(step):
+    """The others wait in the gather, and what it leads to has happened nowhere."""
+    _, bits = undisturbed(GathersBehindItsStep, epochs=1)
+    strikes = [Strike("kill", rank=1, step=step, phase="applied")]
+    with trainer_of(GathersBehindItsStep, strikes, spare_workers=1) as trainer:
+        _, got = run(trainer, epochs=1)
+        (recovery,) = trainer.status()["recoveries"]
+    assert got == bits
     assert recovery["same_bits"]
 
 

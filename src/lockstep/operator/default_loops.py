@@ -134,13 +134,14 @@ def _record_shards(state: OperatorState, batch: Any, batch_info: Mapping[str, An
 def step_batch_schedulers(state: OperatorState, info: Mapping[str, Any]) -> None:
     """Step the schedulers, where ``scheduler_step_freq="batch"`` and the window closes."""
     global_batch, run = state.global_batch, state.registered
+    # First: a scheduler that raises is not stepped again for the same batch.
+    global_batch.has_scheduled = True
     if (
         info.get(SCHEDULER_STEP) == SCHEDULER_STEP_BATCH
         and global_batch.closes_window
         and run is not None
     ):
         step_schedulers(run.schedulers)
-    global_batch.has_scheduled = True
 
 
 def require_metrics(operator: Operator, method: str, result: Any) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class GlobalBatchContext:
             and without peers.
         num_train_batch_calls: how often this batch went through the default `train_batch`.
         is_stepping: an optimizer's step of the default loop is running.
-        has_scheduled: the schedulers have stepped after this batch, if they step by batch.
+        has_scheduled: the schedulers have begun to step after this batch, if they step by batch.
         stepped_optimizers: one entry for each step taken since the batch before was over.
         counts_samples: whether the default loop weighs its losses by their samples, if it has
             computed any; None if no worker has delivered the batch.

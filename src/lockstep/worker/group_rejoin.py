@@ -136,11 +136,11 @@ def _take_without_peers(worker: Worker, survivor: SurvivorState, interrupted: st
 
 def _abandoned(worker: Worker, survivor: SurvivorState, interrupted: str | None) -> SurvivorState:
     """The state of a survivor whose call does not go on."""
-    call, worker.loop_run, worker.before_call = worker.loop_run, None, None
-    if call is not None and interrupted == "train":
+    worker.loop_run = worker.before_call = None
+    if survivor.progress is not None and interrupted == "train":
         # The first batches of the open window belong to an earlier call, which counted them.
         worker.num_batches_to_recompute = max(
-            worker.num_batches_to_recompute, -call.committed.steps
+            worker.num_batches_to_recompute, -survivor.progress.steps
         )
     return replace(survivor, progress=None)
 

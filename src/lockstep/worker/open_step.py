@@ -38,7 +38,9 @@ class OpenStep:
             like. None between two batches of the default loop.
         stepped_at: the number of reductions when the first optimizer of this step stepped; None: no
             optimizer has stepped.
+        collectives_before_optimizer: the number of collectives that this rank had started then.
         num_stepped: steps of optimizers that have begun in this step.
+        num_ended: steps of optimizers that have ended in this step, and did not raise.
         copies: copies from before the first optimizer's step, or from before the batch; None where
             none were needed.
         gradients: the gradients of earlier steps, where the loop adds to them.
@@ -49,6 +51,8 @@ class OpenStep:
     rounds: int
     settings: LayersCopy | None
     stepped_at: int | None = None
+    collectives_before_optimizer: int = 0
     num_stepped: int = 0
+    num_ended: int = 0
     copies: StateCopy | None = None
     gradients: SavedGradients | None = None

@@ -13,13 +13,12 @@ What has to be copied depends on when a rank can still be interrupted:
    before, weights and optimizer are unchanged: nothing more is copied. After an error that comes
    after ``optimizer.step()`` the weights cannot be restored: a complete step (`is_complete`) is
    kept, and an incomplete one ends the run.
-3. A loop of the user's own may communicate after an optimizer has stepped (two models with two
-   optimizers). Then weights, averages, optimizers and schedulers are copied before the first of
-   the step's optimizers steps. The first steps show whether the loop does so
-   (`_communicates_after_optimizer`); in them everything is copied in any case, until each optimizer
-   has stepped once, for an optimizer may step in few batches only. One that holds another optimizer
-   (SAM) may change weights and its own state where no step is seen: then the copies are from before
-   the batch.
+3. A loop of the user's own may communicate after an optimizer has stepped: for a second optimizer,
+   or by a gather. A peer's death interrupts it there, before the code that follows. Then weights,
+   averages, optimizers and schedulers are copied before the first of the step's optimizers steps.
+   The first steps show whether the loop does so (`LoopBehaviour`); in them everything is copied in
+   any case. An optimizer that holds another one (SAM) may change weights and its own state where no
+   step is seen: then the copies are from before the batch.
 4. Optimizers that step elsewhere, at a parameter server, keep an undo log there. The server is told
    to which step it may have to go back (`_tell_server`). Their step communicates; therefore the
    worker copies the weights before each.
@@ -27,8 +26,8 @@ What has to be copied depends on when a rank can still be interrupted:
 6. The user's own `state_dict`, where there is one, is copied in every step, for any line of the
    user's code may change what it holds (`UserStateCopy`).
 7. A loop of the user's own may leave gradients to the next step, or to the next pass over the data.
-   They are copied where the loop adds to them (`_reuses_gradients`, learned like
-   `_communicates_after_optimizer`); see `saved_gradients`.
+   They are copied where the loop adds to them, which the first steps show, too; see
+   `saved_gradients`.
 
 Copies lie in memory that the next step reuses, and the undo writes them into the existing tensors:
 a step must not pay for allocations, and users hold references to the tensors. So no `state_dict`.
@@ -37,15 +36,16 @@ a step must not pay for allocations, and users hold references to the tensors. S
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from lockstep._torch_compat import buffers_of
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator import TrainingOperator
 from lockstep.operator.state_copy import StateCopy
 from lockstep.sync import buffer_places, copy_buffers, put_buffers
-from lockstep.sync.optimizer_inspection import inner_optimizers, share_parameters
+from lockstep.sync.optimizer_inspection import inner_optimizers
 from lockstep.tensor_copies import TensorCopies
+from lockstep.worker.loop_behaviour import LoopBehaviour
 from lockstep.worker.open_step import OpenStep, StepStart
 from lockstep.worker.saved_gradients import SavedGradients
 from lockstep.worker.settings_copy import LayersCopy, SettingsCopy
@@ -59,11 +59,9 @@ if TYPE_CHECKING:
 
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.sync import Synchroniser
+    from lockstep.sync.buffer_broadcast import Copies
     from lockstep.worker.committed_counts import CommittedCounts
     from lockstep.worker.data_cursor import Cursor
-
-
-_STEPS_TO_LEARN: Final = 3
 
 
 class Rollback:
@@ -100,10 +98,7 @@ class Rollback:
         copies_state = copies_state and UserStateCopy.is_needed(operator)
         self._user_state = UserStateCopy(operator) if copies_state else None
         self._parameters: list[torch.Tensor] = []
-        # Whether ranks communicate after an optimizer of the same step has stepped; None: unknown.
-        self._communicates_after_optimizer: bool | None = None
-        self._stepped_once: set[int] = set()
-        self._usual_steps = 0
+        self._loop = LoopBehaviour(operator, run)
         # The step with which a call of a user's `train_epoch` began; None for another loop.
         self._call_began: int | None = None
         # Gradients that an open window held when this pass over the data, or this call, began.
@@ -111,16 +106,7 @@ class Rollback:
         self._at_call: SavedGradients | None = None
         self._settings_at_call: LayersCopy | None = None
         self._buffers_at_call = copy_buffers(())
-        # Whether a loop of the user's own adds to gradients that an optimizer has used: learned in
-        # its first steps, for which they are copied in any case.
-        self._reuses_gradients = False
-        self._steps_to_learn = _STEPS_TO_LEARN if operator._lockstep_overrides_loop() else 0
         self._in_place_writes = operator._lockstep.in_place_writes
-        self._has_own_loop = (
-            # A user's `after_step` may communicate, and may fail, like a loop of the user's own.
-            operator._lockstep_overrides_loop()
-            or operator._lockstep_overrides(TrainingOperator.after_step)
-        )
         # Whether optimizers may change something before any of their steps is seen.
         self._copies_before_batch = False
         operator._lockstep.put_buffers_back = self.put_buffers_back
@@ -148,11 +134,20 @@ class Rollback:
         self._layers = [layer for module in self._run.modules() for layer in module.modules()]
         self._all_parameters = list(self._run.parameters())
         self._buffer_places = [(owner, key) for owner in self._layers for key in buffers_of(owner)]
-        can_copy = self._has_own_loop and self._copies_weights
+        can_copy = self._loop.is_own and self._copies_weights
         self._copies_before_batch = can_copy and any(map(inner_optimizers, self._run.optimizers))
         self._settings_at_call = None if self._call_began is None else self._settings()
-        modules = () if self._call_began is None else self._run.modules()
-        self._buffers_at_call = copy_buffers(buffer_places(modules))
+        self._buffers_at_call = self._copy_buffers_before(cursor)
+
+    def _copy_buffers_before(self, cursor: Cursor) -> Copies:
+        """The buffers to which an undo of the call goes back: before its open window, if any."""
+        places = buffer_places(() if self._call_began is None else self._run.modules())
+        copies = copy_buffers(places)
+        if cursor.has_open_window:
+            self.put_buffers_back()
+            now, copies = copies, copy_buffers(places)
+            put_buffers(now)
+        return copies
 
     def end_call(self) -> None:
         """Note that the call returns: no undo goes back to its beginning any more."""
@@ -169,10 +164,6 @@ class Rollback:
     @property
     def _sync(self) -> Synchroniser | None:
         return self._operator._lockstep.sync
-
-    @property
-    def _num_rounds(self) -> int:
-        return 0 if self._sync is None else self._sync.rounds
 
     def _tell_server(self, undo_point: int | None) -> None:
         """Tell the parameter server, where there is one, to which step it may have to return."""
@@ -207,15 +198,10 @@ class Rollback:
             return self._earlier_gradients() or self._window_gradients
         return SavedGradients.take(self._run.parameters(), is_unreduced=sync.has_open_window)
 
-    @property
-    def may_reuse_gradients(self) -> bool:
-        """Whether the loop adds to gradients that an optimizer has used, as far as is known."""
-        return self._reuses_gradients or self._steps_to_learn > 0
-
     def _earlier_gradients(self) -> SavedGradients | None:
         """Copies of earlier steps' gradients, where the loop adds to them; None where it clears."""
         sync = self._sync
-        if sync is None or sync.has_open_window or not self.may_reuse_gradients:
+        if sync is None or sync.has_open_window or not self._loop.may_reuse_gradients:
             return None
         if all(parameter.grad is None for parameter in self._run.parameters()):
             return None
@@ -230,7 +216,7 @@ class Rollback:
 
     def keep(self, cursor: Cursor, committed: CommittedCounts) -> None:
         """Before a batch: open a step and copy what it may change, unless a step is open."""
-        state, has_own_loop = self._operator._lockstep, self._has_own_loop
+        state, has_own_loop = self._operator._lockstep, self._loop.is_own
         if self._open is not None:
             if not has_own_loop:
                 self._open.settings = self._settings()
@@ -252,7 +238,7 @@ class Rollback:
         opened = OpenStep(
             start,
             buffers=[buffers_of(owner)[key] for owner, key in self._buffer_places],
-            rounds=self._num_rounds,
+            rounds=self._loop.num_rounds,
             settings=self._settings(),
             gradients=self._earlier_gradients(),
             copies=self._copy_all() if self._copies_before_batch else None,
@@ -268,95 +254,61 @@ class Rollback:
 
     def _settings(self) -> LayersCopy:
         # A loop of the user's own may let schedulers step between the batches of a window.
-        if self._has_own_loop:
+        if self._loop.is_own:
             return SettingsCopy(self._run, self._all_parameters, self._layers)
         return LayersCopy(self._all_parameters, self._layers)
 
     def restore_layers(self) -> None:
         """After a step that counts although its loop has failed: leave no layer frozen."""
         # Behind the default loop's optimizer no loss is computed, so that what is frozen stays so.
-        if self._has_own_loop and self._open is not None and self._open.settings is not None:
+        if self._loop.is_own and self._open is not None and self._open.settings is not None:
             self._open.settings.restore_layers()
 
     def settle(self, cursor: Cursor) -> None:
         """Close the step after a committed batch, unless gradients wait for further batches."""
         opened = self._open
-        if opened is not None and not self._has_own_loop:
+        if opened is not None and not self._loop.is_own:
             opened.settings = None  # what the user freezes between two batches stays so
-        if cursor.has_open_window or (opened is not None and self._holds_unused_gradients(opened)):
+        if cursor.has_open_window or (
+            opened is not None and self._loop.holds_unused_gradients(opened)
+        ):
             return
-        if opened is not None and opened.stepped_at is not None:
-            if self._num_rounds > opened.stepped_at:
-                self._communicates_after_optimizer = True
-            elif len(self._stepped_once) == len(self._run.optimizers):
-                self._communicates_after_optimizer = bool(self._communicates_after_optimizer)
         if opened is not None:
-            self._learn_from(opened)
-            self._usual_steps = max(self._usual_steps, self._num_steps(opened))
+            self._loop.learn_from(opened, self._num_steps(opened))
         self._open = self._window_gradients = None
         self._tell_server(None)
-
-    def _learn_from(self, opened: OpenStep) -> None:
-        self._reuses_gradients = self._reuses_gradients or self._has_reused_gradients(opened)
-        self._steps_to_learn = max(0, self._steps_to_learn - 1)
-
-    def _has_reused_gradients(self, opened: OpenStep) -> bool:
-        """Whether an optimizer has used gradients of earlier steps in this step."""
-        sync = self._sync
-        if not self._has_own_loop or sync is None:
-            return False
-        # An optimizer that steps before any reduction of this step uses gradients of earlier ones.
-        stepped_on_old = sync.needs_guard and opened.stepped_at == opened.rounds
-        return sync.has_added or stepped_on_old
-
-    def _holds_unused_gradients(self, opened: OpenStep) -> bool:
-        """Whether reduced gradients wait for an optimizer's step in a loop of the user's own."""
-        if not self._operator._lockstep_overrides_loop() or self._sync is None:
-            return False  # the default loop's windows are the cursor's
-        waits = opened.stepped_at is None and self._num_rounds > opened.rounds
-        return waits or self._sync.has_open_window
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Before an optimizer steps: copy what the step will change, or note that it is taken."""
         self._in_place_writes.find_writes()
         self._in_place_writes.note_step()
+        self._loop.note_stepped(optimizer)
         opened = self._open
-        if self._has_own_loop:
-            self._copy_before_first_step(optimizer)
+        if opened is None:
+            return
+        if self._loop.is_own:
+            self._copy_before_step(opened, optimizer)
+        self._loop.before_step(opened)
         # An optimizer at a parameter server changes nothing here before the server has answered.
-        if opened is not None and not self._steps_elsewhere(optimizer):
+        if not self._steps_elsewhere(optimizer):
             opened.num_stepped += 1
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """After a step: note one that has happened in another process."""
-        if self._open is not None and self._steps_elsewhere(optimizer):
-            self._open.num_stepped += 1
+        """After a step: note that it has ended, or has happened in another process."""
+        if self._open is not None:
+            self._open.num_stepped += self._steps_elsewhere(optimizer)
+            self._open.num_ended += 1
 
     def _steps_elsewhere(self, optimizer: torch.optim.Optimizer) -> bool:
         return self._sync is not None and self._sync.has_state_of(optimizer)
 
-    def _copy_before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._note_first_steps(optimizer)
-        opened = self._open
-        if opened is None:
-            return
+    def _copy_before_step(self, opened: OpenStep, optimizer: torch.optim.Optimizer) -> None:
         if opened.copies is None and opened.stepped_at is None and self._copies_weights:
             is_elsewhere = any(map(self._steps_elsewhere, self._run.optimizers))
-            if self._communicates_after_optimizer is not False or is_elsewhere:
+            if self._loop.may_communicate_after_optimizer or is_elsewhere:
                 opened.copies = self._copy_all()
         if opened.copies is not None and not self._steps_elsewhere(optimizer):
             opened.copies.add(optimizer)  # it may be registered nowhere
-        if opened.stepped_at is None:
-            opened.stepped_at = self._num_rounds
-
-    def _note_first_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note which registered optimizers have stepped, if one within them did it."""
-        if len(self._stepped_once) == len(self._run.optimizers):
-            return
-        is_registered = any(optimizer is each for each in self._run.optimizers)
-        for each in self._run.optimizers:
-            if each is optimizer or (not is_registered and share_parameters(each, optimizer)):
-                self._stepped_once.add(id(each))
 
     def _copy_all(self) -> StateCopy:
         """Copy weights, their averages, and the states of optimizers that step here."""
@@ -391,11 +343,12 @@ class Rollback:
         if (
             opened is None
             or not self._has_uncopied_step(opened)
-            or self._num_rounds != opened.stepped_at
+            or opened.num_ended < opened.num_stepped
+            or self._loop.has_communicated_after_optimizer(opened)
         ):
             return False
-        has_old = opened.gradients is not None or self._has_reused_gradients(opened)
-        return self._num_steps(opened) == self._usual_steps and not has_old
+        has_old = opened.gradients is not None or self._loop.has_reused_gradients(opened)
+        return self._num_steps(opened) == self._loop.usual_steps and not has_old
 
     @property
     def is_settled(self) -> bool:
@@ -408,7 +361,7 @@ class Rollback:
 
         Known of the default loop alone, in which an optimizer steps after all communication.
         """
-        is_known = self._is_intact and not self._has_own_loop
+        is_known = self._is_intact and not self._loop.is_own
         return is_known and self._open is None and self.window_gradients() is None
 
     def undo(self, cursor: Cursor, committed: CommittedCounts) -> bool:
@@ -436,8 +389,8 @@ class Rollback:
         # Weights and states of an optimizer that has stepped would be those after its step.
         has_stepped = self._has_uncopied_step(opened)
         is_lost = has_stepped or self._in_place_writes.has_missed()
-        if gathered is None and self._has_reused_gradients(opened):
-            is_lost = self._reuses_gradients = True
+        if gathered is None and self._loop.has_reused_gradients(opened):
+            is_lost = self._loop.reuses_gradients = True
         if opened.copies is not None:
             opened.copies.restore()
         # Later: a forward writes before the optimizer's step, for which everything was copied.
@@ -447,8 +400,8 @@ class Rollback:
         if opened.settings is not None:
             # Later: schedulers may have stepped between the batches of a window, before the copy.
             opened.settings.restore()
-        if has_stepped and self._has_own_loop:
-            self._communicates_after_optimizer = True
+        if has_stepped:
+            self._loop.expect_communication_after_optimizer()
         return not is_lost
 
     def put_buffers_back(self) -> None:

@@ -158,3 +158,22 @@ def test_what_shards_would_write_differently_is_refused(module_cls, named):
     with trainer_of(module_cls, 1) as trainer:
         for _ in range(EPOCHS):
             trainer.train()
+
+
+class RaisesOnce(Classifier):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.global_step == 2 and not getattr(self, "has_raised", False):
+            self.has_raised = True
+            raise LookupError("no such metric")
+
+
+def test_a_step_behind_which_the_hook_fails_counts(caplog):
+    with trainer_of(RaisesOnce, 1) as trainer:
+        with pytest.raises(LookupError):
+            trainer.train()
+        assert trainer.status()["step"] == 2
+        assert "step 1 counts: its optimizers had stepped when the loop failed" in caplog.text
+        for _ in range(EPOCHS):
+            trainer.train()
+        trained = trainer.get_model()
+    assert farthest(trained, by_one_process(Classifier)) < 1e-12
