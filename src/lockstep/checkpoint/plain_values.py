@@ -46,7 +46,8 @@ _ATOMS: Final = frozenset(
         torch.Size,
     }
 )
-_MAPPINGS: Final = (dict, OrderedDict, Counter)
+MAPPINGS: Final = (dict, OrderedDict, Counter)
+"""Of these a checkpoint keeps the class; of other mappings it makes dicts."""
 _SEQUENCES: Final = (list, tuple, set)
 _SUBCLASSED: Final[tuple[type[Any], ...]] = (int, float, complex, bytes)
 _TENSORS: Final = (Tensor, torch.nn.Parameter)
@@ -67,7 +68,7 @@ def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
         raise WrongTypeError(
             "a checkpoint holds a dict", expected="a dict", got=type(state).__qualname__
         )
-    root: Any = state if type(state) in _MAPPINGS else dict(state)
+    root: Any = state if type(state) in MAPPINGS else dict(state)
     return _PlainConverter().convert_mapping(root, "state")
 
 
@@ -90,7 +91,7 @@ class _PlainConverter:
             return self._convert_tensor(value, where)
         if kind is LocalRows:
             return LocalRows(self._convert_tensor(value.rows, where), value.shape, value.first)
-        if kind in _MAPPINGS or kind in _SEQUENCES:
+        if kind in MAPPINGS or kind in _SEQUENCES:
             return self._convert_container(value, where)
         if isinstance(value, np.ndarray):
             return _tensor_of_array(value, where)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 
 from lockstep.phases import Phase, in_phase
+from lockstep.sync.optimizer_inspection import optimizer_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -58,11 +59,31 @@ class Precision:
         parameters: Iterable[torch.nn.Parameter],
         clip_grad_norm: float | None,
     ) -> None:
-        """Unscale, clip to a global norm, and step, in this order; call it after the reduction."""
+        """Unscale, clip to a global norm, and step, in this order; call it after the reduction.
+
+        The step is skipped if a gradient that it uses, or that the norm is of, has overflowed.
+        """
         self.unscale(optimizer)
         if clip_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, clip_grad_norm)
+            parameters = list(parameters)
+            has_others = self._unscale_others(parameters, optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(parameters, clip_grad_norm)
+            if self._scaler is not None and has_others and not norm.isfinite():
+                self._scaler.update()
+                return
         self.step_or_skip(optimizer)
+
+    def _unscale_others(
+        self, parameters: Iterable[torch.nn.Parameter], optimizer: torch.optim.Optimizer
+    ) -> bool:
+        """Unscale gradients that `optimizer` does not hold; whether there are such gradients."""
+        held = set(map(id, optimizer_parameters(optimizer)))
+        others = [each for each in parameters if each.grad is not None and id(each) not in held]
+        if self._scaler is None or not others:
+            return False
+        # A scaler unscales what an optimizer holds, and lowers the scale for infinities in it.
+        self._scaler.unscale_(torch.optim.SGD(others))
+        return True
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale of the loss."""

@@ -269,26 +269,28 @@ def _take_scheduler(operator: Operator, registered: TrainingParts) -> None:
             of another name.
     """
     known = _ids_with_chained(registered.schedulers)
-    found = {
-        name: scheduler
+    found = [
+        (name, scheduler)
         for name, value in vars(operator).items()
         for scheduler in _schedulers_in(value, registered.optimizers)
         if id(scheduler) not in known
-    }
+    ]
     step_freq = operator.scheduler_step_freq
     own_loop = operator._lockstep_overrides_loop()
-    scheduler = found.get("scheduler")
-    if scheduler is not None and (own_loop or step_freq is not None):
-        registered.schedulers += (
-            [scheduler] if step_freq is None else _parse_schedulers(scheduler, step_freq)
-        )
+    if own_loop or step_freq is not None:
+        for name, scheduler in found:
+            if name == "scheduler":
+                registered.schedulers += (
+                    [scheduler] if step_freq is None else _parse_schedulers(scheduler, step_freq)
+                )
         known = _ids_with_chained(registered.schedulers)
-    left = [name for name, scheduler in found.items() if id(scheduler) not in known]
+    left = [(name, scheduler) for name, scheduler in found if id(scheduler) not in known]
     if left and not own_loop:
+        name, scheduler = left[0]
         raise ConfigurationError(
-            f"self.{left[0]} is a learning-rate scheduler that nothing steps",
+            f"self.{name} is a learning-rate scheduler that nothing steps",
             where=type(operator).__name__,
-            got=f"{type(found[left[0]]).__name__}, not registered,"
+            got=f"{type(scheduler).__name__}, not registered,"
             f" and scheduler_step_freq={step_freq!r}",
             fix="self.register(..., schedulers=...) in setup, and"
             ' TorchTrainer(..., scheduler_step_freq="epoch"), "batch", or "manual" if code of your'

@@ -27,6 +27,7 @@ from lockstep._torch_compat import (
     parameters_of,
     set_layout_versions,
 )
+from lockstep.checkpoint.plain_values import MAPPINGS
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.local_rows import LocalRows, first_row
 from lockstep.operator.model_copies import copy_attributes, copy_models
@@ -185,15 +186,18 @@ def _convert(
 
 
 def as_plain_dict(like: Any, values: list[Any]) -> Any:
-    """Rebuild a structure, with dicts for mappings of any class: a checkpoint holds no other."""
+    """Rebuild a structure, with dicts for mappings of a class that no checkpoint holds."""
     if not isinstance(like, Mapping):
         return rebuild_container(like, values)
     # A module's `state_dict()` carries the versions of its layouts.
     metadata = layout_versions(like)
-    if metadata is None:
-        return dict(zip(like, values, strict=True))
-    copies = OrderedDict(zip(like, values, strict=True))
-    set_layout_versions(copies, copy.deepcopy(metadata))
+    kind = OrderedDict if metadata is not None else type(like)
+    # `MultiStepLR` steps by methods that its Counter of milestones has and a dict has not.
+    copies = kind() if kind in MAPPINGS else {}
+    for key, value in zip(like, values, strict=True):
+        copies[key] = value
+    if metadata is not None:
+        set_layout_versions(copies, copy.deepcopy(metadata))
     return copies
 
 

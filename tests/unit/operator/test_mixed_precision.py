@@ -23,6 +23,18 @@ def test_a_rank_without_a_loss_in_its_first_step_unscales_what_its_peers_have_sc
     assert weight.tolist() == [0.0, 0.0]
 
 
+def test_a_norm_with_an_overflow_of_another_weight_skips_the_step():
+    precision = Precision("fp16", CPU)
+    weight, optimizer = a_weight(2.0**16)
+    other, _ = a_weight(float("inf"))
+    precision.step(optimizer, [weight, other], 1.0)
+    assert weight.tolist() == [1.0, 1.0]
+    assert precision.state_dict()["scale"] == 2.0**15
+    weight.grad, other.grad = torch.full_like(weight, 2.0**15), torch.zeros_like(other)
+    precision.step(optimizer, [weight, other], 10.0)
+    assert weight.tolist() == [0.0, 0.0]
+
+
 def test_the_scale_of_a_state_is_that_of_a_rank_that_has_scaled_nothing():
     state = Precision("fp16", CPU).state_dict()
     other = Precision("fp16", CPU)

@@ -8,7 +8,13 @@ import pytest
 import torch
 from tests.unit.trainer.programs import linear, loader, sgd, trainer
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau, SequentialLR, StepLR
+from torch.optim.lr_scheduler import (
+    LinearLR,
+    MultiStepLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 
 from lockstep import TrainingOperator
 from lockstep.errors import ConfigurationError
@@ -133,6 +139,53 @@ def test_a_scheduler_of_another_package_steps_too():
     with trainer(keeps(Foreign), scheduler_step_freq="epoch") as one:
         one.train()
         assert one.get_local_operator().scheduler.steps == 1
+
+
+@pytest.mark.parametrize("kind", [list, tuple, lambda each: dict(enumerate(each))])
+def test_each_of_several_schedulers_steps_and_is_saved(kind):
+    def both(optimizer):
+        return kind([halves(optimizer), halves(optimizer)])
+
+    with trainer(keeps(both), scheduler_step_freq="epoch") as one:
+        one.train()
+        assert learning_rate(one) == pytest.approx(0.1 * 0.5**2, rel=1e-12)
+        assert len(one.state_dict()["schedulers"]) == 2
+
+
+def test_a_scheduler_beside_one_that_is_registered_is_named():
+    class Two(TrainingOperator):
+        def setup(self, config):
+            model = linear()
+            optimizer = sgd(model)
+            self.rates = [halves(optimizer), halves(optimizer)]
+            self.register(
+                models=model,
+                optimizers=optimizer,
+                criterion=nn.MSELoss(),
+                schedulers=self.rates[1],
+            )
+            self.register_data(train_loader=loader())
+
+    with pytest.raises(ConfigurationError, match=r"self\.rates is a .*that nothing steps"):
+        trainer(Two, scheduler_step_freq="epoch")
+
+
+def test_a_warmup_before_milestones_passes_them_after_a_load():
+    def rates(optimizer):
+        warmup, decay = LinearLR(optimizer, 0.1, total_iters=2), MultiStepLR(optimizer, [1])
+        return SequentialLR(optimizer, [warmup, decay], milestones=[2])
+
+    with trainer(keeps(rates), scheduler_step_freq="epoch") as one:
+        one.train()
+        state = one.state_dict()
+        for _ in range(3):
+            one.train()
+        expected = learning_rate(one)
+    with trainer(keeps(rates), scheduler_step_freq="epoch") as other:
+        other.load_state_dict(state)
+        for _ in range(3):
+            other.train()
+        assert learning_rate(other) == expected < 0.011
 
 
 def test_a_loop_of_ones_own_steps_what_it_has_and_self_scheduler_is_saved():

@@ -345,8 +345,8 @@ class HeadOnly(Regression):
         self.register_data(train_loader=DataLoader(TensorDataset(*problem()), config[BATCH_SIZE]))
 
 
-@pytest.mark.parametrize("num_shards", [1, 3])
-def test_gradients_that_no_optimizer_uses_do_not_add_up(num_shards):
+@pytest.mark.parametrize(("num_shards", "precision"), [(1, "fp32"), (3, "fp32"), (3, "fp16")])
+def test_gradients_that_no_optimizer_uses_do_not_add_up(num_shards, precision):
     """Their sum would be part of the norm, and the head's steps would become shorter."""
     features, targets = problem()
     model = net()
@@ -358,6 +358,7 @@ def test_gradients_that_no_optimizer_uses_do_not_add_up(num_shards):
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
     arguments = {"training_operator_cls": HeadOnly, "num_shards": num_shards, "clip_grad_norm": 0.5}
+    arguments["precision"] = precision
     assert_equal_weights(trained(calls=(3, 5), **arguments), model)
     with TorchTrainer(config={BATCH_SIZE: BATCH}, **arguments) as trainer:
         trainer.train(num_steps=3)
