@@ -38,9 +38,10 @@ from lockstep.sync.buckets import Slot
 from lockstep.sync.earlier_gradients import EarlierGradients
 from lockstep.sync.end_of_backward import call_at_end
 from lockstep.sync.late_parameters import LateParameters
+from lockstep.sync.local_gradients import LocalGradients
 from lockstep.sync.round_contribution import PLAIN, WEIGHTED, Contribution, Fault
 from lockstep.sync.weighted_loss_scale import BatchWeights, as_weight
-from lockstep.sync.zero_weight_backward import return_gradients, take_gradients
+from lockstep.sync.zero_weight_backward import GradientsBefore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from lockstep.sync.ordered_reducer import ShardGradient
     from lockstep.sync.round_contribution import RoundTotals, UnreadTotals
     from lockstep.sync.synced_tensors import SyncedTensors
-    from lockstep.sync.transport_protocol import Gradients, RoundResult, TransportFactory
+    from lockstep.sync.transport_protocol import RoundResult, TransportFactory
 
 
 class ReductionRounds:
@@ -109,6 +110,7 @@ class ReductionRounds:
         self._unread: UnreadTotals | None = None
         self._accumulated: list[Slot] = []  # whose gradient is a sum with those of earlier rounds
         self._grad_watch = AutogradGradWatch(self.slots)
+        self._local = LocalGradients(found.local)
         self._late = LateParameters(modules, found.parameters.values())
         self._new_window()
         self.transport = make_transport(self, self.slots, found.signature(), cap_bytes)
@@ -171,6 +173,8 @@ class ReductionRounds:
         self._window.enter(kind, self.weights, self.place)
         if is_first:
             self._set_earlier_aside()
+            if kind == WEIGHTED:
+                self._local.open_window()
 
     def _set_earlier_aside(self) -> None:
         """Set gradients of earlier rounds aside: no round reduces them, no hook sees them again."""
@@ -197,6 +201,7 @@ class ReductionRounds:
         """Drop the gradients since the last round. Every rank does, or none; no collective."""
         for slot in self.slots:
             slot.param.grad = None
+        self._local.forget_window()
         self._reset()
 
     def pack_shard(self) -> ShardGradient:
@@ -264,31 +269,27 @@ class ReductionRounds:
 
     def _run_backward(self, run: Callable[[], None], weight: float | None) -> None:
         """Run a backward whose root carries `weight`; the round begins before it."""
-        replacement_gradients: Gradients | None = None
+        before: GradientsBefore | None = None
         self.listener.is_running = True
         try:
             if weight == 0.0:
                 # No value of this backward may stay; scaling by zero would keep NaN.
-                replacement_gradients = take_gradients(self.slots, self.transport)
+                before = GradientsBefore(self.slots, self._local, self.transport)
             if not self.is_paused:
                 self._begin_round()
             by_id = {id(slot.param): grad for slot, grad in self._earlier.by_slot.items()}
             around = reduction_context.activate_for_backward(self.attached_group(), weight, by_id)
-            with self.transport.backward(replacement_gradients), around:
+            with self.transport.backward(before and before.by_slot), around:
                 run()
         except BaseException:
-            if replacement_gradients is not None:
-                for slot in self.slots:
-                    slot.param.grad = replacement_gradients.get(slot)
+            if before is not None:
+                before.put_back()
             self._fail()
             raise
         finally:
             self.listener.is_running = False
-        if replacement_gradients is not None:
-            is_borrowed = self.weights.is_borrowed
-            return_gradients(
-                replacement_gradients, self.slots, self.transport, is_borrowed=is_borrowed
-            )
+        if before is not None:
+            before.put_back_with_zeros(is_borrowed=self.weights.is_borrowed)
         if self.is_paused:
             self._leave_window_open()
         else:
@@ -328,6 +329,7 @@ class ReductionRounds:
         assert contribution is not None
         if self._window.kind == WEIGHTED:
             contribution.weight = self._window.total_weight
+            self._local.close_window(contribution.weight if self.weights.averages else 1.0)
         unknown = self._late.names_with_gradient()
         try:
             result = finish([Fault.of("added_parameter", unknown)] if unknown else [])
@@ -388,11 +390,11 @@ class ReductionRounds:
             raise
 
     def _reset(self, *, has_failed: bool = False) -> None:
-        # Peers wait for the missing buckets, or have read other messages as those.
-        self._is_broken = self._is_broken or self.transport.is_half_sent
+        self._is_broken |= self.transport.is_half_sent  # peers wait, or have read other messages
         self.transport.reset(has_failed=has_failed)
         self.listener.forget_tasks()
         self._new_window()
+        self._local.close_window(1.0)  # of a window that no round has closed
         self.listener.is_running = False
         self._has_failed = has_failed
 

@@ -36,11 +36,13 @@ class SyncedTensors:
         parameters: name to parameter, in registration order.
         buffers: name to place, in registration order.
         refused: what cannot be synchronised at all, one sentence each.
+        local: the parameters that the program has marked with `local`.
     """
 
     parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, BufferPlace] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
+    local: list[torch.nn.Parameter] = field(default_factory=list)
     _structure: list[Entry] | None = field(default=None, init=False)
 
     def structure(self) -> list[Entry]:
@@ -127,9 +129,12 @@ def _holds_tensors(module: torch.nn.Module) -> bool:
 
 def _collect(found: SyncedTensors, owner: torch.nn.Module, prefix: str, seen: set[int]) -> None:
     for key, param in parameters_of(owner).items():
-        if param is None or id(param) in seen or is_local(param):
+        if param is None or id(param) in seen:
             continue
         seen.add(id(param))
+        if is_local(param):
+            found.local.append(param)
+            continue
         refusal = _refuse_parameter(param, prefix + key)
         if refusal:
             found.refused.append(refusal)

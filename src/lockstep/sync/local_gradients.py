@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LocalGradients`: the gradients of `local` parameters in a window of weighted backwards.
+
+A weighted backward multiplies its loss by weight / unit, and the round divides the gradients that
+it reduces. No round has those of local parameters. So each rank divides its own by the weight of
+its own window: they are those of the mean over the samples of this rank, as in one process, and
+depend on no unit. Rejected: to multiply them back in a hook; a window needs all its weights.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class LocalGradients:
+    """The gradients of one rank's local parameters.
+
+    Args:
+        parameters: those that lie in the synchronised modules.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._earlier: list[torch.Tensor | None] | None = None
+
+    def take(self) -> list[torch.Tensor | None]:
+        """Take the gradients out of ``parameter.grad``."""
+        taken = [parameter.grad for parameter in self._parameters]
+        self._set([None] * len(taken))
+        return taken
+
+    def put_back(self, taken: list[torch.Tensor | None], *, with_zeros: bool) -> None:
+        """Put back what `take` has taken, and drop the gradients of since then.
+
+        Args:
+            with_zeros: a parameter that has a gradient since then, and had none, gets zeros.
+        """
+        since = self.take() if with_zeros else [None] * len(taken)
+        self._set(
+            torch.zeros_like(new) if old is None and new is not None else old
+            for old, new in zip(taken, since, strict=True)
+        )
+
+    def open_window(self) -> None:
+        """Set the gradients of earlier windows aside."""
+        if self._parameters:
+            self._earlier = self.take()
+
+    @torch.no_grad()
+    def close_window(self, weight: float) -> None:
+        """Divide the window's gradients by its weight, and add them to those of earlier windows.
+
+        Args:
+            weight: in units; 0 if this rank had no samples, and has zeros for gradients.
+        """
+        earlier, self._earlier = self._earlier, None
+        if earlier is None:
+            return
+        means = [None if grad is None else grad / (weight or 1.0) for grad in self.take()]
+        self._set(
+            new if old is None else old if new is None else old + new
+            for old, new in zip(earlier, means, strict=True)
+        )
+
+    def forget_window(self) -> None:
+        """Drop the gradients of an open window, and those that were set aside."""
+        if self._earlier is not None:
+            self._earlier = None
+            self.take()
+
+    def _set(self, gradients: Iterable[torch.Tensor | None]) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A local parameter's gradient is that of the mean over its own rank's samples, whoever weighs."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from harness import reset, rows, run_ranks
+from lockstep import local
+from lockstep.sync import replicate
+
+X = rows(24, 4, seed=1)
+COUNTS = ([3, 2, 4], [6, 1, 8])
+"""Samples of each rank's batches; of two steps, the first has one batch and the second two."""
+
+
+class Routed(nn.Module):
+    """Each rank has a router of its own before layers that they share."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.layer = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, features):
+        return self.layer(features * self.router(features).sigmoid()).square().sum(1)
+
+
+def batches_of(rank):
+    return (X[:9] if rank == 0 else X[9:]).split(COUNTS[rank])
+
+
+def true_gradients(rank, batches, scale=1.0):
+    model = reset(Routed(), seed=3)
+    (scale * torch.cat([model(batch) for batch in batches]).mean()).backward()
+    return [parameter.grad for parameter in model.router.parameters()]
+
+
+def own_gradients(model):
+    gradients = [parameter.grad for parameter in model.router.parameters()]
+    model.zero_grad()
+    return gradients
+
+
+@pytest.mark.parametrize("factor", [1.0, 100.0])
+def test_windows_of_one_batch_and_of_two(factor):
+    """Also in the first step, in which no rank knows what a batch weighs; weights are tokens."""
+    replicas = [reset(Routed(), seed=3) for _ in range(2)]
+
+    def body(group):
+        model = replicas[group.rank]
+        local(model.router)
+        sync = replicate(model, group=group)
+        first, *window = batches_of(group.rank)
+        sync.backward(model(first).mean(), weight=factor * len(first))
+        found = [own_gradients(model)]
+        for batch in window:
+            with sync.no_sync() if batch is window[0] else nullcontext():
+                sync.backward(model(batch).mean(), weight=factor * len(batch))
+        found.append(own_gradients(model))
+        sync.detach()
+        return found
+
+    for rank, got in enumerate(run_ranks(2, body)):
+        first, *window = batches_of(rank)
+        for mine, batches in zip(got, ([first], window), strict=True):
+            for one, true in zip(mine, true_gradients(rank, batches), strict=True):
+                assert (one - true).abs().max() < 1e-12
+
+
+def test_they_add_up_over_steps_and_a_batch_without_weight_leaves_nothing():
+    replicas = [reset(Routed(), seed=3) for _ in range(2)]
+
+    def body(group):
+        model = replicas[group.rank]
+        local(model.router)
+        sync = replicate(model, group=group)
+        first, second, _ = batches_of(group.rank)
+        for batch in (first, second):
+            sync.backward(model(batch).mean(), weight=len(batch))
+        weight = 0 if group.rank == 0 else 4
+        loss = model(first).mean() * (torch.nan if weight == 0 else 0.0)
+        sync.backward(loss, weight=weight)
+        found = own_gradients(model)
+        sync.backward(
+            model(first).mean() * torch.nan if not weight else model(first).mean(), weight
+        )
+        zeros = own_gradients(model)
+        sync.detach()
+        return found, zeros
+
+    (found, zeros), (others, _) = run_ranks(2, body)
+    for rank, mine in enumerate((found, others)):
+        pairs = [true_gradients(rank, [batch]) for batch in batches_of(rank)[:2]]
+        for one, *both in zip(mine, *pairs, strict=True):
+            assert (one - sum(both)).abs().max() < 1e-12
+    assert all(torch.equal(zero, torch.zeros_like(zero)) for zero in zeros)
