@@ -223,12 +223,14 @@ def _sharded(registered: TrainingParts, context: RankContext) -> Synchroniser:
 
 
 def _parameter_server(registered: TrainingParts, context: RankContext) -> Synchroniser:
+    before = registered.sync  # of the generation before
     return ParameterServerSync(
         registered.modules(),
         registered.optimizers,
         context.group,
         context.server_address,
         resume_step=registered.sync_options.resume_step,
+        server=before.server if isinstance(before, ParameterServerSync) else None,
         bucket_cap_mb=context.options.bucket_cap_mb,
         broadcast=registered.sync_options.resume_step is None,
         buffers=registered.sync_options.buffers,

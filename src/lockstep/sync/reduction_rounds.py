@@ -279,7 +279,7 @@ class ReductionRounds:
                 self._begin_round()
             by_id = {id(slot.param): grad for slot, grad in self._earlier.by_slot.items()}
             around = reduction_context.activate_for_backward(self.attached_group(), weight, by_id)
-            with self.transport.backward(before and before.by_slot), around:
+            with self.transport.backward(before.by_slot if before else None), around:
                 run()
         except BaseException:
             if before is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import nn
@@ -193,7 +193,7 @@ def as_plain_dict(like: Any, values: list[Any]) -> Any:
     metadata = layout_versions(like)
     kind = OrderedDict if metadata is not None else type(like)
     # `MultiStepLR` steps by methods that its Counter of milestones has and a dict has not.
-    copies = kind() if kind in MAPPINGS else {}
+    copies: dict[Any, Any] = cast("Any", kind)() if kind in MAPPINGS else {}
     for key, value in zip(like, values, strict=True):
         copies[key] = value
     if metadata is not None:

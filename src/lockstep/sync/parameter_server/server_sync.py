@@ -8,7 +8,7 @@ summed in another way: every rank sends its own to the server, and gets the sum.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.pending_collective import Pending
@@ -49,6 +49,10 @@ class ParameterServerSync(GradientSync):
         resume_step: steps of the run that have happened, if the server served a generation of the
             group before this one: it goes on with the weights and optimizers that it has. None: it
             takes over those of rank 0.
+        server: the store in this process that served that generation.
+
+    Attributes:
+        server: the store in this process; None if it is in another one.
     """
 
     def __init__(
@@ -59,10 +63,11 @@ class ParameterServerSync(GradientSync):
         address: ServerAddress | None,
         *,
         resume_step: int | None = None,
+        server: InProcessServer | None = None,
         **options: Any,
     ) -> None:
         self._served: list[RemoteOptimizer] = []
-        self._is_remote = address is not None
+        self.server = None if address else server or InProcessServer()
         wanted = optimizers_to_serve(optimizers)
         if address is None and group.size > 1:
             raise ConfigurationError(
@@ -71,7 +76,7 @@ class ParameterServerSync(GradientSync):
                 fix='TorchTrainer(..., sync="parameter_server") starts one',
             )
         self._channel: Channel = (
-            connect_to_server(address, group.rank) if address else InProcessServer()
+            connect_to_server(address, group.rank) if address else cast("Channel", self.server)
         )
         try:
             transport = partial(BucketTransport, combine=self._sum_at_server)
@@ -152,7 +157,7 @@ class ParameterServerSync(GradientSync):
         served, self._served = self._served, []
         for each in reversed(served):  # an optimizer may be served, and be within another one
             try:
-                each.release(keep_state=not self._is_remote)
+                each.release(keep_state=self.server is not None)
             except LockstepError:
                 # The optimizer was given parameters that the server does not know.
                 each.release(keep_state=False)
