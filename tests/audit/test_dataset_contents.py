@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lockstep.audit.probe.contents import contents_of
 from lockstep.audit.probe.hooking import hook_in
 from lockstep.audit.probe.probe import Probe
+from lockstep.dataset_contents import contents_of
 
 
 class Listed(Dataset):

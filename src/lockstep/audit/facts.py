@@ -320,7 +320,7 @@ class Loading:
 
     `part` stands for the samples that a ``Subset`` has, and `samples` are the `indices` in the
     dataset that it was taken from. `contents` has a number for each list of names in a dataset that
-    a sampler shares out; see `lockstep.audit.probe.contents`. `rows` tells, for each tensor of a
+    a sampler shares out; see `lockstep.dataset_contents`. `rows` tells, for each tensor of a
     batch, what the samples of the first `indices` held, or of a stream the first samples, and
     `shapes` are those of the first batch. What a sampler says of
     itself are its `replicas` and whether it `shuffles`; `step` says how many steps there had been.

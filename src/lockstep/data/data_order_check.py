@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.content_digest import content_digest
+from lockstep.dataset_contents import held_contents
 from lockstep.errors import DataOrderError
 
 if TYPE_CHECKING:
@@ -29,6 +30,11 @@ _CHECKED_FIELDS: Final = {
         "* and // only",
     ),
     "drop_last": ("settings of drop_last", "setup builds another loader on some ranks"),
+    "dataset": (
+        "datasets",
+        "the ranks list files in no fixed order, or split or draw the samples with a generator"
+        " that is seeded per process",
+    ),
     "num_shards": ("numbers of shards", "the ranks were started with different arguments"),
     "seed": ("seeds", "the ranks were started with different arguments"),
     "epoch": ("epochs", "some ranks iterated the loader more often than others"),
@@ -42,14 +48,20 @@ _CHECKED_FIELDS: Final = {
 
 
 def plan_fingerprint(
-    batches: GlobalBatches, assignment: ShardAssignment, epoch: int
+    batches: GlobalBatches, dataset: Any, assignment: ShardAssignment, epoch: int
 ) -> dict[str, Any]:
-    """The plan of an epoch as plain JSON, equal on ranks that read by the same plan."""
+    """The plan of an epoch as plain JSON, equal on ranks that read by the same plan.
+
+    Args:
+        dataset: what the loader reads from; None where the items are the batches.
+    """
     return {
         "kind": batches.kind.value,
         "length": batches.length,
         "global_batch": batches.per_step,
         "drop_last": batches.drop_last,
+        # What the positions stand for; of a stream the first sample tells.
+        "dataset": None if batches.kind.is_data else held_contents(dataset),
         "num_shards": assignment.num_shards,
         "seed": assignment.seed,
         "epoch": epoch,

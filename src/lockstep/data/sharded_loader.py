@@ -123,6 +123,7 @@ class ShardedLoader:
         self._borrows = parts is BatchParts.JOINT_OR_BORROWED
         batches = global_batches_of(loader, assignment.num_shards, global_batch_size)
         self._batches = replace(batches, drop_last=False) if keeps_last else batches
+        self._dataset = loader.dataset if isinstance(loader, DataLoader) else None
         self._copy: LoaderCopy | None = None  # None: the items are the batches already
         if isinstance(loader, DataLoader):
             self._rows = CollatedRows(loader.collate_fn)
@@ -188,9 +189,9 @@ class ShardedLoader:
     def fingerprint(self, epoch: int) -> dict[str, Any]:
         """The plan of `epoch`, equal on all workers, as plain JSON; see `check_same_plan`.
 
-        Draws the first items of the epoch's stream; reads samples only from streams.
+        Draws the first items of the epoch's stream; reads samples from streams and from tensors.
         """
-        return plan_fingerprint(self._batches, self.assignment, epoch)
+        return plan_fingerprint(self._batches, self._dataset, self.assignment, epoch)
 
     def samples_of(self, shards: Sequence[int], first_step: int, steps: int) -> int | None:
         """Samples of `shards` in `steps` steps from `first_step` on, into further epochs.

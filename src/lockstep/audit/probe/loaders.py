@@ -16,9 +16,9 @@ from torch.utils.data import dataloader as module
 
 from lockstep.audit.facts import Loading
 from lockstep.audit.probe.batches import BATCHES, ROWS, each_row, hash_of, read_on, tensors_in
-from lockstep.audit.probe.contents import contents_of
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.worker_draws import SeenInit, drawn_by_workers, places_of, room_for
+from lockstep.dataset_contents import contents_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

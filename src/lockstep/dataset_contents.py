@@ -4,9 +4,14 @@
 from __future__ import annotations
 
 import zlib
+from contextlib import suppress
 from numbers import Integral
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final
+
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from lockstep.content_digest import content_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,6 +41,30 @@ def contents_of(dataset: Any, size: int | None) -> list[int]:
         if len(names) == len(set(names)) == len(places):
             found.append(zlib.crc32(repr(names).encode()))
     return found
+
+
+def held_contents(dataset: Any) -> list[str | int]:
+    """Numbers for what positions in `dataset` stand for, where it is the same on every rank.
+
+    As `contents_of`, and of torch's own datasets also the rows, the chosen positions, and the
+    datasets within them.
+    """
+    if type(dataset) is ConcatDataset:
+        return [number for each in dataset.datasets for number in held_contents(each)]
+    if type(dataset) is Subset:
+        places = _spread(len(dataset.indices))
+        chosen = [dataset.indices[place] for place in places]
+        return [content_digest(chosen), *held_contents(dataset.dataset)]
+    if type(dataset) is TensorDataset:
+        rows = [dataset[place] for place in _spread(len(dataset))]
+        return [content_digest(rows)]
+    with suppress(TypeError, NotImplementedError):  # from its `__len__`
+        return [*contents_of(dataset, len(dataset))]
+    return []
+
+
+def _spread(size: int) -> range:
+    return range(0, size, max(1, -(-size // _SAMPLES)))
 
 
 def _name_of(sample: Any, depth: int = _DEPTH) -> str:

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that agree on positions read the same samples only if the positions mean the same."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, random_split
+
+from lockstep.data import BatchParts, ShardAssignment, ShardedLoader
+from lockstep.data.data_order_check import check_same_plan
+from lockstep.errors import DataOrderError
+
+NAMES = [f"/data/images/{number:03}.png" for number in range(40)]
+
+
+class Images(Dataset[Any]):
+    """Files in the order in which a host lists them."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("a sample was read")
+
+
+def shuffled(rank: int) -> list[int]:
+    return torch.randperm(40, generator=torch.Generator().manual_seed(rank)).tolist()
+
+
+def files(rank: int) -> Dataset[Any]:
+    return Images([NAMES[number] for number in shuffled(rank)])
+
+
+def split(rank: int) -> Dataset[Any]:
+    generator = torch.Generator().manual_seed(rank)
+    return random_split(Images(NAMES), [30, 10], generator=generator)[0]
+
+
+def parts(rank: int) -> Dataset[Any]:
+    return ConcatDataset([Images(NAMES), Subset(Images(NAMES), torch.tensor(shuffled(rank)))])
+
+
+def rows(rank: int) -> Dataset[Any]:
+    return TensorDataset(torch.randn(40, 3, generator=torch.Generator().manual_seed(rank)))
+
+
+def check(datasets: list[Dataset[Any]]) -> None:
+    loaders = [
+        ShardedLoader(
+            DataLoader(dataset, batch_size=4, shuffle=True),
+            ShardAssignment(2, range(rank, rank + 1), 0),
+            parts=BatchParts.BY_SHARD,
+        )
+        for rank, dataset in enumerate(datasets)
+    ]
+    check_same_plan([loader.fingerprint(0) for loader in loaders])
+
+
+@pytest.mark.parametrize("dataset_of", [files, split, parts, rows])
+def test_a_dataset_that_differs_by_rank_is_refused(dataset_of: Callable[[int], Any]) -> None:
+    check([dataset_of(0), dataset_of(0)])
+    with pytest.raises(DataOrderError, match="different datasets"):
+        check([dataset_of(0), dataset_of(1)])
+
+
+def test_copies_of_the_files_at_another_place_are_the_same_data() -> None:
+    elsewhere = [name.replace("/data", "/scratch/of/this/host") for name in NAMES]
+    check([Images(NAMES), Images(elsewhere)])
