@@ -24,6 +24,10 @@ def local(parameter_or_module: Owned) -> Owned:
     optimizer may hold it. Mark it before a `GradientSync` is attached; a parameter that is marked
     alone, and not with its module, has to be marked again in a deep copy of the model.
 
+    A checkpoint of `TorchTrainer` holds rank 0's, which every rank loads, and so does a worker that
+    joins or catches up after a death. What an operator's own ``state_dict`` returns is kept for
+    each rank.
+
     Args:
         parameter_or_module: a tensor, or a module with everything in it.
 
@@ -31,7 +35,7 @@ def local(parameter_or_module: Owned) -> Owned:
         Its argument.
 
     Gradient:
-        Each rank's own.
+        Each rank's own; of weighted backwards that of the mean over the rank's own samples.
 
     Collective:
         None.
