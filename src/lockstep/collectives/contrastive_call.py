@@ -84,8 +84,14 @@ class ContrastiveCall:
     def divisor(self) -> int:
         return self.rows.total if self.reduction == "mean" else 1
 
-    def exchange_loss_gradient(self, gradient: torch.Tensor) -> tuple[float, torch.Tensor]:
+    def exchange_loss_gradient(
+        self, node: Any, gradient: torch.Tensor
+    ) -> tuple[float, torch.Tensor]:
         """Exchange the gradients of the loss.
+
+        Args:
+            node: see `BackwardCheck.exchange_backward_info`.
+            gradient: of the loss on this rank.
 
         Returns:
             The weight of one row's loss, if all rows have the same; and this rank's gradient.
@@ -97,7 +103,7 @@ class ContrastiveCall:
             Every rank. One `Group.monitored_all_gather`.
         """
         assert self.communication is not None
-        infos = self.communication.exchange_backward_info(gradient)
+        infos = self.communication.exchange_backward_info(node, gradient)
         if infos[self.group.rank].weight == 0.0:
             gradient = torch.zeros_like(gradient)
         return sum(one.scalar for one in infos) / self.divisor, gradient

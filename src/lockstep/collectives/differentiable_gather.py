@@ -145,7 +145,7 @@ class _Gather(torch.autograd.Function):
         communication: BackwardCheck = ctx.communication
         rank = communication.group.rank
         replicated = ctx.backward == "replicated"
-        infos = communication.exchange_backward_info(gradient, one_loss=replicated)
+        infos = communication.exchange_backward_info(ctx, gradient, one_loss=replicated)
         weight = infos[rank].weight
         if replicated:
             # The loss is the same on all ranks, so the other slices are equal up to their weights.

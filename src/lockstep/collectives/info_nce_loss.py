@@ -161,7 +161,7 @@ class _InfoNCE(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: ContrastiveCall = ctx.call
         a, columns, log_rows, log_columns, positives, scale = ctx.saved_tensors
-        row_weight, gradient = call.exchange_loss_gradient(gradient)
+        row_weight, gradient = call.exchange_loss_gradient(ctx, gradient)
         where = ctx.place if positives is None else positives
         factor, by_row, by_column = _weights(call, gradient, row_weight, where, len(columns))
         coefficients = Coefficients(log_rows, log_columns, by_row, by_column, 2 * by_row)

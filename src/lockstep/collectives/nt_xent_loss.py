@@ -101,7 +101,7 @@ class _NTXent(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: ContrastiveCall = ctx.call
         views, columns, log_rows, log_columns, partners, scale = ctx.saved_tensors
-        row_weight, gradient = call.exchange_loss_gradient(gradient)
+        row_weight, gradient = call.exchange_loss_gradient(ctx, gradient)
         factor: float = row_weight
         by_row: torch.Tensor | float = 1.0
         by_column: torch.Tensor | float = 1.0
