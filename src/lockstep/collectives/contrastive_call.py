@@ -80,6 +80,21 @@ class ContrastiveCall:
         self.group.all_reduce(total).wait()
         return (total / self.divisor).to(losses.dtype)
 
+    def as_of_batch(self, losses: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """The function's result, with as many losses as the batch in hand has rows.
+
+        A rank that brings no rows computes on another rank's batch with weight 0; the program goes
+        on with its rows all the same, so they have zeros for losses.
+
+        Gradient:
+            That of `losses`: the backward of the function runs, for the other ranks' sake.
+
+        Collective:
+            None.
+        """
+        has_losses = self.reduction == "none" and self.is_empty
+        return losses.sum().expand(num_rows) if has_losses else losses
+
     @property
     def divisor(self) -> int:
         return self.rows.total if self.reduction == "mean" else 1

@@ -90,13 +90,14 @@ def info_nce(
     """
     name = "lockstep.info_nce(a, b, logit_scale)"
     call = compare_arguments(name, (a, b), logit_scale, positives, reduction, tile, group)
+    num_rows = len(a)
     if call.is_empty:
         a, b, positives = a[:0], b[:0], None if positives is None else positives[:0]
     ours = call.rows.span(call.group.rank)
     where = ours if positives is None else positives.to(a.device)
     apply: Any = _InfoNCE.apply
     loss: torch.Tensor = apply(a, b, as_tensor(logit_scale, a), call, where)
-    return loss
+    return call.as_of_batch(loss, num_rows)
 
 
 class _ColumnGradients:
