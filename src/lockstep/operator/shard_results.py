@@ -212,8 +212,7 @@ def _parse_weight(operator: Operator, given: Any) -> float:
             fix="return loss, {lockstep.keys.WEIGHT: int(mask.sum())}",
         )
     state = operator._lockstep
-    is_own_step = state.context.world_size == 1 and state.context.options.accumulate == 1
-    if state.sync is None and not is_own_step:
+    if state.sync is None and state.context.world_size > 1:
         raise NotAvailableError(
             "a weight needs lockstep's synchronisation, which wrap_ddp=False turned off",
             where=where,

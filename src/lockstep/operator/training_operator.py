@@ -21,6 +21,7 @@ from lockstep.operator.registration import (
     refuse_unknown_arguments,
     require_single_loader,
 )
+from lockstep.operator.sync_setup import check_own_wrapper
 from lockstep.operator.training_parts import SyncOptions
 from lockstep.tensor_tree import children_of, rebuild_container
 
@@ -408,6 +409,7 @@ class TrainingOperator:
         """Raise for what can be told from the class: on the driver, before any worker starts."""
         if cls.setup is TrainingOperator.setup:
             raise _no_setup(cls)
+        check_own_wrapper(options)
 
     # ---------------------------------------------------------------- other ways to make one
 
