@@ -225,3 +225,32 @@ def test_a_worker_without_samples_does_not_count_in_a_wrapper_of_ones_own(operat
     assert [report.steps for report in before] == [3, 3]
     with pytest.raises(NotAvailableError, match=r"weight of zero[\s\S]*rank 1[\s\S]*drop_last"):
         on_workers(operator_cls, "train", wrap_ddp=False)
+
+
+class NormalisedFirst(OwnRows):
+    """In the default loop; worker 0 has the shorter loader, and its buffers are committed."""
+
+    trained: ClassVar = {}
+
+    def setup(self, config):
+        model = nn.Sequential(nn.BatchNorm1d(4), reset(mlp(), 7)).double()
+        self.model, self.optimizer = self.register(models=model, optimizers=sgd(model))
+        loader = DataLoader(TensorDataset(FEATURES[1 - self.world_rank]), PER_BATCH)
+        self.register_data(train_loader=loader)
+
+    def compute_loss(self, batch, batch_info):
+        return self.model(*batch).square().mean()
+
+    def after_step(self):
+        self.trained[self.world_rank] = self.model[0].running_mean.clone()
+
+
+def test_statistics_stay_where_worker_0_has_run_out_of_data():
+    """Its repeated batch counts nothing, and its steps before were weighed by their samples."""
+    on_workers(NormalisedFirst, "train")
+    norm = nn.BatchNorm1d(4).double()
+    for part in FEATURES[1].split(PER_BATCH):
+        norm(part)
+    for found in NormalisedFirst.trained.values():
+        assert (found - norm.running_mean).abs().max() <= 1e-12
+    assert set(NormalisedFirst.trained) == {0, 1}

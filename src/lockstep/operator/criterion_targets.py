@@ -46,6 +46,16 @@ def count_targets(call: CriterionCall) -> float | None:
     return float(weight.to(target.device, torch.float64)[target[is_counted]].sum())
 
 
+def may_ignore_all(criterion: Any, batch: Any) -> bool:
+    """Whether `criterion` may count none of a batch's targets; asked before the batch's forward."""
+    if _settings(criterion) is None or not isinstance(batch, tuple | list) or not batch:
+        return False
+    target = batch[-1]
+    # Counting on a device would wait for all that was started there.
+    is_far = isinstance(target, torch.Tensor) and target.device.type != "cpu"
+    return is_far or count_targets(CriterionCall(criterion, target)) == 0.0
+
+
 def _settings(criterion: Any) -> tuple[torch.Tensor | None, int] | None:
     """`weight` and `ignore_index`, of a criterion that is a mean over targets."""
     if isinstance(criterion, nn.Module):
