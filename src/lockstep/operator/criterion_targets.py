@@ -40,10 +40,16 @@ def count_targets(call: CriterionCall) -> float | None:
     if settings is None or not isinstance(target, torch.Tensor) or target.is_floating_point():
         return None
     weight, ignored = settings
-    is_counted = target != ignored
+    counted = target != ignored
     if weight is None:
-        return float(is_counted.sum())
-    return float(weight.to(target.device, torch.float64)[target[is_counted]].sum())
+        return float(counted.sum())
+    return float(weight.to(target.device, torch.float64)[target[counted]].sum())
+
+
+def is_counted(criterion: Any, target: torch.Tensor) -> torch.Tensor:
+    """For each of the targets that are classes, whether `criterion` does not ignore it."""
+    settings = _settings(criterion)
+    return torch.ones_like(target, dtype=torch.bool) if settings is None else target != settings[1]
 
 
 def may_ignore_all(criterion: Any, batch: Any) -> bool:

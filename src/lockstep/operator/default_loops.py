@@ -478,7 +478,10 @@ def validate_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -
                 loss, metrics = loss_and_metrics(operator, moved, batch_info)
             else:
                 loss, output, target = default_loss(operator, moved)
-                metrics = class_accuracy(output, target)
+                call = global_batch.criterion_call
+                metrics = class_accuracy(call and call.criterion, output, target)
         weight = results.weight_of(shard, metrics, moved)
-        results.add(shard, {"val_loss": _loss_per_sample(operator, loss, shard), **metrics}, weight)
+        weights = {name: results.num_targets(shard, moved) for name in metrics if not own_loss}
+        metrics = {"val_loss": _loss_per_sample(operator, loss, shard), **metrics}
+        results.add(shard, metrics, weight, weights)
     return results.metrics()

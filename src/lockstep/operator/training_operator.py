@@ -141,7 +141,8 @@ class TrainingOperator:
         return default_loops.validate(self, val_iterator, info)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """The metrics of one batch: `val_loss`, and `val_accuracy` for class targets."""
+        """The metrics of one batch: `val_loss`, and for class targets `val_accuracy`, a mean over
+        those that the criterion does not ignore."""
         return default_loops.validate_batch(self, batch, batch_info)
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
