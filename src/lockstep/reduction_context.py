@@ -49,9 +49,18 @@ class ReductionContext:
     earlier: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
+@dataclass
+class DeliveredWeight:
+    """Outside a trainer: the batch weight of a thread's next plain backward, as it is now."""
+
+    weight: float | None = None
+
+
 class _OfThisThread(threading.local):
     current: ReductionContext | None = None
-    delivered: float | None = None
+
+    def __init__(self) -> None:
+        self.delivered = DeliveredWeight()
 
 
 _of_this_thread = _OfThisThread()
@@ -112,7 +121,7 @@ def activate_for_backward(
         earlier: see `ReductionContext`.
     """
     # Not `active()`: its context for the whole process may be that of another rank.
-    around = _of_this_thread.current or ReductionContext(group, _of_this_thread.delivered)
+    around = _of_this_thread.current or ReductionContext(group, _of_this_thread.delivered.weight)
     if earlier:
         around = replace(around, earlier=earlier)
     if weight is not None:
@@ -122,10 +131,13 @@ def activate_for_backward(
 
 def set_batch_weight(weight: float | None) -> None:
     """Outside a trainer: set the batch weight of this thread's next plain backward."""
-    _of_this_thread.delivered = weight
+    _of_this_thread.delivered.weight = weight
 
 
-def batch_weight() -> float | None:
-    """The weight of the present batch; None where no program has set one: one per rank."""
-    current = active()
-    return _of_this_thread.delivered if current is None else current.weight
+def weight_of_this_thread() -> ReductionContext | DeliveredWeight:
+    """What holds the weight of the present batch; None where no program has set one: one per rank.
+
+    For a function that will run in a backward, maybe on a thread of autograd's: the reduction
+    applies the weight that stands there by then.
+    """
+    return active() or _of_this_thread.delivered

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from harness import reset, rows
 from lockstep import TrainingOperator
-from lockstep.errors import PeerLostError, WeightError
+from lockstep.errors import NotAvailableError, PeerLostError, WeightError
 from lockstep.operator import Options
 from lockstep.worker import LoopRequest, Worker, WorkerSpec
 from ranks.table import as_threads
@@ -37,9 +37,9 @@ class OwnRows(TrainingOperator):
         self.register_data(train_loader=loader, validation_loader=loader)
 
 
-def on_workers(operator_cls, purpose, num_steps=None):
+def on_workers(operator_cls, purpose, num_steps=None, *, wrap_ddp=True):
     """The report of each worker's call."""
-    options = Options(add_dist_sampler=False)
+    options = Options(add_dist_sampler=False, wrap_ddp=wrap_ddp)
     spec = WorkerSpec(operator_cls, {}, 2, num_shards=2, seed=0, options=options)
 
     def one_rank(rank, make_group):
@@ -201,3 +201,56 @@ def test_batches_with_time_steps_first_count_for_their_samples(operator_cls):
     for weight in operator_cls.trained.values():
         assert (weight - model.weight).abs().max() < 1e-12
     assert set(operator_cls.trained) == {0, 1}
+
+
+class DefaultStep(OwnRows):
+    """Without a synchronisation: a wrapper of the user's own would average the workers alike."""
+
+    def compute_loss(self, batch, batch_info):
+        return self.model(*batch).square().mean()
+
+
+class OwnStep(DefaultStep):
+    def train_batch(self, batch, batch_info):
+        self.optimizer.zero_grad()
+        self.compute_loss(batch, batch_info).backward()
+        self.optimizer.step()
+        return {}
+
+
+@pytest.mark.parametrize("operator_cls", [DefaultStep, OwnStep])
+def test_a_worker_without_samples_does_not_count_in_a_wrapper_of_ones_own(operator_cls):
+    """It would as if its repeated batch were new; nobody applies its weight of zero."""
+    before = on_workers(operator_cls, "train", num_steps=min(BATCHES), wrap_ddp=False)
+    assert [report.steps for report in before] == [3, 3]
+    with pytest.raises(NotAvailableError, match=r"weight of zero[\s\S]*rank 1[\s\S]*drop_last"):
+        on_workers(operator_cls, "train", wrap_ddp=False)
+
+
+class NormalisedFirst(OwnRows):
+    """In the default loop; worker 0 has the shorter loader, and its buffers are committed."""
+
+    trained: ClassVar = {}
+
+    def setup(self, config):
+        model = nn.Sequential(nn.BatchNorm1d(4), reset(mlp(), 7)).double()
+        self.model, self.optimizer = self.register(models=model, optimizers=sgd(model))
+        loader = DataLoader(TensorDataset(FEATURES[1 - self.world_rank]), PER_BATCH)
+        self.register_data(train_loader=loader)
+
+    def compute_loss(self, batch, batch_info):
+        return self.model(*batch).square().mean()
+
+    def after_step(self):
+        self.trained[self.world_rank] = self.model[0].running_mean.clone()
+
+
+def test_statistics_stay_where_worker_0_has_run_out_of_data():
+    """Its repeated batch counts nothing, and its steps before were weighed by their samples."""
+    on_workers(NormalisedFirst, "train")
+    norm = nn.BatchNorm1d(4).double()
+    for part in FEATURES[1].split(PER_BATCH):
+        norm(part)
+    for found in NormalisedFirst.trained.values():
+        assert (found - norm.running_mean).abs().max() <= 1e-12
+    assert set(NormalisedFirst.trained) == {0, 1}

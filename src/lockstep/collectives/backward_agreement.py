@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 from lockstep import reduction_context
 from lockstep._torch_compat import current_graph_task
 from lockstep.collectives.row_agreement import format_ranks
+from lockstep.crossed_gradients import note_crossing
 from lockstep.errors import (
     CrossedWeightsError,
     LossesDifferError,
@@ -77,16 +78,18 @@ class BackwardCheck:
         self.averages = _losses_are_averaged()
         # Unequal numbers of rows and equal weights: right for one loss, rarely for a mean per rank.
         self._is_doubtful = returns_rows and self.averages and not layout.is_even
-        # Autograd may run backward on a thread that has no reduction context of this rank.
-        self._weight = reduction_context.batch_weight()
+        # Autograd may run backward on a thread that has no reduction context of this rank; and the
+        # weight may change until then, which the reduction reads during the backward.
+        self._holder = reduction_context.weight_of_this_thread()
         self._expected_exchange = ExpectedExchange(group)
 
     def exchange_backward_info(
-        self, gradient: torch.Tensor, *, one_loss: bool = False
+        self, node: Any, gradient: torch.Tensor, *, one_loss: bool = False
     ) -> list[BackwardInfo]:
         """Exchange a `BackwardInfo` with the other ranks, and raise on all of them or on none.
 
         Args:
+            node: the context of the function's backward, which is its node in the graph.
             gradient: of the function's output on this rank; a scalar is sent along.
             one_loss: refuse ranks that differentiate different losses.
 
@@ -134,6 +137,8 @@ class BackwardCheck:
                 fix="compute the loss by the same code on every rank",
             )
         self._compare_weights(infos)
+        if self.group.size > 1 and not at_root:
+            note_crossing(node)
         differing = _ranks_with_another_loss(infos, gradient.dtype)
         if differing and one_loss:
             raise self._different_losses(differing)
@@ -156,7 +161,7 @@ class BackwardCheck:
         current = reduction_context.active()
         if current is not None and current.at_root:
             return (1.0 if current.weight is None else current.weight), True
-        weight = 1.0 if self._weight is None else self._weight
+        weight = 1.0 if self._holder.weight is None else self._holder.weight
         # Gradients that are added up are not multiplied by a weight: only zero drops them.
         return (weight if self.averages else float(weight > 0)), False
 

@@ -80,12 +80,33 @@ class ContrastiveCall:
         self.group.all_reduce(total).wait()
         return (total / self.divisor).to(losses.dtype)
 
+    def as_of_batch(self, losses: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """The function's result, with as many losses as the batch in hand has rows.
+
+        A rank that brings no rows computes on another rank's batch with weight 0; the program goes
+        on with its rows all the same, so they have zeros for losses.
+
+        Gradient:
+            That of `losses`: the backward of the function runs, for the other ranks' sake.
+
+        Collective:
+            None.
+        """
+        has_losses = self.reduction == "none" and self.is_empty
+        return losses.sum().expand(num_rows) if has_losses else losses
+
     @property
     def divisor(self) -> int:
         return self.rows.total if self.reduction == "mean" else 1
 
-    def exchange_loss_gradient(self, gradient: torch.Tensor) -> tuple[float, torch.Tensor]:
+    def exchange_loss_gradient(
+        self, node: Any, gradient: torch.Tensor
+    ) -> tuple[float, torch.Tensor]:
         """Exchange the gradients of the loss.
+
+        Args:
+            node: see `BackwardCheck.exchange_backward_info`.
+            gradient: of the loss on this rank.
 
         Returns:
             The weight of one row's loss, if all rows have the same; and this rank's gradient.
@@ -97,7 +118,7 @@ class ContrastiveCall:
             Every rank. One `Group.monitored_all_gather`.
         """
         assert self.communication is not None
-        infos = self.communication.exchange_backward_info(gradient)
+        infos = self.communication.exchange_backward_info(node, gradient)
         if infos[self.group.rank].weight == 0.0:
             gradient = torch.zeros_like(gradient)
         return sum(one.scalar for one in infos) / self.divisor, gradient

@@ -55,7 +55,8 @@ def gather(
 
     Returns:
         All rows, shape of `x` but for `dim`. A rank that has no samples in this step, and computes
-        on another rank's batch with weight 0, brings none.
+        on another rank's batch with weight 0, brings none. If all rows are fewer than that batch
+        has, that rank sees them repeated, so that each row of its batch has a place.
 
     Gradient:
         adjoint: d(sum over ranks of the losses)/d(this rank's rows). replicated: this rank's
@@ -82,13 +83,15 @@ def gather(
     layout = agree_on_rows(ranks, name, [x], dim=dim, uneven=uneven, settings=settings)
     if ranks.size == 1:
         return x.clone()  # as from several ranks: what the caller writes to it does not change `x`
-    mine = x.movedim(dim, 0)
-    mine = mine[:0] if has_no_samples() else mine
+    held = x.movedim(dim, 0)
+    mine = held[:0] if has_no_samples() else held
     communication = None
     if x.requires_grad and torch.is_grad_enabled():
         communication = BackwardCheck(name, ranks, layout, returns_rows=True)
     apply: Any = _Gather.apply
     rows: torch.Tensor = apply(mine, ranks, layout, communication, backward)
+    if len(mine) < len(held) > layout.total:
+        rows = rows[torch.arange(len(held), device=rows.device) % layout.total]
     return rows.movedim(0, dim)
 
 
@@ -106,6 +109,10 @@ def rank_slice(x: torch.Tensor, *, dim: int = 0, group: Any = None) -> slice:
         dim: the dimension along which rows are counted.
         group: a `Group`, a process group, or None for the trainer's or the world group.
 
+    Returns:
+        As many places as `x` has rows, also on a rank that has no samples in this step and computes
+        on another rank's batch: the first ones, and what it computes with them has weight 0.
+
     Gradient:
         None.
 
@@ -122,7 +129,8 @@ def rank_slice(x: torch.Tensor, *, dim: int = 0, group: Any = None) -> slice:
     ranks = group_for_call(name, group)
     # Nothing travels but the number: values and a gradient do not matter.
     counted = torch.empty(x.shape, dtype=x.dtype, device="meta")
-    return agree_on_rows(ranks, name, [counted], dim=dim, settings=[dim]).span(ranks.rank)
+    place = agree_on_rows(ranks, name, [counted], dim=dim, settings=[dim]).span(ranks.rank)
+    return slice(0, x.shape[dim]) if has_no_samples() else place
 
 
 class _Gather(torch.autograd.Function):
@@ -145,7 +153,7 @@ class _Gather(torch.autograd.Function):
         communication: BackwardCheck = ctx.communication
         rank = communication.group.rank
         replicated = ctx.backward == "replicated"
-        infos = communication.exchange_backward_info(gradient, one_loss=replicated)
+        infos = communication.exchange_backward_info(ctx, gradient, one_loss=replicated)
         weight = infos[rank].weight
         if replicated:
             # The loss is the same on all ranks, so the other slices are equal up to their weights.

@@ -90,13 +90,14 @@ def info_nce(
     """
     name = "lockstep.info_nce(a, b, logit_scale)"
     call = compare_arguments(name, (a, b), logit_scale, positives, reduction, tile, group)
+    num_rows = len(a)
     if call.is_empty:
         a, b, positives = a[:0], b[:0], None if positives is None else positives[:0]
     ours = call.rows.span(call.group.rank)
     where = ours if positives is None else positives.to(a.device)
     apply: Any = _InfoNCE.apply
     loss: torch.Tensor = apply(a, b, as_tensor(logit_scale, a), call, where)
-    return loss
+    return call.as_of_batch(loss, num_rows)
 
 
 class _ColumnGradients:
@@ -161,7 +162,7 @@ class _InfoNCE(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: ContrastiveCall = ctx.call
         a, columns, log_rows, log_columns, positives, scale = ctx.saved_tensors
-        row_weight, gradient = call.exchange_loss_gradient(gradient)
+        row_weight, gradient = call.exchange_loss_gradient(ctx, gradient)
         where = ctx.place if positives is None else positives
         factor, by_row, by_column = _weights(call, gradient, row_weight, where, len(columns))
         coefficients = Coefficients(log_rows, log_columns, by_row, by_column, 2 * by_row)

@@ -69,6 +69,7 @@ def nt_xent(
     """
     name = "lockstep.nt_xent(a, b, logit_scale)"
     call = compare_arguments(name, (a, b), logit_scale, None, reduction, tile, group)
+    num_rows = len(a) + len(b)
     if call.is_empty:
         a, b = a[:0], b[:0]
     views = torch.cat([a, b])
@@ -76,7 +77,7 @@ def nt_xent(
     call = replace(call, rows=doubled)
     apply: Any = _NTXent.apply
     loss: torch.Tensor = apply(views, as_tensor(logit_scale, a), call)
-    return loss
+    return call.as_of_batch(loss, num_rows)
 
 
 class _NTXent(torch.autograd.Function):
@@ -101,7 +102,7 @@ class _NTXent(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: ContrastiveCall = ctx.call
         views, columns, log_rows, log_columns, partners, scale = ctx.saved_tensors
-        row_weight, gradient = call.exchange_loss_gradient(gradient)
+        row_weight, gradient = call.exchange_loss_gradient(ctx, gradient)
         factor: float = row_weight
         by_row: torch.Tensor | float = 1.0
         by_column: torch.Tensor | float = 1.0

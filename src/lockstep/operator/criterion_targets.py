@@ -40,10 +40,26 @@ def count_targets(call: CriterionCall) -> float | None:
     if settings is None or not isinstance(target, torch.Tensor) or target.is_floating_point():
         return None
     weight, ignored = settings
-    is_counted = target != ignored
+    counted = target != ignored
     if weight is None:
-        return float(is_counted.sum())
-    return float(weight.to(target.device, torch.float64)[target[is_counted]].sum())
+        return float(counted.sum())
+    return float(weight.to(target.device, torch.float64)[target[counted]].sum())
+
+
+def is_counted(criterion: Any, target: torch.Tensor) -> torch.Tensor:
+    """For each of the targets that are classes, whether `criterion` does not ignore it."""
+    settings = _settings(criterion)
+    return torch.ones_like(target, dtype=torch.bool) if settings is None else target != settings[1]
+
+
+def may_ignore_all(criterion: Any, batch: Any) -> bool:
+    """Whether `criterion` may count none of a batch's targets; asked before the batch's forward."""
+    if _settings(criterion) is None or not isinstance(batch, tuple | list) or not batch:
+        return False
+    target = batch[-1]
+    # Counting on a device would wait for all that was started there.
+    is_far = isinstance(target, torch.Tensor) and target.device.type != "cpu"
+    return is_far or count_targets(CriterionCall(criterion, target)) == 0.0
 
 
 def _settings(criterion: Any) -> tuple[torch.Tensor | None, int] | None:

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from lockstep.errors import ConfigurationError
-from lockstep.operator.criterion_targets import CriterionCall, reduction_of
+from lockstep.operator.criterion_targets import CriterionCall, is_counted, reduction_of
 from lockstep.operator.loop_protocols import Operator
 from lockstep.operator.registration import registered_parts
+
+ACCURACY: Final = "val_accuracy"
 
 
 def require_single(operator: Operator, attribute: str, items: list[Any]) -> Any:
@@ -100,8 +102,8 @@ def describe_value(value: Any) -> str:
     return f"{type(value).__name__} of shape {tuple(value.shape)} and {value.dtype}"
 
 
-def class_accuracy(output: Any, target: Any) -> dict[str, torch.Tensor]:
-    """``{"val_accuracy": ...}`` for class targets, else nothing.
+def class_accuracy(criterion: Any, output: Any, target: Any) -> dict[str, torch.Tensor]:
+    """``{"val_accuracy": ...}`` for class targets, else nothing: over those it does not ignore.
 
     Class targets are integers of the output's shape without its dimension 1, which counts
     the classes: output (N, C, ...), target (N, ...). Without this test a regression target
@@ -113,5 +115,6 @@ def class_accuracy(output: Any, target: Any) -> dict[str, torch.Tensor]:
         return {}
     if target.shape != output.shape[:1] + output.shape[2:] or output.shape[1] < 2:
         return {}
-    hits = output.detach().argmax(dim=1) == target
-    return {"val_accuracy": hits.to(torch.float64).mean()}
+    counted = is_counted(criterion, target)
+    hits = (output.detach().argmax(dim=1) == target) & counted
+    return {ACCURACY: hits.sum().to(torch.float64) / counted.sum()}

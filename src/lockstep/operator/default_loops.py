@@ -24,6 +24,7 @@ import torch
 from lockstep.errors import ConfigurationError, NonFiniteError, NotAvailableError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP, SCHEDULER_STEP_BATCH
 from lockstep.metrics import AverageMeterCollection, merge
+from lockstep.operator.criterion_targets import may_ignore_all
 from lockstep.operator.default_forward import (
     class_accuracy,
     default_loss,
@@ -44,7 +45,7 @@ from lockstep.sync.optimizer_inspection import optimizer_parameters
 from lockstep.tensor_copies import is_shard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
     from lockstep.operator.operator_state import OperatorState
@@ -198,9 +199,8 @@ def train_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> d
     if global_batch.opens_window:
         _open_window(state, run, optimizer)
     in_order = state.context.options.reproducible
-    may_weigh_nothing = state.weighed_by.get("train") != BY_SAMPLES
     shadowed = state.begin_shadow(shards)
-    keeps_committed = may_weigh_nothing or shadowed is not None
+    keeps_committed = shadowed is not None or _may_weigh_nothing(operator, shards)
     weights = _shard_weights(operator, len(shards), is_shadowed=shadowed is not None)
     buffers = ShardBuffers(
         run.modules(), len(shards), sync, weights, keeps_committed=keeps_committed
@@ -232,6 +232,15 @@ def train_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> d
         with operator.timers.record("apply"):
             _step(state, run, optimizer)
     return results.metrics()
+
+
+def _may_weigh_nothing(operator: Operator, shards: Sequence[ShardBatch]) -> bool:
+    """Whether the weight of a shard's loss may turn out to be zero, as far as is known before."""
+    run, state = registered_parts(operator), operator._lockstep
+    if state.weighed_by.get("train") != BY_SAMPLES or any(each.is_borrowed for each in shards):
+        return True
+    criterion = getattr(operator, "criterion", run.criterion)
+    return any(may_ignore_all(criterion, each.batch) for each in shards)
 
 
 def _shard_weights(operator: Operator, num_shards: int, *, is_shadowed: bool) -> ShardWeights:
@@ -469,7 +478,10 @@ def validate_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -
                 loss, metrics = loss_and_metrics(operator, moved, batch_info)
             else:
                 loss, output, target = default_loss(operator, moved)
-                metrics = class_accuracy(output, target)
+                call = global_batch.criterion_call
+                metrics = class_accuracy(call and call.criterion, output, target)
         weight = results.weight_of(shard, metrics, moved)
-        results.add(shard, {"val_loss": _loss_per_sample(operator, loss, shard), **metrics}, weight)
+        weights = {name: results.num_targets(shard, moved) for name in metrics if not own_loss}
+        metrics = {"val_loss": _loss_per_sample(operator, loss, shard), **metrics}
+        results.add(shard, metrics, weight, weights)
     return results.metrics()

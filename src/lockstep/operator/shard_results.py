@@ -25,11 +25,12 @@ from lockstep.errors import (
 )
 from lockstep.keys import NUM_SAMPLES, WEIGHT
 from lockstep.metrics.metric_values import addable
-from lockstep.operator.criterion_targets import count_targets
+from lockstep.operator.criterion_targets import count_targets, is_counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from lockstep.operator.criterion_targets import CriterionCall
     from lockstep.operator.loop_protocols import Operator
     from lockstep.operator.shard_batch import ShardBatch
 
@@ -52,7 +53,8 @@ class ShardResults:
         self._purpose = purpose
         self._shards: list[int] = []
         self._results: list[tuple[dict[str, Any], float]] = []
-        self._loss_weights: list[float] = []
+        self._loss = "train_loss" if purpose == "train" else "val_loss"
+        self._weights: list[dict[str, float]] = []  # of metrics that may count other things
         self._num_samples = 0
 
     def weight_of(self, shard: ShardBatch, metrics: dict[str, Any], moved: Any = None) -> float:
@@ -89,23 +91,41 @@ class ShardResults:
     def _count(self, shard: ShardBatch, moved: Any) -> tuple[float, str]:
         """The targets that the mean of the default loss is over; for another loss, the samples."""
         state = self._operator._lockstep
-        call = state.global_batch.criterion_call
+        call = self._call_on_host(shard, moved)
         has_own_wrapper = state.sync is None and state.context.world_size > 1
         if call is None or has_own_wrapper:
             return shard.num_samples, BY_SAMPLES
-        if isinstance(moved, tuple | list) and moved[-1] is call.target:
-            # The host's copy: counting on the device would wait for it.
-            call = call._replace(target=shard.batch[-1])
         count = count_targets(call)
         if count is None:
             return shard.num_samples, BY_SAMPLES
         return count, BY_SAMPLES if count == call.target.numel() else BY_TARGETS
 
-    def add(self, shard: ShardBatch, metrics: dict[str, Any], weight: float) -> None:
-        """Note the metrics of `shard`, and the weight of its loss."""
+    def _call_on_host(self, shard: ShardBatch, moved: Any) -> CriterionCall | None:
+        """What the default loss has called last, with the host's copy of the target if there is
+        one: counting on the device would wait for it."""
+        call = self._operator._lockstep.global_batch.criterion_call
+        if call is not None and isinstance(moved, tuple | list) and moved[-1] is call.target:
+            return call._replace(target=shard.batch[-1])
+        return call
+
+    def num_targets(self, shard: ShardBatch, moved: Any) -> float:
+        """What the accuracy of `shard` is a mean over: its targets that are not ignored."""
+        call = self._call_on_host(shard, moved)
+        if call is None or shard.is_borrowed:
+            return 0.0
+        return float(is_counted(call.criterion, call.target).sum())
+
+    def add(
+        self,
+        shard: ShardBatch,
+        metrics: dict[str, Any],
+        weight: float,
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
+        """Note the metrics of `shard`, the weight of its loss, and those of some other metrics."""
         self._shards.append(shard.shard)
         self._results.append((metrics, weight if self._has_own_weights else shard.num_samples))
-        self._loss_weights.append(weight)
+        self._weights.append({self._loss: weight, **(weights or {})})
         self._num_samples += shard.num_samples
         is_one_shard = not (self._operator._lockstep.global_batch.is_joint or shard.is_borrowed)
         if self._purpose == "train" and is_one_shard:
@@ -116,7 +136,7 @@ class ShardResults:
         position = self._shards.index(shard)
         samples = self._results[position][1]
         self._results[position] = (dict(metrics), weight if self._has_own_weights else samples)
-        self._loss_weights[position] = weight
+        self._weights[position][self._loss] = weight
         self._log_loss(shard, metrics)
 
     @property
@@ -132,20 +152,26 @@ class ShardResults:
         """The batch's metrics, its samples, and its weight if that is the operator's own."""
         partial = partial_weights(self._results)
         merged = {**mean_over_shards(self._results), NUM_SAMPLES: self._num_samples}
-        total = sum(self._loss_weights)
         if self._results and self._has_own_weights:
-            merged[WEIGHT] = total
-        elif total != self._num_samples:
-            loss = "train_loss" if self._purpose == "train" else "val_loss"
-            weighed = [
-                ({loss: metrics[loss]}, weight)
-                for (metrics, _), weight in zip(self._results, self._loss_weights, strict=True)
-                if loss in metrics
-            ]
-            merged |= mean_over_shards(weighed)
-            partial[loss] = total
+            merged[WEIGHT] = sum(each[self._loss] for each in self._weights)
+        else:
+            for name in dict.fromkeys(name for each in self._weights for name in each):
+                self._weigh(name, merged, partial)
         self._operator._lockstep.global_batch.partial_weights = partial
         return merged
+
+    def _weigh(self, name: str, merged: dict[str, Any], partial: dict[str, float]) -> None:
+        """Let a metric of the batch be the mean by its own weights, if those are not samples."""
+        total = sum(each.get(name, 0.0) for each in self._weights)
+        if total == self._num_samples:
+            return
+        weighed = [
+            ({name: metrics[name]}, weights.get(name, 0.0))
+            for (metrics, _), weights in zip(self._results, self._weights, strict=True)
+            if name in metrics
+        ]
+        merged |= mean_over_shards(weighed)
+        partial[name] = total
 
 
 def mean_over_shards(results: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, Any]:
@@ -212,8 +238,7 @@ def _parse_weight(operator: Operator, given: Any) -> float:
             fix="return loss, {lockstep.keys.WEIGHT: int(mask.sum())}",
         )
     state = operator._lockstep
-    is_own_step = state.context.world_size == 1 and state.context.options.accumulate == 1
-    if state.sync is None and not is_own_step:
+    if state.sync is None and state.context.world_size > 1:
         raise NotAvailableError(
             "a weight needs lockstep's synchronisation, which wrap_ddp=False turned off",
             where=where,

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The refusal of `SyncBatchNorm` layers where they would see a part of the global batch."""
+"""The refusal of `SyncBatchNorm` layers where they would see a part of the global batch.
+
+And of borrowed batches, by those layers and by synchronisations that know no weights.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lockstep.errors import PerShardLossError
+from lockstep.errors import NotAvailableError, PerShardLossError
 from lockstep.operator.loop_protocols import rank_and_step
 
 if TYPE_CHECKING:
@@ -29,17 +32,27 @@ def refuse_norms_of_one_shard(operator: Operator) -> None:
 
 
 def refuse_borrowed_batch(operator: Operator) -> None:
-    """Refuse a borrowed batch (see `lockstep.data.sharded_loader`), whose rows would enter the
-    batch statistics twice.
+    """Refuse a borrowed batch (see `lockstep.data.sharded_loader`) that would count: its rows in
+    batch statistics, or its gradient where the user's own wrapper synchronises.
 
     Raises:
         PerShardLossError: a module shares statistics between workers.
+        NotAvailableError: nobody would give the batch's gradient its weight of zero.
     """
-    if operator._lockstep.context.world_size > 1:
-        _refuse_norms(
-            operator,
-            "would count rows of another worker: this one has no samples in this step",
-            "drop_last=True in the loader, or a batch size that leaves every worker some",
+    state = operator._lockstep
+    if state.context.world_size == 1:
+        return
+    fix = "drop_last=True in the loader, or a batch size that leaves every worker some"
+    _refuse_norms(
+        operator, "would count rows of another worker: this one has no samples in this step", fix
+    )
+    if state.registered is not None and not state.context.options.wrap_ddp:
+        raise NotAvailableError(
+            "a weight of zero needs lockstep's synchronisation, which wrap_ddp=False turned off",
+            where=f"{type(operator).__name__}, {rank_and_step(operator)}",
+            cause="this worker has no samples in this step; a wrapper of your own would count what"
+            " it computes as the others' batches",
+            fix=f"{fix}; or TorchTrainer(..., wrap_ddp=True)",
         )
 
 

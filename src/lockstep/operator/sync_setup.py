@@ -26,7 +26,7 @@ from lockstep.sync import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lockstep.operator.rank_context import RankContext
+    from lockstep.operator.rank_context import Options, RankContext
     from lockstep.operator.training_parts import SyncOptions, TrainingParts
     from lockstep.sync import Synchroniser
 
@@ -119,6 +119,23 @@ def check_shard_size(sync_options: SyncOptions, context: RankContext) -> None:
             got=f"dp_shard_size={size!r:.40}, {num_workers} workers,"
             f" shard={sync_options.shard!r:.40}",
             fix="a number that divides num_workers; or leave it out",
+        )
+
+
+def check_own_wrapper(options: Options) -> None:
+    """Refuse windows of several batches where a wrapper of the user's own synchronises.
+
+    Raises:
+        ConfigurationError: nobody would divide the window's gradient by its weights.
+    """
+    if options.accumulate > 1 and not options.wrap_ddp:
+        raise ConfigurationError(
+            f"accumulate={options.accumulate} needs lockstep's synchronisation, which"
+            " wrap_ddp=False turned off",
+            cause="the gradients of a window are divided once, by the weights of all its batches;"
+            " a wrapper of your own adds them up",
+            fix="TorchTrainer(..., wrap_ddp=True); or leave accumulate out, and write the window in"
+            " a loop of your own",
         )
 
 

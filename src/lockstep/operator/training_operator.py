@@ -21,6 +21,7 @@ from lockstep.operator.registration import (
     refuse_unknown_arguments,
     require_single_loader,
 )
+from lockstep.operator.sync_setup import check_own_wrapper
 from lockstep.operator.training_parts import SyncOptions
 from lockstep.tensor_tree import children_of, rebuild_container
 
@@ -140,7 +141,8 @@ class TrainingOperator:
         return default_loops.validate(self, val_iterator, info)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """The metrics of one batch: `val_loss`, and `val_accuracy` for class targets."""
+        """The metrics of one batch: `val_loss`, and for class targets `val_accuracy`, a mean over
+        those that the criterion does not ignore."""
         return default_loops.validate_batch(self, batch, batch_info)
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
@@ -408,6 +410,7 @@ class TrainingOperator:
         """Raise for what can be told from the class: on the driver, before any worker starts."""
         if cls.setup is TrainingOperator.setup:
             raise _no_setup(cls)
+        check_own_wrapper(options)
 
     # ---------------------------------------------------------------- other ways to make one
 

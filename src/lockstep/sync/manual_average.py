@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lockstep.crossed_gradients import forget_crossings, have_crossed
+from lockstep.errors import CrossedWeightsError
 from lockstep.group import resolve_group
 from lockstep.sync import optimizer_guard
 from lockstep.sync.buckets import Slot
@@ -14,6 +16,11 @@ from lockstep.sync.round_checks import judge
 from lockstep.sync.round_contribution import PLAIN, Contribution
 from lockstep.sync.synced_tensors import as_modules, find_synced_tensors
 from lockstep.sync.weighted_loss_scale import as_weight
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lockstep.group import Group
 
 _CAP_BYTES = 25 * 2**20
 
@@ -41,6 +48,8 @@ def average_gradients(model: Any, weight: float | None = None, *, group: Any = N
         ReplicasDifferError: the ranks' models differ; raised before gradients move.
         SparseGradientError: on every rank, if any rank has one.
         WeightError: a bad weight, or weights that add up to zero.
+        CrossedWeightsError: on every rank: unequal weights, for gradients of a plain backward
+            through `gather` or a loss over the rows of all ranks.
         PeerLostError: another rank went away.
     """
     ranks = resolve_group(group)
@@ -53,13 +62,33 @@ def average_gradients(model: Any, weight: float | None = None, *, group: Any = N
     ]
     # An optimizer also steps with the gradient of a parameter that was frozen since.
     held = [slot for slot in slots if slot.param.requires_grad or slot.param.grad is not None]
-    of_ranks = ranks.exchange((share, [slot.number for slot in held]))
+    with_gradient = [slot.param for slot in held if slot.param.grad is not None]
+    has_crossed = have_crossed(with_gradient)
+    of_ranks = ranks.exchange((share, [slot.number for slot in held], has_crossed))
+    forget_crossings(with_gradient)
+    shares = [one for one, *_ in of_ranks]
+    if any(crossed for *_, crossed in of_ranks) and len(set(shares)) > 1:
+        raise _crossed_error(shares, ranks)
     # In units of the mean weight: 60 000 tokens times a gradient would overflow float16.
-    share /= sum(one / ranks.size for one, _ in of_ranks) or 1.0  # all zero: refused in the round
-    numbers = set().union(*(theirs for _, theirs in of_ranks))
+    share /= sum(one / ranks.size for one in shares) or 1.0  # all zero: refused in the round
+    numbers = set().union(*(theirs for _, theirs, _ in of_ranks))
     reducer = Reducer([slot for slot in slots if slot.number in numbers], ranks, _CAP_BYTES)
     contribution = Contribution(PLAIN, weight=share, scale=share)
     reducer.start(contribution)
     sums = reducer.finish(must_read=True)
     assert sums is not None
     judge(sums, contribution, ranks, together=True)
+
+
+def _crossed_error(shares: Sequence[float], ranks: Group) -> CrossedWeightsError:
+    listed = ", ".join(f"{share:g} on rank {rank}" for rank, share in enumerate(shares))
+    return CrossedWeightsError(
+        "gradients have crossed ranks, and unequal weights would be applied to them afterwards",
+        where=ranks.place,
+        expected="no weight, or equal ones",
+        got=listed,
+        cause="gather, global_mean, info_nce or nt_xent in a plain loss.backward(), in which every"
+        " rank counted alike",
+        fix="average_gradients(model) for a loss over the rows of all ranks; for a mean over a"
+        " rank's own rows lockstep.replicate(model), and gradients.backward(loss, weight=...)",
+    )

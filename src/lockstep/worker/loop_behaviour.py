@@ -88,15 +88,15 @@ class LoopBehaviour:
             if each is optimizer or (not is_registered and share_parameters(each, optimizer)):
                 self._stepped_once.add(id(each))
 
-    def learn_from(self, opened: OpenStep, num_steps: int) -> None:
-        """Learn from a committed step, in which optimizers have stepped `num_steps` times."""
+    def learn_from(self, opened: OpenStep, num_stepped: int) -> None:
+        """Learn from a committed step, in which optimizers have stepped `num_stepped` times."""
         if self.has_communicated_after_optimizer(opened):
             self._communicates_after_optimizer = True
         elif opened.stepped_at is not None and len(self._stepped_once) == len(self._run.optimizers):
             self._communicates_after_optimizer = bool(self._communicates_after_optimizer)
         self.reuses_gradients = self.reuses_gradients or self.has_reused_gradients(opened)
         self._steps_to_learn = max(0, self._steps_to_learn - 1)
-        self.usual_steps = max(self.usual_steps, num_steps)
+        self.usual_steps = max(self.usual_steps, num_stepped)
 
     def expect_communication_after_optimizer(self) -> None:
         """Let the next steps be copied, as one was interrupted between its optimizers."""

@@ -135,6 +135,23 @@ def test_an_accuracy_stays_a_mean_over_samples():
     assert found == pytest.approx(float(expected))
 
 
+@pytest.mark.parametrize("num_shards", [1, 4])
+@pytest.mark.parametrize("case", ["ignored", "both, smoothed", "ignored tokens", "all tokens"])
+def test_an_accuracy_is_over_the_targets_that_the_loss_is_over(case, num_shards):
+    """A target that the criterion ignores is neither a hit nor a miss, and weighs nothing."""
+    with TorchTrainer(
+        training_operator_cls=Classes,
+        num_shards=num_shards,
+        config={BATCH_SIZE: 8, "case": case},
+    ) as trainer:
+        found = trainer.validate()["val_accuracy"]
+        model = trainer.get_model()
+    _, criterion, x, y = CASES[case]
+    counted = y != criterion.ignore_index
+    expected = (model(x).argmax(dim=1) == y)[counted].double().mean()
+    assert found == pytest.approx(float(expected), rel=1e-12)
+
+
 def test_the_windows_of_accumulation_weigh_targets():
     with TorchTrainer(
         training_operator_cls=Classes, accumulate=3, config={BATCH_SIZE: 8, "case": "ignored"}

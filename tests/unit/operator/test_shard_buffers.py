@@ -2,8 +2,10 @@
 """A buffer that is None until the first forward is one: shards begin with what is committed."""
 
 import pytest
+import torch
 from tests.unit.trainer.programs import Regression, linear, loader, sgd, trainer
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 
 class Scaled(nn.Module):
@@ -55,3 +57,28 @@ def test_what_is_tried_out_leaves_it_empty():
     with trainer(Scaling) as run:
         assert run.verify(num_steps=1).ok
         assert run.get_local_operator().model.scale is None
+
+
+ROWS = torch.randn(12, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+TARGETS = torch.tensor([0, 1, 1, 0, -100, -100, -100, -100, 1, 1, 0, 0])
+
+
+class Classifies(Regression):
+    """The second of three batches has no target that counts; the first one has all."""
+
+    def setup(self, config):
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=sgd(model), criterion=nn.CrossEntropyLoss()
+        )
+        self.register_data(train_loader=DataLoader(TensorDataset(ROWS, TARGETS), 4))
+
+
+def test_a_batch_whose_targets_are_all_ignored_leaves_the_statistics():
+    with trainer(Classifies, accumulate=3) as run:
+        run.train()
+        found = run.get_model()[0].running_mean
+    norm = nn.BatchNorm1d(3).double()
+    for part in (ROWS[:4], ROWS[8:]):
+        norm(part)
+    assert (found - norm.running_mean).abs().max() <= 1e-12

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import TorchTrainer
-from lockstep.errors import ConfigurationError, MixedWeightsError, NotAvailableError, WeightError
+from lockstep.errors import ConfigurationError, MixedWeightsError, WeightError
 from lockstep.keys import BATCH_SIZE, NUM_SAMPLES, WEIGHT
 from lockstep.operator.shard_results import mean_over_shards
 
@@ -222,12 +222,7 @@ def test_a_sum_takes_no_weight():
         trained.train()
 
 
-def test_a_weight_that_nobody_would_apply_is_refused():
-    with (
-        trainer(wrap_ddp=False, accumulate=2) as trained,
-        pytest.raises(NotAvailableError, match="wrap_ddp=True"),
-    ):
-        trained.train()
+def test_a_weight_is_applied_without_a_synchronisation_where_there_are_no_peers():
     with trainer(wrap_ddp=False) as trained:
         trained.train()
         trained.train()

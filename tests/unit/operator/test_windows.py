@@ -249,6 +249,7 @@ class Joint(Regression):
     ("operator", "arguments", "message"),
     [
         (OwnLoop, {"accumulate": 2}, "self.no_sync"),
+        (Regression, {"accumulate": 2, "wrap_ddp": False}, "accumulate=2 needs"),
         (OwnLoop, {"clip_grad_norm": 1.0}, "clip_grad_norm_"),
         (OwnLoop, {"reproducible": True}, "override compute_loss"),
         (Joint, {"reproducible": True}, "joint loss"),
