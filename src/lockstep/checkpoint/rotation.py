@@ -108,6 +108,10 @@ class Rotation:
             fix="bring a good copy back, or give an empty checkpoint_dir to start afresh",
         ) from refused[0]
 
+    def is_newest(self, step: int) -> bool:
+        """Whether the newest checkpoint of the run is of `step`."""
+        return [each for each in self.steps() if not self._is_abandoned(each)][-1:] == [step]
+
     def go_on_from(self, step: int) -> None:
         """Note that the run goes on from a state of `step`, which it has read.
 
