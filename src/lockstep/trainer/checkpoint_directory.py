@@ -65,6 +65,8 @@ class CheckpointDirectory:
             self._rotation.prepare_folder()
         self._source = self._find(resume)
         if self._rotation is not None:
+            if self._source is not None:
+                self._rotation.resume_from(self._source)
             # Not before: a trainer that is refused leaves the directory as it is.
             self._rotation.remove_leftovers()
 

@@ -158,6 +158,26 @@ def test_a_path_to_go_on_from(tmp_path):
         trainer(resume=tmp_path / "none.pt")
 
 
+def test_a_run_from_elsewhere_deletes_no_checkpoint_of_another_one(tmp_path):
+    with trainer() as one:
+        one.train(num_steps=3)
+        path = one.save(tmp_path / "mine.pt")
+    arguments = {"checkpoint_dir": tmp_path / "run", "keep_checkpoints": 2}
+    with trainer(checkpoint_every=1, seed=8, **arguments) as one:
+        one.train(num_steps=2)
+        one.train(num_steps=1)
+    theirs = [each.read_bytes() for each in sorted((tmp_path / "run").glob("step-*"))]
+    with trainer(checkpoint_every=2, resume=path, **arguments) as one:
+        one.apply_all_operators(halve_rate)  # and what changes here is not in one of theirs
+        one.train(num_steps=3)
+        one.train(num_steps=2)
+    assert steps_in(tmp_path / "run") == [6, 8]
+    aside = sorted((tmp_path / "run").glob("set-aside-*"))
+    assert [each.read_bytes() for each in aside] == theirs
+    with trainer(resume="auto", **arguments) as one:
+        assert (one.status()["step"], one.state_dict()["seed"]) == (8, 0)
+
+
 def test_a_new_run_does_not_mix_with_an_old_one(tmp_path):
     with trainer(checkpoint_dir=tmp_path, checkpoint_every=1) as one:
         one.train(num_steps=1)
