@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.ray.operators import DefaultLoop, farthest
 from tests.ray.surviving import Classifier, OwnEpoch, TwoPlayers, Windows, digest, trainer_of
+from tests.ray.surviving_in_shards import InShards
 
 import ray
 from lockstep import checkpoint
@@ -103,6 +104,28 @@ def test_what_operators_keep_is_that_of_each_rank(tmp_path):
     with trainer_of(Counting, resume=resume, **BY_BATCH) as trainer:
         trainer.train(num_steps=3)
         assert trainer.apply_all_operators(seen_by) == expected
+
+
+def _halve_rate(operator):
+    operator.optimizer.param_groups[0]["lr"] /= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("operator_cls", "sync"),
+    [(Classifier, "replicate"), (Counting, "replicate"), (InShards, "fsdp")],
+)
+def test_what_was_changed_between_two_calls_is_gone_on_with(tmp_path, operator_cls, sync):
+    arguments = {"checkpoint_dir": tmp_path, "checkpoint_every": 5, "resume": "auto", **BY_BATCH}
+    with trainer_of(operator_cls, sync=sync, **arguments) as trainer:
+        trainer.train(num_steps=5)
+        trainer.apply_all_operators(_halve_rate)
+        trainer.train(num_steps=3)
+        expected = digest(trainer)
+    with trainer_of(operator_cls, sync=sync, **arguments) as trainer:
+        assert trainer.status()["step"] == 5
+        trainer.train(num_steps=3)
+        assert digest(trainer) == expected
 
 
 class GrowingLoss(DefaultLoop):

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps the last few checkpoints of one run in a directory, and finds the newest good one.
 
-The names sort by step, and the steps of a run only grow, until the run goes back: the newest
-checkpoint could not be read when the run resumed, or the user loaded an older state. A checkpoint
-of a later step than the one to which the run went back, which the run has not written since, is
-therefore of a continuation that was abandoned. `Rotation` renames such a file, so that no run
-resumes from it, and does not delete it: only a person can know what it is worth.
+A run's own are those that it has written, the one in the folder that it has resumed from, and the
+older ones there. The names sort by step, and the steps of a run only grow, until the run goes back:
+the newest checkpoint could not be read when the run resumed, or the user loaded an older state.
+Then later ones are of a continuation that was abandoned. And a run that has begun with a state
+from elsewhere may find another run's checkpoints in the folder. `Rotation` renames what is not the
+run's own, so that no run resumes from it, and does not delete it: only a person can know what it is
+worth.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.checkpoint.atomic_write import write_error
+from lockstep.checkpoint.atomic_write import sync_new_name, write_error
 from lockstep.checkpoint.temporary_paths import new_temporary_path, remove, remove_leftovers
 from lockstep.errors import CheckpointError
 
@@ -43,8 +45,8 @@ class Rotation:
         self.folder = folder
         self._keep = keep
         self._read_one = read
-        self._origin = 0
-        self._written: set[int] = set()
+        # The steps of the run's own checkpoints; some may have been removed since.
+        self._own: set[int] = set()
 
     def prepare_folder(self) -> None:
         """Create the folder, and try to write to it.
@@ -108,15 +110,29 @@ class Rotation:
             fix="bring a good copy back, or give an empty checkpoint_dir to start afresh",
         ) from refused[0]
 
+    def is_newest(self, step: int) -> bool:
+        """Whether the newest checkpoint of the run is of `step`."""
+        return [each for each in self.steps() if each in self._own][-1:] == [step]
+
+    def resume_from(self, path: str | os.PathLike[str]) -> None:
+        """Note that the run resumes from `path`, which may be elsewhere, as another run's may."""
+        folder, name = os.path.split(os.path.abspath(path))
+        if (found := _NAME.fullmatch(name)) and os.path.realpath(folder) == os.path.realpath(
+            self.folder
+        ):
+            self._own = {each for each in self.steps() if each <= int(found[1])}
+
     def go_on_from(self, step: int) -> None:
         """Note that the run goes on from a state of `step`, which it has read.
 
         The next `write` sets the checkpoints of later steps aside.
         """
-        self._origin, self._written = step, set()
+        self._own = {each for each in self._own if each <= step}
 
     def write(self, step: int, write: Callable[[str], str]) -> str:
         """Write a checkpoint, then remove those that are not among the last `keep` any more.
+
+        Those that are not the run's own are set aside.
 
         Args:
             step: of the run.
@@ -128,26 +144,27 @@ class Rotation:
         Raises:
             Exception: what `write` raised; no older checkpoint was removed.
         """
-        self._written = {each for each in self._written if each <= step}
+        self.go_on_from(step)
         # The others stay until the new one is there: a folder without any would start a run afresh.
         path = self.path_of(step)
-        if os.path.lexists(path) and self._is_abandoned(step) and len(self.steps()) > 1:
+        if os.path.lexists(path) and step not in self._own:
+            new = write(new_temporary_path(self.folder))
             self._set_aside(step)
-        write(path)
-        self._written.add(step)
+            os.rename(new, path)
+            sync_new_name(self.folder, path)
+        else:
+            write(path)
+        self._own.add(step)
         try:
-            for each in filter(self._is_abandoned, self.steps()):
-                self._set_aside(each)
+            for each in self.steps():
+                if each not in self._own:
+                    self._set_aside(each)
             for each in self.steps()[: -self._keep]:
                 remove(self.path_of(each))
         # The new checkpoint is on the disk: an older one that stays must not fail the run.
         except OSError as error:
             _log.warning("an older checkpoint in %s could not be removed: %s", self.folder, error)
         return path
-
-    def _is_abandoned(self, step: int) -> bool:
-        """Whether a checkpoint of `step` is one that the run neither came from nor wrote."""
-        return step > self._origin and step not in self._written
 
     def _set_aside(self, step: int) -> None:
         path = self.path_of(step)

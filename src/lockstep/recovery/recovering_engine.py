@@ -197,7 +197,8 @@ class RecoveringEngine:
             WorkerDiedError: a worker died meanwhile, and the others have gone back to the state
                 from before the call.
         """
-        if not self._engine.spec.keeps_memory_checkpoints or not self._may_change_state(call):
+        spec = self._engine.spec
+        if not spec.keeps_memory_checkpoints or not call.may_change_state(spec.operator_cls):
             return
         # Not by `_call`, which may form the group anew before, and so lose what has changed.
         renewal = renew_memory_checkpoint.with_args()
@@ -209,12 +210,6 @@ class RecoveringEngine:
         self._recover(renewal, pending_call)
         self._replace_lost()
         raise _lost_changes_error(call.contract.name, pending_call)
-
-    def _may_change_state(self, call: RemoteCall[Worker, object]) -> bool:
-        if call.contract.on_failure is OnFailure.RESUME:
-            overrides = self._engine.spec.operator_cls._lockstep_overrides_validation
-            return call.purpose == "validation" and overrides()
-        return call.contract.on_failure is not OnFailure.REPEAT
 
     def _perform(
         self, call: RemoteCall[Worker, R], rank: int | None, listener: CallListener | None

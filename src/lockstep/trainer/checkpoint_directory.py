@@ -23,7 +23,7 @@ from lockstep.trainer.snapshot_files import write_snapshot
 from lockstep.trainer.state_transfer import refuse_another_run
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from lockstep.engine import Engine
     from lockstep.trainer.snapshot_files import WriteParts
@@ -65,6 +65,8 @@ class CheckpointDirectory:
             self._rotation.prepare_folder()
         self._source = self._find(resume)
         if self._rotation is not None:
+            if self._source is not None:
+                self._rotation.resume_from(self._source)
             # Not before: a trainer that is refused leaves the directory as it is.
             self._rotation.remove_leftovers()
 
@@ -147,6 +149,25 @@ class CheckpointDirectory:
         if self._rotation is not None and self._writer is not None:
             self._writer.drop_unwritten()
             self._rotation.go_on_from(step)
+
+    @property
+    def keeps_checkpoints(self) -> bool:
+        """Whether there is a directory, to which the run's checkpoints are written."""
+        return self._rotation is not None
+
+    def renew(self, step: int, take_snapshot: Callable[[], Snapshot]) -> None:
+        """Write the run's newest checkpoint again if it is of `step`, whose state has changed.
+
+        Returns when that is written, so that training goes on from what is on the disk: a state
+        that is not a copy (see `StateTransfer.snapshot`) changes with the next step. The older
+        checkpoint stays until then. A failure is that of the next call which trains.
+        """
+        assert self._rotation is not None, "the run keeps checkpoints"
+        assert self._writer is not None, "`start_writer` comes first"
+        self._writer.wait()
+        if self._rotation.is_newest(step):
+            self._writer.keep(take_snapshot())
+            self._writer.wait()
 
     def write(self, snapshot: Snapshot, write_parts: WriteParts) -> str:
         """Write a checkpoint, and let go of the oldest; returns its path."""

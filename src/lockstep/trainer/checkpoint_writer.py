@@ -158,11 +158,15 @@ class CheckpointWriter:
         name = snapshot.step, snapshot.call
         return snapshot.call >= 0 and name in {(each.step, each.call) for each in self.written}
 
-    def _wait(self) -> Exception | None:
-        """Wait for all writes; return why the latest checkpoint is missing, once."""
+    def wait(self) -> None:
+        """Wait for all writes; a failure is kept for `finish`."""
         # Kept until the next one: after Ctrl-C in here `finish_writing` still knows it.
         if self._running is not None:
             self._running.result()
+
+    def _wait(self) -> Exception | None:
+        """Wait for all writes; return why the latest checkpoint is missing, once."""
+        self.wait()
         failure, self._failure = self._failure, None
         return failure
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 class MetricMonitor(Callback):
     """Looks for one metric in every result and compares it with the best so far.
 
+    Where `train` and `validate` both report it, the values of `validate` alone count: from its
+    first one on, what `train` had reported is forgotten.
+
     Args:
         metric: a key of what `train` or `validate` returns.
         mode: "min" if less is better, "max" if more is.
@@ -38,10 +41,18 @@ class MetricMonitor(Callback):
 
     def _begin(self) -> None:
         """Forget what was seen of another trainer."""
-        self.best: float | None = None
-        self._was_found = False
+        self._forget_values()
+        # The method whose values count.
+        self._method: str | None = None
         # The keys of the results so far, by the method that gave them.
         self._keys: dict[str, set[str]] = {}
+
+    def _forget_values(self) -> None:
+        """Begin anew with the best and what follows from it."""
+        self.best: float | None = None
+
+    def _look_back(self, trainer: TorchTrainer) -> None:
+        """Before the first value, recall what an earlier program has seen of this run."""
 
     def on_start(self, trainer: TorchTrainer) -> None:
         self._begin()
@@ -57,7 +68,7 @@ class MetricMonitor(Callback):
         self._look("validate", trainer, result)
 
     def on_shutdown(self, trainer: TorchTrainer) -> None:
-        if not self._was_found:
+        if self._method is None:
             warnings.warn(
                 f"{type(self).__name__} has watched for {self.metric!r} and never saw it",
                 stacklevel=2,
@@ -67,9 +78,15 @@ class MetricMonitor(Callback):
         self._keys[method] = set(result)
         value = as_number(result.get(self.metric))
         if value is not None:
-            self._was_found = True
-            self.judge(trainer, float(value))
-        elif not self._was_found and len(self._keys) == 2:
+            if self._method is None:
+                self._method = method
+                self._look_back(trainer)
+            if self._method == "train" and method == "validate":
+                self._method = method
+                self._forget_values()
+            if self._method == method:
+                self.judge(trainer, float(value))
+        elif self._method is None and len(self._keys) == 2:
             raise self._not_found_error()
 
     def _not_found_error(self) -> ConfigurationError:
@@ -110,8 +127,8 @@ class EarlyStopping(MetricMonitor):
         require_count("patience", patience)
         self.patience = patience
 
-    def _begin(self) -> None:
-        super()._begin()
+    def _forget_values(self) -> None:
+        super()._forget_values()
         self.num_worse, self.stop_reason = 0, None
 
     def judge(self, trainer: TorchTrainer, value: float) -> None:
@@ -149,25 +166,20 @@ class KeepBest(MetricMonitor):
         self.path = Path(path)
         self._note = Path(f"{self.path}.json")
 
-    def _begin(self) -> None:
-        super()._begin()
-        self._has_looked = False
-
     def judge(self, trainer: TorchTrainer, value: float) -> None:
-        if not self._has_looked:
-            self._has_looked = True
-            self._look_back(trainer)
         if self.is_better(value):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             step = trainer.status()["step"]
             trainer.save(self.path)
             self.best = value
             note = {"metric": self.metric, "mode": self.mode, "value": value, "step": step}
+            note["of"] = self._method
             self._note.write_text(json.dumps(note) + "\n")
 
     def _look_back(self, trainer: TorchTrainer) -> None:
         """Read the best value of an earlier program, if this run goes on from a state of one."""
+        # An earlier version has not said of which method its value was.
         if trainer._steps.loaded > 0 and self._note.exists() and self.path.exists():
             note = json.loads(self._note.read_text())
             if (note["metric"], note["mode"]) == (self.metric, self.mode):
-                self.best = note["value"]
+                self.best, self._method = note["value"], note.get("of", self._method)

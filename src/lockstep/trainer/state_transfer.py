@@ -19,13 +19,12 @@ from lockstep.host_memory import available_memory
 from lockstep.operator import TrainingOperator
 from lockstep.tensor_tree import leaves_of
 from lockstep.trainer.snapshot_files import write_snapshot
-from lockstep.worker import Snapshot, Worker, begin_load, hold_part, receive_state
+from lockstep.worker import Snapshot, Worker, begin_load, hold_part, position, receive_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import nn
 
+    from lockstep.trainer.checkpoint_directory import CheckpointDirectory
     from lockstep.trainer.ray_dataset_feed import RayDatasetFeed
     from lockstep.trainer.step_metrics import StepMetrics
     from lockstep.trainer.worker_calls import WorkerCalls
@@ -40,7 +39,7 @@ class StateTransfer:
         explicit: the user's `num_shards` and `seed`; None if not given.
         dataset: the dataset that the workers train on.
         steps: the metrics of single steps, which restart at the state's step.
-        on_load: called with the step of each state that was loaded.
+        disk: the checkpoints of the run, which goes on from each state that is loaded.
     """
 
     def __init__(
@@ -49,13 +48,13 @@ class StateTransfer:
         explicit: Mapping[str, Any],
         dataset: RayDatasetFeed,
         steps: StepMetrics,
-        on_load: Callable[[int], None],
+        disk: CheckpointDirectory,
     ) -> None:
         self._workers = workers
         self._explicit = explicit
         self._dataset = dataset
         self._steps = steps
-        self._on_load = on_load
+        self._disk = disk
         operator_cls = workers.spec.operator_cls
         given = operator_cls._lockstep_given_optimizer
         if given is not None and not operator_cls._lockstep_trains_copies:
@@ -115,8 +114,25 @@ class StateTransfer:
         self._workers.note_loaded(state)
         step = int(state.get("global_step", 0))
         self._steps.restart_at(step)
-        self._on_load(step)
+        self._disk.go_on_from(step)
         self.update_users_objects()
+
+    def resume(self) -> None:
+        """Load the state that the run resumes from, if there is one."""
+        if self._disk.resume_state is not None:
+            self.load(self._disk.resume_state)
+            self._disk.finish_resume()
+            self._workers.may_have_changed = False  # it is that of the checkpoint
+
+    def renew_checkpoint(self) -> None:
+        """Write the newest checkpoint again, if a call has changed the very state that it holds.
+
+        Training leads from a checkpoint to later states, and what other calls change it does not.
+        """
+        if self._workers.may_have_changed and self._disk.keeps_checkpoints:
+            step = self._workers.call_rank_0(position.with_args()).steps
+            self._disk.renew(step, self.snapshot)
+        self._workers.may_have_changed = False
 
     def _begin(self, state: Mapping[str, Any]) -> None:
         """Send its part of `state` to each worker whose host does not see the directory."""

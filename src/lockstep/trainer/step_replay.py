@@ -365,7 +365,8 @@ def _reasons(
 ) -> Iterator[str]:
     """Why bits may differ, as far as the log tells."""
     for changed, by in logged.changes:
-        if first <= changed < step and (changed or by != ON_LOAD):
+        # What changed the state of a checkpoint's step is in the checkpoint.
+        if first < changed < step or (changed == first == 0 and by != ON_LOAD):
             yield f"after step {changed} the program called {by}, which a replay does not"
     if first + 1 in logged.steps and logged.program_of(first + 1) is not program:
         yield f"another program computed step {first + 1}, maybe with another config"

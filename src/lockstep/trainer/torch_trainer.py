@@ -206,14 +206,11 @@ class TorchTrainer:
         engine = start_workers(spec, placement)
         self._workers = WorkerCalls(spec, engine)
         self._dataset = RayDatasetFeed()
-        on_load = disk.go_on_from
-        self._state = StateTransfer(self._workers, explicit, self._dataset, self._steps, on_load)
+        self._state = StateTransfer(self._workers, explicit, self._dataset, self._steps, disk)
         self._writer: CheckpointWriter | None = None
         try:
             self._writer = disk.start_writer(engine)
-            if disk.resume_state is not None:
-                self._state.load(disk.resume_state)
-                disk.finish_resume()
+            self._state.resume()
             self._callbacks.start()
         except BaseException:
             # No trainer is returned that the caller could shut down.
@@ -265,6 +262,7 @@ class TorchTrainer:
             check_loader(self._workers, "train")
         writer, update = self._writer, self._state.update_users_objects
         with nullcontext() if writer is None else writer.during_training(self._state.snapshot):
+            self._state.renew_checkpoint()
             reports = run_loop(
                 self._workers, self._callbacks, self._steps, request, profile, max_retries, update
             )
@@ -474,6 +472,8 @@ class TorchTrainer:
         try:
             # Before the workers end: a callback may save.
             self._callbacks.shutdown()
+            if not force:
+                self._state.renew_checkpoint()
             end = self._workers.spec.operator_cls._lockstep_end
             if end is not TrainingOperator._lockstep_end and not force:
                 self.apply_all_operators(end)

@@ -35,12 +35,14 @@ class WorkerCalls:
         spec: the spec of the workers; `num_shards` and `seed` are those of a loaded state.
         is_open: `shutdown` has not begun to end the workers.
         shadow: what ``shadow_every`` has found.
+        may_have_changed: a call since the latest training may have changed the state of the run.
     """
 
     def __init__(self, spec: WorkerSpec, engine: Engine) -> None:
         self.spec = spec
         self.is_open = True
         self.shadow = ShadowSummary()
+        self.may_have_changed = False
         self._engine = engine
         self._calling = threading.Lock()
 
@@ -69,6 +71,9 @@ class WorkerCalls:
         """See `Engine.call`."""
         engine = self.open_engine()
         with self._one_call_at_a_time(call.contract.name):
+            # Noted first: a call that fails may have changed it, too.
+            if call.is_training or call.may_change_state(self.spec.operator_cls):
+                self.may_have_changed = not call.is_training
             return engine.call(call, listener=listener, retries=retries)
 
     def call_rank_0(self, call: RemoteCall[Worker, R]) -> R:
@@ -122,7 +127,7 @@ class WorkerCalls:
         return self.open_engine().local_operator()
 
     def required_local_operator(self) -> TrainingOperator:
-        """The operator of rank 0 in this process.
+        """The operator of rank 0 in this process, for a caller that may change it.
 
         Raises:
             ConfigurationError: rank 0 lives in another process.
@@ -130,6 +135,7 @@ class WorkerCalls:
         operator = self.local_operator()
         if operator is None:
             raise no_local_operator_error()
+        self.may_have_changed = True
         return operator
 
     def note_loaded(self, state: Mapping[str, Any]) -> None:

@@ -35,6 +35,7 @@ from lockstep.worker.loop_run import LoopRequest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from lockstep.operator import TrainingOperator
     from lockstep.worker.loop_run import LoopProgress
 
 W = TypeVar("W", contravariant=True)
@@ -133,6 +134,12 @@ class RemoteCall(Generic[W, R]):
     def is_training(self) -> bool:
         """Whether the call is one of `train`."""
         return self.purpose == "train"
+
+    def may_change_state(self, operator_cls: type[TrainingOperator]) -> bool:
+        """Whether the call may change the state of the run by something else than training."""
+        if self.contract.on_failure is OnFailure.RESUME:
+            return not self.is_training and operator_cls._lockstep_overrides_validation()
+        return self.contract.on_failure is not OnFailure.REPEAT
 
     def resume_at(self, progress: LoopProgress) -> Self:
         """The same loop, for workers that have come as far as `progress` before a failure."""

@@ -227,7 +227,7 @@ for turn in range(20):
     kept.prepare_folder()
     kept.remove_leftovers()
     first = kept.steps()[-1] + 1 if kept.steps() else 1
-    kept.go_on_from(first - 1)
+    kept.resume_from(kept.path_of(first - 1))
     reader, notifier = os.pipe()
     child = os.fork()
     if child == 0:

@@ -122,7 +122,7 @@ def test_a_continuation_that_was_abandoned_is_not_the_runs_own(tmp_path: Path, w
     """Also between two checkpoints of the run, and none of it makes an ancestor old."""
     fill(rotation(tmp_path, 100), 900, 1000, 1100, 1200, 1300, 1400, write=write)
     kept = rotation(tmp_path, 3)
-    kept.go_on_from(1000)
+    kept.resume_from(kept.path_of(1000))
     fill(kept, 1250, write=write)
     assert kept.steps() == [900, 1000, 1250]
     aside = {f"set-aside-{Path(kept.path_of(step)).name}" for step in (1100, 1200, 1300, 1400)}
@@ -132,6 +132,40 @@ def test_a_continuation_that_was_abandoned_is_not_the_runs_own(tmp_path: Path, w
     kept.go_on_from(1250)
     fill(kept, 1600, write=write)
     assert kept.steps() == [1000, 1250, 1600]
+
+
+@pytest.mark.parametrize("write", [FILE, DIRECTORY])
+@pytest.mark.parametrize("found", [(500, 900), (900, 1000, 1100), (1010,)])
+def test_the_checkpoints_of_another_run_are_no_ancestors_of_one_from_elsewhere(
+    tmp_path: Path, write: Any, found: tuple[int, ...]
+) -> None:
+    """Of whatever step they are, and also where it is that of a checkpoint of the run."""
+    fill(rotation(tmp_path / "run"), *found, write=write)
+    contents = [read_at(tmp_path / "run", name) for name in sorted(os.listdir(tmp_path / "run"))]
+    fill(rotation(tmp_path / "another"), 1000, write=write)
+    kept = rotation(tmp_path / "run", 2)
+    kept.resume_from(rotation(tmp_path / "another").path_of(1000))
+    kept.go_on_from(1000)
+    for step in (1010, 1020, 1030):
+        kept.write(step, partial(write, state={"mine": step}))
+    assert kept.steps() == [1020, 1030]
+    aside = sorted(name for name in os.listdir(kept.folder) if name.startswith("set-aside-"))
+    assert [read_at(tmp_path / "run", name) for name in aside] == contents
+
+
+def read_at(folder: Path, name: str) -> list[str]:
+    state = checkpoint.read(folder / name)
+    assert "mine" not in state
+    return [f"{key}: {state[key]}" for key in sorted(state)]
+
+
+def test_a_folder_is_the_same_one_by_any_of_its_names(tmp_path: Path) -> None:
+    fill(rotation(tmp_path / "run"), 10, 20)
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    kept = rotation(tmp_path / "run", 2)
+    kept.resume_from(tmp_path / "link" / "step-0000000020.ckpt")
+    fill(kept, 30)
+    assert sorted(os.listdir(kept.folder)) == [Path(kept.path_of(step)).name for step in (20, 30)]
 
 
 @pytest.mark.parametrize("write", [FILE, DIRECTORY])

@@ -76,7 +76,13 @@ def test_the_best_is_kept_and_a_run_that_goes_on_does_not_replace_it(tmp_path):
             trainer.validate()
         trainer.save(last)
     note = json.loads((tmp_path / "kept" / "best.pt.json").read_text())
-    assert note == {"metric": "val_loss", "mode": "min", "value": 1.0, "step": 2}
+    assert note == {
+        "metric": "val_loss",
+        "mode": "min",
+        "value": 1.0,
+        "step": 2,
+        "of": "validate",
+    }
     keep = KeepBest(best, "val_loss", mode="min")
     with start([1.5, 0.5], keep) as trainer:
         trainer.load(last)
@@ -140,6 +146,56 @@ def test_a_metric_of_training_may_come_after_a_first_validation(tmp_path):
             trainer.train(num_steps=1)
         with pytest.warns(UserWarning, match="never saw it"):
             trainer.shutdown()
+
+
+class Both(Told):
+    """Its training reports the metric of the validation, too, as a loss in `compute_loss` does."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.trained = list(config["trained"])
+
+    def compute_loss(self, batch, batch_info):
+        return super().compute_loss(batch, batch_info), {"val_loss": self.trained.pop(0)}
+
+
+def start_both(trained, validated, *callbacks):
+    config = {"trained": trained, "losses": validated}
+    return TorchTrainer(training_operator_cls=Both, config=config, callbacks=callbacks)
+
+
+def test_of_a_metric_of_both_the_validations_values_count(tmp_path):
+    stop = EarlyStopping("val_loss", mode="min", patience=2)
+    keep = KeepBest(tmp_path / "best.pt", "val_loss", mode="min")
+    with start_both([0.2, 0.3, 0.1, 0.1, 0.1], [3, 2, 2.5, 2.2], stop, keep) as trainer:
+        for patience_left in (0, 0, 1, 2):
+            trainer.train(num_steps=1)
+            assert not trainer.should_stop
+            trainer.validate()
+            assert stop.num_worse == patience_left
+        assert (stop.best, keep.best) == (2.0, 2.0)
+        assert stop.stop_reason.startswith("val_loss was 2 at its best")
+        trainer.save(tmp_path / "last.pt")
+    note = json.loads((tmp_path / "best.pt.json").read_text())
+    assert (note["value"], note["step"]) == (2.0, 2)
+    keep = KeepBest(tmp_path / "best.pt", "val_loss", mode="min")
+    with start_both([0.1], [2.1], keep) as trainer:
+        trainer.load(tmp_path / "last.pt")
+        trainer.train(num_steps=1)  # better than any validation, and no reason to replace its best
+        trainer.validate()
+        assert keep.best == 2.0
+    assert json.loads((tmp_path / "best.pt.json").read_text()) == note
+
+
+def test_what_training_had_reported_before_the_first_validation_is_forgotten():
+    stop = EarlyStopping("val_loss", mode="min", patience=1)
+    with start_both([0.1, 0.2], [3, 2], stop) as trainer:
+        trainer.train(num_steps=1)
+        trainer.train(num_steps=1)
+        assert trainer.should_stop  # by the only values that there are
+        trainer.validate()
+        trainer.validate()
+        assert (stop.best, stop.num_worse, trainer.should_stop) == (2.0, 0, False)
 
 
 class Diary(Callback):

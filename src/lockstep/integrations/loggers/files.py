@@ -1,30 +1,112 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loggers that write rows to a file: CSV for spreadsheets and pandas, or JSON lines."""
+"""Loggers that write rows to a file: CSV for spreadsheets and pandas, or JSON lines.
+
+A program that is killed has mostly written rows behind its last checkpoint. The program that goes
+on from there computes those steps again, so before its first row of training it moves those that
+it supersedes out of the file. It does not delete them: the state may be another run's, and the
+rows, too.
+"""
 
 from __future__ import annotations
 
 import csv
+import io
 import json
+import logging
 import math
+from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from lockstep.errors import ConfigurationError
 from lockstep.integrations.loggers.base import Logger, Row
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
 
     from lockstep.trainer import TorchTrainer
 
 _LEADING_COLUMNS: Final = ("time", "phase", "step", "epoch")
+_VALIDATION: Final = "validation"
+
+_log = logging.getLogger("lockstep")
 
 
-class CSVLogger(Logger):
+class _FileLogger(Logger):
+    """Appends rows to a file.
+
+    Args:
+        path: the path of the file, whose folder is created.
+        every: see `Logger`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, every: int | None = None) -> None:
+        super().__init__(every)
+        self.path = Path(path)
+        self._has_trained = False
+
+    def on_start(self, trainer: TorchTrainer) -> None:
+        _check_writable(self.path)
+        _end_torn_line(self.path)
+        self._has_trained = False
+
+    def write(self, trainer: TorchTrainer, row: Row) -> None:
+        # Only now: a program may load a state after it has made its trainer, and not train at all.
+        if row.phase != _VALIDATION and not self._has_trained:
+            self._has_trained = True
+            if trainer._steps.loaded > 0 and self.path.is_file():  # and not, say, /dev/stdout
+                self._move_superseded(trainer._steps.loaded)
+        self._append(row)
+
+    def _move_superseded(self, loaded: int) -> None:
+        """Move the rows behind the step that was loaded, with which the run goes on."""
+        with self.path.open(newline="") as file:
+            rows = self._read(file)
+        first, last = _superseded([self._place_of(row) for row in rows], loaded)
+        if first == last:
+            return
+        moved_to = self.path.with_name(f"{self.path.name}.superseded")
+        with moved_to.open("a", newline="") as file:
+            self._dump(file, rows[first:last])
+        self._replace(rows[:first] + rows[last:])
+        _log.info(
+            "%s: %d rows behind step %d, from which the run goes on, are in %s",
+            self.path,
+            last - first,
+            loaded,
+            moved_to,
+        )
+
+    def _replace(self, rows: Sequence[Any]) -> None:
+        # The new file replaces the old one when it is complete: a kill before that loses no row.
+        new = self.path.with_name(f"{self.path.name}.new")
+        with new.open("w", newline="") as file:
+            self._dump(file, rows)
+        new.replace(self.path)
+
+    @abstractmethod
+    def _append(self, row: Row) -> None: ...
+
+    @abstractmethod
+    def _read(self, file: IO[str]) -> list[Any]:
+        """The rows of the file, in a form of its own."""
+
+    @abstractmethod
+    def _dump(self, file: IO[str], rows: Sequence[Any]) -> None:
+        """Write such rows."""
+
+    @abstractmethod
+    def _place_of(self, row: Any) -> tuple[str, int] | None:
+        """The phase and the step of such a row; None for one that cannot be read."""
+
+
+class CSVLogger(_FileLogger):
     """One row for each `train` and `validate`: time, phase, step, epoch, then the metrics.
 
-    An existing file is appended to. A metric that is first reported later gets a column of its
-    own, which is empty in the earlier rows.
+    An existing file is appended to; a run that goes on from a checkpoint first moves the rows of
+    later steps, which it computes again, to ``<path>.superseded``. A metric that is first reported
+    later gets a column of its own, which is empty in the earlier rows.
 
     Args:
         path: the path of the file, whose folder is created.
@@ -36,12 +118,11 @@ class CSVLogger(Logger):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, every: int | None = None) -> None:
-        super().__init__(every)
-        self.path = Path(path)
+        super().__init__(path, every=every)
         self._columns: list[str] = []
 
     def on_start(self, trainer: TorchTrainer) -> None:
-        _check_writable(self.path)
+        super().on_start(trainer)
         if self.path.stat().st_size:
             with self.path.open(newline="") as file:
                 self._columns = next(csv.reader(file), [])
@@ -54,7 +135,7 @@ class CSVLogger(Logger):
                     fix="another path",
                 )
 
-    def write(self, trainer: TorchTrainer, row: Row) -> None:
+    def _append(self, row: Row) -> None:
         cells = {**_leading_cells(row), **row.values}
         new = [name for name in cells if name not in self._columns]
         if new:
@@ -63,22 +144,27 @@ class CSVLogger(Logger):
             csv.DictWriter(file, self._columns, restval="").writerow(cells)
 
     def _add_columns(self, columns: list[str]) -> None:
-        rows: list[dict[str, Any]] = []
-        if self._columns:
-            with self.path.open(newline="") as file:
-                rows = list(csv.DictReader(file))
-        # The new file replaces the old one when it is complete: a kill before that loses no row.
-        wider = self.path.with_name(f"{self.path.name}.new")
-        with wider.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns, restval="")
-            writer.writeheader()
-            writer.writerows(rows)
-        wider.replace(self.path)
+        with self.path.open(newline="") as file:
+            rows = self._read(file)
         self._columns = columns
+        self._replace(rows)
+
+    def _read(self, file: IO[str]) -> list[Any]:
+        return list(csv.DictReader(file))
+
+    def _dump(self, file: IO[str], rows: Sequence[Any]) -> None:
+        writer = csv.DictWriter(file, self._columns, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+
+    def _place_of(self, row: Any) -> tuple[str, int] | None:
+        return _place_in(row)
 
 
-class JSONLinesLogger(Logger):
-    """One line with a JSON object for each `train` and `validate`; an existing file is appended to.
+class JSONLinesLogger(_FileLogger):
+    """One line with a JSON object for each `train` and `validate`.
+
+    An existing file is continued as by `CSVLogger`.
 
     Numbers that JSON does not have are strings: ``"NaN"``, ``"Infinity"``, ``"-Infinity"``.
 
@@ -90,17 +176,51 @@ class JSONLinesLogger(Logger):
         ConfigurationError: the file cannot be written; before training.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, every: int | None = None) -> None:
-        super().__init__(every)
-        self.path = Path(path)
-
-    def on_start(self, trainer: TorchTrainer) -> None:
-        _check_writable(self.path)
-
-    def write(self, trainer: TorchTrainer, row: Row) -> None:
+    def _append(self, row: Row) -> None:
         values = {name: _as_json(value) for name, value in row.values.items()}
         with self.path.open("a") as file:
             file.write(json.dumps({**_leading_cells(row), **values}, allow_nan=False) + "\n")
+
+    def _read(self, file: IO[str]) -> list[Any]:
+        return list(file)
+
+    def _dump(self, file: IO[str], rows: Sequence[Any]) -> None:
+        file.writelines(rows)
+
+    def _place_of(self, row: Any) -> tuple[str, int] | None:
+        try:
+            return _place_in(json.loads(row))
+        except ValueError:
+            return None
+
+
+def _superseded(places: Sequence[tuple[str, int] | None], loaded: int) -> tuple[int, int]:
+    """The rows that an earlier program wrote behind `loaded`: from which one, and up to which.
+
+    Args:
+        places: of all rows; None for one that a kill has cut off.
+        loaded: the step that this program goes on from, and may have validated at.
+    """
+    last, later = len(places), math.inf
+    while last and places[last - 1] == (_VALIDATION, loaded):
+        last -= 1
+    first = last
+    while first:
+        place = places[first - 1]
+        if place is not None:
+            # A row of a later step in front of it is of a run that ended before this one began.
+            if not loaded < place[1] <= later:
+                break
+            later = place[1]
+        first -= 1
+    return first, last
+
+
+def _place_in(row: Any) -> tuple[str, int] | None:
+    try:
+        return row["phase"], int(row["step"])
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _check_writable(path: Path) -> None:
@@ -112,6 +232,17 @@ def _check_writable(path: Path) -> None:
         raise ConfigurationError(
             "the log file cannot be written", where=str(path), got=str(error), fix="another path"
         ) from error
+
+
+def _end_torn_line(path: Path) -> None:
+    """Begin a new line where a killed program has left half of one."""
+    if not path.is_file():
+        return
+    with path.open("rb+") as file:
+        if file.seek(0, io.SEEK_END):
+            file.seek(-1, io.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
 
 
 def _leading_cells(row: Row) -> dict[str, Any]:

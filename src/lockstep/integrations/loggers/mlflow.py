@@ -20,7 +20,8 @@ class MLflowLogger(Logger):
     """One MLflow run: the trainer's config as parameters, every number as a metric.
 
     The logger uses MLflow's client and leaves the active run of ``mlflow.start_run`` alone. At the
-    trainer's end it marks the run as finished or as failed.
+    trainer's end it marks the run as finished or as failed. MLflow deletes no value: of steps that
+    a program with the `run_id` of an earlier one computes again, it has both values.
 
     Args:
         experiment: the experiment's name; created if it does not exist.

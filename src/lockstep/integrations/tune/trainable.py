@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import ray
 from lockstep.engine.placement_group import bundle_for, warn_of_missing_resources
 from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.integrations.optional_packages import import_optional
 from lockstep.integrations.tune import trial_checkpoint
+from lockstep.keys import BATCH_COUNT, NUM_SAMPLES
 from lockstep.trainer.argument_checks import (
     check_config,
     check_operator,
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 else:
     _tune = import_optional("ray.tune", extra="tune", by="TorchTrainer.as_trainable")
     Trainable, PlacementGroupFactory = _tune.Trainable, _tune.PlacementGroupFactory
+
+_COUNTS: Final = (NUM_SAMPLES, BATCH_COUNT, "epoch")
 
 TuneStep = Callable[["TorchTrainer", dict[str, Any]], dict[str, Any]]
 """``override_tune_step(trainer, info)``; `info` is ``{"iteration": n}``, n from 0."""
@@ -100,13 +103,17 @@ class TorchTrainable(Trainable):
 
 
 def _train_and_validate(trainer: TorchTrainer) -> dict[str, Any]:
-    """Train and validate; the merged results, in which a count of both is that of the training."""
+    """Train and validate; the merged results.
+
+    A metric of both is that of the validation, as in `MetricMonitor`; a count that of the training.
+    """
     trained = trainer.train(profile=True)
     if not trainer._workers.has_loader("validation"):
         return dict(trained)
     validated = trainer.validate(profile=True)
     times = {**validated.pop("profile", {}), **trained.pop("profile", {})}
-    return {**validated, **trained, "profile": times}
+    counts = {key: trained[key] for key in _COUNTS if key in trained}
+    return {**trained, **validated, **counts, "profile": times}
 
 
 def as_trainable(

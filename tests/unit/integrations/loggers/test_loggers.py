@@ -41,6 +41,9 @@ class Regression(TrainingOperator):
         return loss, {"diverged": torch.tensor(float("nan")), "note": "a", "rows": batch[0]}
 
 
+CUT_OFF = '{"time": 1.5, "ph'
+
+
 def start(*callbacks):
     return TorchTrainer(
         training_operator_cls=Regression,
@@ -80,6 +83,49 @@ def test_csv_grows_by_rows_and_by_columns(tmp_path):
     assert float(rows[0]["profile/mean_fwd_s"]) > 0
     assert (rows[0]["diverged"], rows[0]["note"]) == ("nan", "a")
     assert "rows" not in rows[0]
+
+
+def steps_of(path):
+    lines = [line for line in path.read_text().splitlines() if line != CUT_OFF]
+    rows = csv.DictReader(lines) if ".csv" in path.name else map(json.loads, lines)
+    # Each block of rows that was moved has a line of its own with the columns.
+    return [(row["phase"], int(row["step"])) for row in rows if row["step"] != "step"]
+
+
+@pytest.mark.parametrize(("logger", "name"), [(CSVLogger, "a.csv"), (JSONLinesLogger, "a.jsonl")])
+def test_rows_behind_the_checkpoint_are_there_once(tmp_path, logger, name):
+    """Two programs are killed: three steps, and none, behind the checkpoint of step 2."""
+    path, aside, state = tmp_path / name, tmp_path / f"{name}.superseded", tmp_path / "run.pt"
+    with start(logger(path)) as trainer:  # another run before it, of which all rows stay
+        trainer.train()
+    with start(logger(path, every=1)) as trainer:
+        trainer.train(num_steps=2)
+        trainer.save(state)
+        trainer.train(num_steps=2)
+        trainer.validate()
+        trainer.train(num_steps=1)
+    if logger is JSONLinesLogger:
+        with path.open("a") as file:
+            file.write(CUT_OFF)
+    kept = [("train", 4), ("step", 1), ("step", 2), ("train", 2)]
+    again = [("step", 3), ("step", 4), ("train", 4)]
+    validated = [("validation", 2)]
+    for number in (1, 2):
+        with start(logger(path, every=1)) as trainer:
+            trainer.load(state)
+            trainer.validate()
+            assert aside.exists() == (number == 2)  # it may end here
+            trainer.train(num_steps=2)
+        assert steps_of(path) == kept + number * validated + again
+    moved = [*again, ("validation", 4), ("step", 5), ("train", 5)]
+    assert steps_of(aside)[: len(moved)] == moved
+
+
+def test_a_run_that_begins_anew_moves_no_row(tmp_path):
+    for _ in range(2):
+        run(CSVLogger(path := tmp_path / "run.csv"))
+    assert steps_of(path) == [("train", 4), ("validation", 4), ("train", 6)] * 2
+    assert [each.name for each in tmp_path.iterdir()] == ["run.csv"]
 
 
 def test_csv_leaves_foreign_files_alone(tmp_path):

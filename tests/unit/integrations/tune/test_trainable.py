@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an iteration of a trial reports."""
+
+from tests.unit.trainer.programs import SAMPLES, STEPS_PER_EPOCH, Regression, loader, trainer
+
+from lockstep.integrations.tune.trainable import _train_and_validate
+
+
+class Measured(Regression):
+    """Training and validation report a metric of one name; the second has 12 samples alone."""
+
+    def setup(self, config):
+        super().setup(config)
+        some = [batch for batch, _ in zip(loader(), range(2), strict=False)]
+        self.register_data(train_loader=loader(), validation_loader=some)
+
+    def compute_loss(self, batch, batch_info):
+        loss = super().compute_loss(batch, batch_info)
+        return loss, {"error": 1.0 if self.model.training else 2.0}
+
+
+def test_a_metric_of_both_is_the_validations_and_a_count_the_trainings():
+    with trainer(Measured) as one:
+        result = _train_and_validate(one)
+        assert (result["error"], result["last_error"]) == (2.0, 2.0)
+        counts = result["num_samples"], result["batch_count"], result["epoch"]
+        assert counts == (SAMPLES, STEPS_PER_EPOCH, 1)
+        assert {"train_loss", "val_loss"} <= result.keys()
