@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep import checkpoint
 from lockstep.checkpoint.rotation import Rotation
 from lockstep.errors import (
+    CheckpointError,
     ConfigurationError,
     NotAvailableError,
 )
@@ -20,7 +21,6 @@ from lockstep.trainer.argument_checks import require, require_count
 from lockstep.trainer.checkpoint_writer import CheckpointWriter
 from lockstep.trainer.run_log import RunLog
 from lockstep.trainer.snapshot_files import write_snapshot
-from lockstep.trainer.state_transfer import refuse_another_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -184,6 +184,22 @@ class CheckpointDirectory:
         assert self.resume_state is not None
         _log.info("going on after step %d: %s", self.resume_state["global_step"], self._source)
         self.resume_state = None  # as large as the model
+
+
+def refuse_another_run(state: Mapping[str, Any], explicit: Mapping[str, Any]) -> None:
+    """Refuse a state whose `num_shards` or `seed` differs from the user's explicit argument.
+
+    Raises:
+        CheckpointError: a value differs.
+    """
+    for name, value in explicit.items():
+        if value is not None and state.get(name, value) != value:
+            raise CheckpointError(
+                f"the state was made with another {name}",
+                expected=f"{name}={value}, as the trainer was told",
+                got=f"{name}={state[name]}",
+                fix=f"leave {name} out: it is taken from the state",
+            )
 
 
 def _check_arguments(folder: Any, every: Any, keep: Any, resume: Any) -> None:

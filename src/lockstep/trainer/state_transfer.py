@@ -18,6 +18,7 @@ from lockstep.errors import (
 from lockstep.host_memory import available_memory
 from lockstep.operator import TrainingOperator
 from lockstep.tensor_tree import leaves_of
+from lockstep.trainer.checkpoint_directory import refuse_another_run
 from lockstep.trainer.snapshot_files import write_snapshot
 from lockstep.worker import Snapshot, Worker, begin_load, hold_part, position, receive_state
 
@@ -231,19 +232,3 @@ def _refuse_large(needed: int, available: float) -> None:
             fix="trainer.save(path) writes it in parts, and lockstep.checkpoint.convert(path, file)"
             " makes one file of them, which needs no memory for it",
         )
-
-
-def refuse_another_run(state: Mapping[str, Any], explicit: Mapping[str, Any]) -> None:
-    """Refuse a state whose `num_shards` or `seed` differs from the user's explicit argument.
-
-    Raises:
-        CheckpointError: a value differs.
-    """
-    for name, value in explicit.items():
-        if value is not None and state.get(name, value) != value:
-            raise CheckpointError(
-                f"the state was made with another {name}",
-                expected=f"{name}={value}, as the trainer was told",
-                got=f"{name}={state[name]}",
-                fix=f"leave {name} out: it is taken from the state",
-            )

@@ -19,6 +19,7 @@ from tests.unit.trainer.programs import (
     weights,
 )
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lockstep.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from lockstep.keys import BATCH_SIZE
@@ -321,3 +322,92 @@ def test_a_state_that_raysgd_saved_goes_on(tmp_path):
         assert weights(one.get_model()).equal(weights(model))
         assert len(one.state_dict()["optimizers"][0]["state"]) == 2
         assert one.train()["epoch"] == 4
+
+
+# ------------------------------------------------------- what is no training changes the state
+
+
+class Plateau(Regression):
+    """Its learning rate halves with each call of `update_scheduler`."""
+
+    def setup(self, config):
+        model = linear()
+        optimizer = sgd(model)
+        scheduler = ReduceLROnPlateau(optimizer, "max", factor=0.5, patience=0)
+        self.model, self.optimizer, self.criterion, _ = self.register(
+            models=model, optimizers=optimizer, criterion=nn.MSELoss(), schedulers=scheduler
+        )
+        self.register_data(train_loader=loader(), validation_loader=loader())
+
+
+def rate(one):
+    return one.state_dict()["optimizers"][0]["param_groups"][0]["lr"]
+
+
+def step_scheduler(one):
+    one.update_scheduler(-one.validate()["val_loss"] - one.status()["epochs_finished"])
+
+
+def halve_rate(operator):
+    operator.optimizer.param_groups[0]["lr"] /= 2
+
+
+CHANGES = [
+    step_scheduler,
+    lambda one: one.apply_all_operators(halve_rate),
+    lambda one: halve_rate(one.get_local_operator()),
+]
+
+
+def plateau(folder=None, **arguments):
+    disk = {} if folder is None else {"checkpoint_dir": folder, "resume": "auto"}
+    return trainer(Plateau, scheduler_step_freq="manual", **disk, **arguments)
+
+
+def epochs(one, last, change):
+    while one.status()["epochs_finished"] < last:
+        one.train()
+        change(one)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("every", [2, 3, 4])
+def test_what_changes_the_state_of_a_checkpoints_step_is_in_the_checkpoint(tmp_path, change, every):
+    with plateau() as one:
+        epochs(one, 4, change)
+        expected, expected_rate = weights(one.get_model()), rate(one)
+    with plateau(tmp_path, checkpoint_every=every) as one:
+        epochs(one, 2, change)
+    killed = plateau(tmp_path, checkpoint_every=every)
+    epochs(killed, 3, change)
+    killed.train(num_steps=1)  # a step of the next epoch, before that has a checkpoint
+    killed.shutdown(force=True)
+    with plateau(tmp_path, checkpoint_every=every) as one:
+        epochs(one, 4, change)
+        assert torch.equal(weights(one.get_model()), expected)
+        assert rate(one) == expected_rate
+
+
+def test_what_was_changed_behind_a_checkpoint_is_replayed_from_it(tmp_path):
+    with plateau(tmp_path, checkpoint_every=4) as one:
+        epochs(one, 2, step_scheduler)
+        one.train()
+        report = one.replay(10)
+        assert report.same_bits
+        assert report.start.endswith("step-0000000008.ckpt")
+
+
+def test_no_checkpoint_is_written_again_where_nothing_may_have_changed(tmp_path):
+    newest, elsewhere = tmp_path / "step-0000000004.ckpt", tmp_path / "elsewhere.pt"
+    with plateau(tmp_path, checkpoint_every=4) as one:
+        one.train()
+        written = newest.stat().st_ino
+        one.validate()
+        one.predict(loader())
+        one.save(elsewhere)
+        one.train(num_steps=1)
+        one.apply_all_operators(halve_rate)  # the next checkpoint has it, and this one must not
+    with plateau(tmp_path, checkpoint_every=4) as one:
+        one.train(num_steps=1)
+    assert newest.stat().st_ino == written
+    assert [*tmp_path.glob("step-*")] == [newest]
