@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.crossed_gradients import forget_crossings, have_crossed
+from lockstep.crossed_gradients import have_crossed
 from lockstep.errors import CrossedWeightsError
 from lockstep.group import resolve_group
 from lockstep.sync import optimizer_guard
@@ -62,10 +62,8 @@ def average_gradients(model: Any, weight: float | None = None, *, group: Any = N
     ]
     # An optimizer also steps with the gradient of a parameter that was frozen since.
     held = [slot for slot in slots if slot.param.requires_grad or slot.param.grad is not None]
-    with_gradient = [slot.param for slot in held if slot.param.grad is not None]
-    has_crossed = have_crossed(with_gradient)
+    has_crossed = have_crossed(slot.param for slot in held if slot.param.grad is not None)
     of_ranks = ranks.exchange((share, [slot.number for slot in held], has_crossed))
-    forget_crossings(with_gradient)
     shares = [one for one, *_ in of_ranks]
     if any(crossed for *_, crossed in of_ranks) and len(set(shares)) > 1:
         raise _crossed_error(shares, ranks)
