@@ -91,8 +91,8 @@ MUTANTS = {
         "if held is None:",
     ),
     "gradients_of_earlier_steps_are_not_kept": Mutant(
-        "worker/rollback.py",
-        "self._reuses_gradients or self._steps_to_learn > 0\n",
+        "worker/loop_behaviour.py",
+        "self.reuses_gradients or self._steps_to_learn > 0\n",
         "False\n",
         ("--ray", "1", "--processes", "0", "--clearing", "never"),
     ),
