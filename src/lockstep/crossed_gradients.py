@@ -4,8 +4,8 @@
 A backward in which gradients travel between ranks compares the ranks' weights before they do. A
 program that weighs the gradients itself afterwards (`average_gradients`) would weigh what has
 crossed by the weight of the wrong rank. So the backward notes here where it crosses, and
-`average_gradients` asks whether its parameters lie behind. A note holds until an optimizer has
-changed the parameters there.
+`average_gradients` asks whether its parameters lie behind. A note holds as long as the gradient
+that the backward has left: until ``zero_grad`` drops it, or another one takes its place.
 
 To walk the graph in each backward takes a microsecond for each of its nodes, and most programs
 never ask. So a note has the first parameter that the graph leads to, and its node, which lives as
@@ -21,29 +21,58 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lockstep._torch_compat import version_of
+from lockstep._torch_compat import call_at_end_of_task, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _notes: Any = WeakTensorKeyDictionary()
-"""The first parameter behind a crossing, with its version then, and a reference to the node."""
+"""A note for the first parameter behind a crossing."""
+
+
+class _Note:
+    """A crossing in `node`, behind which `first` is the first parameter."""
+
+    def __init__(self, node: Any, first: torch.Tensor) -> None:
+        self.node = weakref.ref(node)
+        self._first = weakref.ref(first)
+        self._version = version_of(first)
+        self._before = _state_of(first.grad)
+        self._gradient: weakref.ref[torch.Tensor] | None = None
+
+    def note_gradient(self) -> None:
+        """At the end of the backward: note the gradient that it has left."""
+        first = self._first()
+        gradient = None if first is None else first.grad
+        if gradient is not None and _state_of(gradient) != self._before:
+            self._gradient = weakref.ref(gradient)
+
+    def holds(self, first: torch.Tensor) -> bool:
+        """Whether the gradients of the backward are still there."""
+        if self._gradient is None:  # of ``torch.autograd.grad``: the program assigns them itself
+            return version_of(first) == self._version
+        return first.grad is not None and first.grad is self._gradient()
+
+
+def _state_of(gradient: torch.Tensor | None) -> tuple[int, int]:
+    return (0, 0) if gradient is None else (id(gradient), version_of(gradient))
 
 
 def note_crossing(node: Any) -> None:
     """Note that gradients have crossed ranks in `node` of a graph, whose backward runs."""
-    for leaf in _leaves(node):
-        _notes[leaf] = version_of(leaf), weakref.ref(node)
-        return
+    first = next((leaf for leaf in _leaves(node) if isinstance(leaf, torch.nn.Parameter)), None)
+    if first is not None:
+        note = _notes[first] = _Note(node, first)
+        call_at_end_of_task(note.note_gradient)
 
 
 def have_crossed(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether the present gradients of some of `parameters` have crossed ranks."""
     asked = set(map(id, parameters))
-    for first, (version, reference) in list(_notes.items()):
-        if version_of(first) != version:
+    for first, note in list(_notes.items()):
+        if not note.holds(first):
             continue
-        node = reference()
+        node = note.node()
         behind = (first,) if node is None else _leaves(node)
         if any(id(leaf) in asked for leaf in behind):
             return True
@@ -51,7 +80,7 @@ def have_crossed(parameters: Iterable[torch.Tensor]) -> bool:
 
 
 def _leaves(node: Any) -> Iterator[torch.Tensor]:
-    """The parameters to which the gradients lead that `node` passes on."""
+    """The tensors to which the gradients lead that `node` passes on."""
     seen, waiting = {node}, [node]
     while waiting:
         for before, _ in waiting.pop().next_functions:

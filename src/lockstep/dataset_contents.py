@@ -56,8 +56,9 @@ def held_contents(dataset: Any) -> list[str | int]:
         chosen = [dataset.indices[place] for place in places]
         return [content_digest(chosen), *held_contents(dataset.dataset)]
     if type(dataset) is TensorDataset:
-        rows = [dataset[place] for place in _spread(len(dataset))]
-        return [content_digest(rows)]
+        # Not of floating point: what a host has computed may differ in the last bits.
+        exact = [each for each in dataset.tensors if not each.is_floating_point()]
+        return [content_digest([each[place] for each in exact for place in _spread(len(each))])]
     with suppress(TypeError, NotImplementedError):  # from its `__len__`
         return [*contents_of(dataset, len(dataset))]
     return []
@@ -72,7 +73,9 @@ def _name_of(sample: Any, depth: int = _DEPTH) -> str:
     if isinstance(sample, PurePath):
         return sample.name  # each host may have its copy elsewhere
     if type(sample) is str:
-        is_path = "/" in sample and not any(mark in sample for mark in " <\n")
+        is_path = sample.startswith("/") or (
+            "/" in sample and not any(mark in sample for mark in " <\n")
+        )
         return PurePath(sample).name if is_path else sample[:256]
     if type(sample) is bool or not depth:
         return ""

@@ -396,7 +396,7 @@ class Group:
         # The numbers stay, for a rank that undoes a step; a counter would keep the backend alive.
         self._start_counters = {
             device: None if counter is None else partial(int, counter())
-            for device, counter in self._start_counters.items()
+            for device, counter in list(self._start_counters.items())
         }
         self._process_group = None
         self._closed = True

@@ -78,9 +78,6 @@ def test_what_crossed_before_a_step_or_in_another_model_does_not_count():
         other(of_rank(group, LEFT)).square().mean().backward()
         lockstep.average_gradients(other, weight=SIZES[group.rank], group=group)
         found = gradients(other)
-        for param in model.parameters():  # as an optimizer does, after another average
-            with torch.no_grad():
-                param.mul_(0.5)
         model.zero_grad()
         model.left(of_rank(group, LEFT)).square().mean().backward()
         lockstep.average_gradients(model, weight=SIZES[group.rank], group=group)
@@ -90,13 +87,27 @@ def test_what_crossed_before_a_step_or_in_another_model_does_not_count():
     model, other = towers(), nn.Linear(5, 2).double()
     other.load_state_dict(replicas[0][1].state_dict())
     other(LEFT).square().mean().backward()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(0.5)
     model.left(LEFT).square().mean().backward()
     for of_other, of_model in results:
         assert_same(of_other, gradients(other))
         assert_same(of_model, gradients(model))
+
+
+@pytest.mark.parametrize("first", ["left", "right"])
+def test_of_two_towers_the_second_has_crossed_too_when_the_first_has_stepped(first):
+    replicas = [towers() for _ in SIZES]
+    second = {"left": "right", "right": "left"}[first]
+
+    def body(group):
+        model = replicas[group.rank]
+        loss = loss_of(model, group)
+        loss.backward()
+        lockstep.average_gradients(getattr(model, first), group=group)
+        torch.optim.SGD(getattr(model, first).parameters(), lr=0.1).step()
+        lockstep.average_gradients(getattr(model, second), weight=SIZES[group.rank], group=group)
+
+    refused = outcomes(2, body)
+    assert [type(each) for each in refused] == [CrossedWeightsError] * 2, refused
 
 
 @pytest.mark.parametrize("weights", [SIZES, [5, 5]], ids=["unequal", "equal"])

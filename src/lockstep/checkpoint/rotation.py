@@ -116,10 +116,9 @@ class Rotation:
 
     def resume_from(self, path: str | os.PathLike[str]) -> None:
         """Note that the run resumes from `path`, which may be elsewhere, as another run's may."""
-        folder, name = os.path.split(os.path.abspath(path))
-        if (found := _NAME.fullmatch(name)) and os.path.realpath(folder) == os.path.realpath(
-            self.folder
-        ):
+        folder, name = os.path.split(os.path.realpath(path))
+        found = _NAME.fullmatch(name)
+        if found is not None and folder == os.path.realpath(self.folder):
             self._own = {each for each in self.steps() if each <= int(found[1])}
 
     def go_on_from(self, step: int) -> None:

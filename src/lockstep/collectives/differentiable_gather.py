@@ -90,7 +90,7 @@ def gather(
         communication = BackwardCheck(name, ranks, layout, returns_rows=True)
     apply: Any = _Gather.apply
     rows: torch.Tensor = apply(mine, ranks, layout, communication, backward)
-    if len(mine) < len(held) > layout.total:
+    if len(mine) < len(held) and 0 < layout.total < len(held):
         rows = rows[torch.arange(len(held), device=rows.device) % layout.total]
     return rows.movedim(0, dim)
 

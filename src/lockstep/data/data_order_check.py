@@ -61,7 +61,7 @@ def plan_fingerprint(
         "global_batch": batches.per_step,
         "drop_last": batches.drop_last,
         # What the positions stand for; of a stream the first sample tells.
-        "dataset": None if batches.kind.is_data else held_contents(dataset),
+        "dataset": None if batches.kind.is_data else content_digest(held_contents(dataset)),
         "num_shards": assignment.num_shards,
         "seed": assignment.seed,
         "epoch": epoch,

@@ -52,14 +52,17 @@ def is_counted(criterion: Any, target: torch.Tensor) -> torch.Tensor:
     return torch.ones_like(target, dtype=torch.bool) if settings is None else target != settings[1]
 
 
-def may_ignore_all(criterion: Any, batch: Any) -> bool:
-    """Whether `criterion` may count none of a batch's targets; asked before the batch's forward."""
-    if _settings(criterion) is None or not isinstance(batch, tuple | list) or not batch:
+def ignores_all(criterion: Any, batch: Any) -> bool:
+    """Whether `criterion` ignores all of a batch's targets; asked before the batch's forward.
+
+    Of targets on a device False: to look at them is to wait for all that was started there.
+    """
+    settings = _settings(criterion)
+    if settings is None or not isinstance(batch, tuple | list) or not batch:
         return False
     target = batch[-1]
-    # Counting on a device would wait for all that was started there.
-    is_far = isinstance(target, torch.Tensor) and target.device.type != "cpu"
-    return is_far or count_targets(CriterionCall(criterion, target)) == 0.0
+    is_known = isinstance(target, torch.Tensor) and target.device.type == "cpu"
+    return is_known and not bool((target != settings[1]).any())
 
 
 def _settings(criterion: Any) -> tuple[torch.Tensor | None, int] | None:

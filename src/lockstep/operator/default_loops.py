@@ -24,7 +24,7 @@ import torch
 from lockstep.errors import ConfigurationError, NonFiniteError, NotAvailableError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP, SCHEDULER_STEP_BATCH
 from lockstep.metrics import AverageMeterCollection, merge
-from lockstep.operator.criterion_targets import may_ignore_all
+from lockstep.operator.criterion_targets import ignores_all
 from lockstep.operator.default_forward import (
     class_accuracy,
     default_loss,
@@ -239,8 +239,10 @@ def _may_weigh_nothing(operator: Operator, shards: Sequence[ShardBatch]) -> bool
     run, state = registered_parts(operator), operator._lockstep
     if state.weighed_by.get("train") != BY_SAMPLES or any(each.is_borrowed for each in shards):
         return True
+    if operator._lockstep_overrides(Operator.compute_loss):
+        return False
     criterion = getattr(operator, "criterion", run.criterion)
-    return any(may_ignore_all(criterion, each.batch) for each in shards)
+    return any(ignores_all(criterion, each.batch) for each in shards)
 
 
 def _shard_weights(operator: Operator, num_shards: int, *, is_shadowed: bool) -> ShardWeights:

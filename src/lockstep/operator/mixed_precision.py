@@ -77,9 +77,11 @@ class Precision:
         self, parameters: Iterable[torch.nn.Parameter], optimizer: torch.optim.Optimizer
     ) -> bool:
         """Unscale gradients that `optimizer` does not hold; whether there are such gradients."""
+        if self._scaler is None:
+            return False
         held = set(map(id, optimizer_parameters(optimizer)))
         others = [each for each in parameters if each.grad is not None and id(each) not in held]
-        if self._scaler is None or not others:
+        if not others:
             return False
         # A scaler unscales what an optimizer holds, and lowers the scale for infinities in it.
         self._scaler.unscale_(torch.optim.SGD(others))

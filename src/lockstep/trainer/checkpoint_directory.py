@@ -164,6 +164,8 @@ class CheckpointDirectory:
         """
         assert self._rotation is not None, "the run keeps checkpoints"
         assert self._writer is not None, "`start_writer` comes first"
+        if self._writer.latest_step != step and not self._rotation.is_newest(step):
+            return
         self._writer.wait()
         if self._rotation.is_newest(step):
             self._writer.keep(take_snapshot())

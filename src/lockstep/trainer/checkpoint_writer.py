@@ -44,6 +44,9 @@ class CheckpointWriter:
     Args:
         write: writes a snapshot to the disk, and returns its path.
         engine: the engine whose workers make the snapshots.
+
+    Attributes:
+        latest_step: the step of the latest snapshot that came; None before the first.
     """
 
     def __init__(self, write: Callable[[Snapshot], str], engine: Engine) -> None:
@@ -54,6 +57,7 @@ class CheckpointWriter:
         self._preemption = SigtermDeferral()
         self._lock = threading.Lock()
         self._waiting: Snapshot | None = None
+        self.latest_step: int | None = None
         self._running: Future[None] | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._failure: Exception | None = None
@@ -124,6 +128,7 @@ class CheckpointWriter:
         self._failure = error
 
     def _submit(self, snapshot: Snapshot) -> None:
+        self.latest_step = snapshot.step
         with self._lock:
             left_out, self._waiting = self._waiting, snapshot
         if left_out is not None:

@@ -8,6 +8,7 @@ import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from lockstep.operator import TrainingOperator
 from lockstep.trainer.refused_calls import (
     concurrent_call_error,
     no_local_operator_error,
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from lockstep.engine import Engine
     from lockstep.engine.engine_protocol import CallListener
-    from lockstep.operator import TrainingOperator
     from lockstep.worker import RemoteCall, StartReport, Worker, WorkerSpec
 
 R = TypeVar("R")
@@ -72,9 +72,16 @@ class WorkerCalls:
         engine = self.open_engine()
         with self._one_call_at_a_time(call.contract.name):
             # Noted first: a call that fails may have changed it, too.
-            if call.is_training or call.may_change_state(self.spec.operator_cls):
+            if call.is_training or self._may_change_state(call):
                 self.may_have_changed = not call.is_training
             return engine.call(call, listener=listener, retries=retries)
+
+    def _may_change_state(self, call: RemoteCall[Worker, Any]) -> bool:
+        operator_cls = self.spec.operator_cls
+        # What a validation changes is the operator's own, and saved if it has a `state_dict`.
+        is_saved = operator_cls._lockstep_overrides(TrainingOperator.state_dict)
+        is_validation = call.purpose == "validation"
+        return call.may_change_state(operator_cls) and (is_saved or not is_validation)
 
     def call_rank_0(self, call: RemoteCall[Worker, R]) -> R:
         """See `Engine.call_rank`."""

@@ -141,7 +141,9 @@ class Rollback:
 
     def _copy_buffers_before(self, cursor: Cursor) -> Copies:
         """The buffers to which an undo of the call goes back: before its open window, if any."""
-        places = buffer_places(() if self._call_began is None else self._run.modules())
+        if self._call_began is None:
+            return []
+        places = buffer_places(self._run.modules())
         copies = copy_buffers(places)
         if cursor.has_open_window:
             self.put_buffers_back()
@@ -343,7 +345,7 @@ class Rollback:
         if (
             opened is None
             or not self._has_uncopied_step(opened)
-            or opened.num_ended < opened.num_stepped
+            or opened.num_ended < self._num_steps(opened)
             or self._loop.has_communicated_after_optimizer(opened)
         ):
             return False

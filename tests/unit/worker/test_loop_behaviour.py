@@ -3,13 +3,24 @@
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.errors import TrainerClosedError
 from lockstep.operator import Options
 from lockstep.worker import LoopRequest, Worker, WorkerSpec
 from ranks.table import as_threads
-from unit.trainer.programs import Regression, by_hand, linear, loader, same, sgd, trainer, weights
+from unit.trainer.programs import (
+    Regression,
+    by_hand,
+    linear,
+    loader,
+    problem,
+    same,
+    sgd,
+    trainer,
+    weights,
+)
 
 
 class RaisesOnce(torch.optim.lr_scheduler.StepLR):
@@ -151,3 +162,44 @@ def test_weights_are_copied_for_a_loop_that_gathers_behind_its_step_and_for_no_o
             worker.stop()
 
     assert as_threads(2, one_rank) == [operator_cls is Gathers] * 2
+
+
+class Normalised(Regression):
+    def setup(self, config):
+        self.model = torch.nn.Sequential(torch.nn.BatchNorm1d(3).double(), linear())
+        self.optimizer, self.criterion = sgd(self.model), torch.nn.MSELoss()
+        self.register(models=self.model, optimizers=self.optimizer, criterion=self.criterion)
+        self.register_data(train_loader=loader())
+
+
+def test_a_call_that_begins_within_a_window_leaves_the_statistics_as_they_are():
+    with trainer(Normalised, accumulate=3) as run:
+        run.train(num_steps=4)
+        through = run.get_model()[0].running_mean
+        assert run.get_model()[0].num_batches_tracked == 4
+    with trainer(Normalised, accumulate=3) as run:
+        for _ in range(4):
+            run.train(num_steps=1)
+        assert run.get_model()[0].num_batches_tracked == 4
+        assert torch.equal(run.get_model()[0].running_mean, through)
+
+
+class OfPairs(Regression):
+    """Its own loss; what is last in a batch is no target of the criterion."""
+
+    def setup(self, config):
+        self.model = linear()
+        self.optimizer = sgd(self.model)
+        self.criterion = torch.nn.CrossEntropyLoss(weight=torch.ones(2, dtype=torch.float64))
+        self.register(models=self.model, optimizers=self.optimizer, criterion=self.criterion)
+        features, _ = problem()
+        data = TensorDataset(features, torch.zeros(len(features)).long(), torch.arange(22) + 50)
+        self.register_data(train_loader=DataLoader(data, 6))
+
+    def compute_loss(self, batch, batch_info):
+        return self.criterion(self.model(batch[0]), batch[1])
+
+
+def test_a_loss_of_ones_own_may_have_batches_of_any_form():
+    with trainer(OfPairs) as run:
+        assert run.train()["batch_count"] == 4
