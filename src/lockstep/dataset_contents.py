@@ -36,7 +36,7 @@ def contents_of(dataset: Any, size: int | None) -> list[int]:
     for column in list(held):
         if type(column) not in (list, tuple) or len(column) != size or size < _LEAST:
             continue
-        places = range(0, size, -(-size // _SAMPLES))
+        places = _spread(size)
         names = [name for place in places if (name := _name_of(column[place]))]
         if len(names) == len(set(names)) == len(places):
             found.append(zlib.crc32(repr(names).encode()))
@@ -44,10 +44,11 @@ def contents_of(dataset: Any, size: int | None) -> list[int]:
 
 
 def held_contents(dataset: Any) -> list[str | int]:
-    """Numbers for what positions in `dataset` stand for, where it is the same on every rank.
+    """Numbers that are equal on ranks whose datasets have the same samples at the same positions.
 
-    As `contents_of`, and of torch's own datasets also the rows, the chosen positions, and the
-    datasets within them.
+    Beside those of `contents_of`, for torch's own datasets: the whole numbers of a
+    ``TensorDataset``, the positions that a ``Subset`` has chosen, and the datasets within both that
+    and a ``ConcatDataset``. None where nothing can be told.
     """
     if type(dataset) is ConcatDataset:
         return [number for each in dataset.datasets for number in held_contents(each)]
@@ -65,6 +66,7 @@ def held_contents(dataset: Any) -> list[str | int]:
 
 
 def _spread(size: int) -> range:
+    """At most `_SAMPLES` of `size` positions, evenly spread."""
     return range(0, size, max(1, -(-size // _SAMPLES)))
 
 

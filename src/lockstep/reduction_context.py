@@ -134,10 +134,10 @@ def set_batch_weight(weight: float | None) -> None:
     _of_this_thread.delivered.weight = weight
 
 
-def weight_of_this_thread() -> ReductionContext | DeliveredWeight:
-    """What holds the weight of the present batch; None where no program has set one: one per rank.
+def weight_holder() -> ReductionContext | DeliveredWeight:
+    """The object whose `weight` is that of the present batch: None if no program has set one.
 
-    For a function that will run in a backward, maybe on a thread of autograd's: the reduction
-    applies the weight that stands there by then.
+    A backward, which may run on another thread, reads the weight there: the reduction applies the
+    one that is set by then.
     """
     return active() or _of_this_thread.delivered

@@ -13,7 +13,7 @@ from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import ConfigurationError, CrossedWeightsError, PerShardLossError
 from lockstep.keys import BATCH_SIZE
 from lockstep.operator import RankContext
-from lockstep.operator.sync_batch_norm_refusal import refuse_borrowed_batch
+from lockstep.operator.batch_refusals import refuse_borrowed_batch
 
 GLOBAL_BATCH = 12
 """37 samples: the fourth batch of an epoch is one sample, so three of four workers borrow."""

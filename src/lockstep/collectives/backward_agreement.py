@@ -80,7 +80,7 @@ class BackwardCheck:
         self._is_doubtful = returns_rows and self.averages and not layout.is_even
         # Autograd may run backward on a thread that has no reduction context of this rank; and the
         # weight may change until then, which the reduction reads during the backward.
-        self._holder = reduction_context.weight_of_this_thread()
+        self._holder = reduction_context.weight_holder()
         self._expected_exchange = ExpectedExchange(group)
 
     def exchange_backward_info(

@@ -24,6 +24,7 @@ import torch
 from lockstep.errors import ConfigurationError, NonFiniteError, NotAvailableError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP, SCHEDULER_STEP_BATCH
 from lockstep.metrics import AverageMeterCollection, merge
+from lockstep.operator.batch_refusals import refuse_norms_of_one_shard
 from lockstep.operator.criterion_targets import ignores_all
 from lockstep.operator.default_forward import (
     class_accuracy,
@@ -38,7 +39,6 @@ from lockstep.operator.shadow import ShardComputation
 from lockstep.operator.shard_buffers import BufferSnapshot, ShardBuffers
 from lockstep.operator.shard_results import BY_SAMPLES, ShardResults
 from lockstep.operator.shard_weights import ShardWeights
-from lockstep.operator.sync_batch_norm_refusal import refuse_norms_of_one_shard
 from lockstep.phases import Phase, in_phase
 from lockstep.sync import GradientSync
 from lockstep.sync.optimizer_inspection import optimizer_parameters

@@ -161,17 +161,20 @@ class ShardResults:
         return merged
 
     def _weigh(self, name: str, merged: dict[str, Any], partial: dict[str, float]) -> None:
-        """Let a metric of the batch be the mean by its own weights, if those are not samples."""
-        total = sum(each.get(name, 0.0) for each in self._weights)
-        if total == self._num_samples:
+        """Let a metric of the batch be the mean by its own weights, if those are not samples.
+
+        Compared shard by shard: their sum may be that of the samples by chance.
+        """
+        own = [each.get(name, 0.0) for each in self._weights]
+        if own == [num_samples for _, num_samples in self._results]:
             return
         weighed = [
-            ({name: metrics[name]}, weights.get(name, 0.0))
-            for (metrics, _), weights in zip(self._results, self._weights, strict=True)
+            ({name: metrics[name]}, weight)
+            for (metrics, _), weight in zip(self._results, own, strict=True)
             if name in metrics
         ]
         merged |= mean_over_shards(weighed)
-        partial[name] = total
+        partial[name] = sum(own)
 
 
 def mean_over_shards(results: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, Any]:

@@ -12,13 +12,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lockstep.data import RayDatasetShard
+from lockstep.operator.batch_refusals import refuse_borrowed_batch
 from lockstep.operator.custom_loop_refusals import refuse_skipped_batch
 from lockstep.operator.global_batch_context import GlobalBatchContext
 from lockstep.operator.loop_protocols import Operator, rank_and_step
 from lockstep.operator.read_ahead_batches import ReadAheadBatches
 from lockstep.operator.shard_batch import ShardBatch
 from lockstep.operator.shard_results import BY_SAMPLES
-from lockstep.operator.sync_batch_norm_refusal import refuse_borrowed_batch
 from lockstep.operator.weight_averages import update_averages
 from lockstep.randomness import derive_seed, seed_all
 

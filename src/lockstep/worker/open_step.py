@@ -38,7 +38,8 @@ class OpenStep:
             like. None between two batches of the default loop.
         stepped_at: the number of reductions when the first optimizer of this step stepped; None: no
             optimizer has stepped.
-        collectives_before_optimizer: the number of collectives that this rank had started then.
+        collectives_before_optimizer: the number of collectives that this rank had started when the
+            first optimizer of this step stepped.
         num_stepped: steps of optimizers that have begun in this step.
         num_ended: steps of optimizers that have ended in this step, and did not raise.
         copies: copies from before the first optimizer's step, or from before the batch; None where

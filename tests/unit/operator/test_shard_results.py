@@ -21,7 +21,7 @@ from tests.tokens import (
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import TorchTrainer
+from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import ConfigurationError, MixedWeightsError, WeightError
 from lockstep.keys import BATCH_SIZE, NUM_SAMPLES, WEIGHT
 from lockstep.operator.shard_results import mean_over_shards
@@ -237,3 +237,37 @@ def test_the_metrics_of_shards_are_added_up_in_float64(dtype):
     true = sum(value.item() * weight for value, weight in zip(values, (3, 1, 4, 5), strict=True))
     assert mean.item() == pytest.approx(true / 13, rel=1e-15)
     assert not mean.requires_grad
+
+
+class Scales(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, features):
+        return features * self.factor
+
+
+SCORES = torch.tensor([[[2.0, 1.0], [0.0, 3.0]], [[1.0, 0.0], [4.0, 1.0]]], dtype=torch.float64)
+FEATURES = torch.cat([SCORES, SCORES.flip(0) / 3])
+CLASSES = torch.tensor([[0, -100], [-100, -100], [1, 1], [0, -100]])
+"""Of the first shard one target counts, of the second one three: as many as there are samples."""
+
+
+class HasIgnoredTargets(TrainingOperator):
+    def setup(self, config):
+        model = Scales()
+        self.register(models=model, optimizers=sgd(model), criterion=nn.CrossEntropyLoss())
+        loader = DataLoader(TensorDataset(FEATURES, CLASSES), config[BATCH_SIZE])
+        self.register_data(train_loader=loader, validation_loader=loader)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+def test_as_many_targets_as_samples_are_targets_all_the_same(num_shards):
+    loss = nn.functional.cross_entropy(FEATURES, CLASSES).item()
+    hits = (FEATURES.argmax(1) == CLASSES)[CLASSES != -100].double().mean().item()
+    with trainer(HasIgnoredTargets, {BATCH_SIZE: 4}, num_shards=num_shards) as trained:
+        validated = trained.validate()
+        assert validated["val_loss"] == pytest.approx(loss, rel=1e-12)
+        assert validated["val_accuracy"] == pytest.approx(hits, rel=1e-12)
+        assert trained.train()["train_loss"] == pytest.approx(loss, rel=1e-12)

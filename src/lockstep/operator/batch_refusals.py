@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The refusal of `SyncBatchNorm` layers where they would see a part of the global batch.
+"""Refusals of batches that a layer or a wrapper of the user's would count wrongly.
 
-And of borrowed batches, by those layers and by synchronisations that know no weights.
+A `SyncBatchNorm` layer would take its statistics of a part of the global batch, or of a borrowed
+batch's rows twice; a wrapper of the user's own gives a borrowed batch the weight of any other.
 """
 
 from __future__ import annotations
