@@ -40,8 +40,10 @@ def network(noise=0.0):
 class InShards(TrainingOperator):
     """The default loop: AdamW, a schedule, dropout if the config says so."""
 
+    network = staticmethod(network)
+
     def setup(self, config):
-        model = network(config.get("noise", 0.0))
+        model = self.network(config.get("noise", 0.0))
         if config.get("own"):
             model.register_buffer("own", local(torch.zeros(())))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -138,6 +138,17 @@ def test_an_exception_of_an_applied_function_leaves_the_trainer_usable():
         assert trainer.train()["num_samples"] == 37
 
 
+@pytest.mark.slow
+def test_a_function_that_cannot_travel_leaves_the_workers_beside_the_driver():
+    lock = threading.Lock()
+    with TorchTrainer(
+        training_operator_cls=DefaultLoop, num_workers=2, config=CONFIG, use_local=True
+    ) as trainer:
+        with pytest.raises(NotPicklableError):
+            trainer.apply_all_operators(lambda operator: lock.locked())
+        assert trainer.train()["num_samples"] == 37
+
+
 def _fail_on_rank_0(operator):
     if operator.world_rank == 0:
         raise OwnError(0)

@@ -310,7 +310,9 @@ def test_a_death_behind_an_epoch_begins_no_other_epoch(tmp_path):
     with TorchTrainer(training_operator_cls=operator, num_workers=2) as trainer:
         steps = []
         for _ in range(2):
-            trainer.train()
+            result = trainer.train()
+            assert result["batch_count"] == 8
+            assert {"train_loss", "last_train_loss"} <= result.keys()
             steps.append(trainer.status()["step"])
         assert len(trainer.status()["recoveries"]) == 1
         ended = trainer.apply_all_operators(lambda operator: operator.module.ended)[0]

@@ -208,3 +208,52 @@ def test_a_follower_moves_once_in_a_step_after_a_death_without_a_spare():
             found.append(digest(trainer))
             assert len(trainer.status()["recoveries"]) == len(strikes)
     assert found[0] == found[1]
+
+
+class Scaled(nn.Module):
+    """Its first forward fills one buffer, and its first ones enlarge another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", None)
+        self.register_buffer("table", torch.ones(1), persistent=False)
+
+    def forward(self, features):
+        if self.scale is None:
+            self.scale = torch.full((2,), 3.0)
+        if len(self.table) < 3:
+            self.table = torch.ones(len(self.table) + 1)
+        return features / self.scale.mean() * self.table.mean()
+
+
+class FillsBuffers(TrainingOperator):
+    def setup(self, config):
+        torch.manual_seed(0)
+        layers = [nn.Linear(10, 12), nn.Sequential(nn.Tanh(), nn.Linear(12, 5))]
+        model = nn.Sequential(Scaled(), *layers)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            criterion=nn.CrossEntropyLoss(),
+            shard=config["shard"],
+        )
+        self.register_data(train_loader=DataLoader(_data(), config[BATCH_SIZE], shuffle=True))
+
+
+@pytest.mark.parametrize(
+    ("sync", "shard"),
+    [("replicate", "whole"), ("ddp", "whole"), ("fsdp", "whole"), ("fsdp", [nn.Sequential])],
+)
+def test_a_worker_joins_whose_buffers_no_forward_has_filled(sync, shard):
+    arguments = {"sync": sync, "config": {BATCH_SIZE: 12, "shard": shard}}
+
+    def trained(*strikes, **further):
+        with trainer_of(FillsBuffers, strikes, **arguments, **further) as trainer:
+            trainer.train(), trainer.train(num_steps=3)
+            return digest(trainer), len(trainer.status()["recoveries"])
+
+    expected, _ = trained()
+    assert trained(Strike("kill", rank=1, step=4, phase="backward"), spare_workers=1) == (
+        expected,
+        1,
+    )

@@ -5,7 +5,16 @@ import pytest
 import torch
 from tests.ray.operators import farthest
 from tests.ray.surviving import digest_of
-from tests.ray.surviving_in_shards import InShards, counts, kill, run, trainer_of, undisturbed
+from tests.ray.surviving_in_shards import (
+    InShards,
+    counts,
+    kill,
+    network,
+    run,
+    trainer_of,
+    undisturbed,
+)
+from torch import nn
 
 from lockstep import checkpoint
 from lockstep.errors import WorkerDiedError
@@ -80,6 +89,44 @@ class OnAHostOfItsOwn(InShards):
 def test_what_is_each_ranks_own_is_on_no_disk(tmp_path):
     strikes = [kill(1, 8), kill(2, 8)]
     with trainer_of(InShards, strikes, {"own": True}, **_on_disk(tmp_path)) as trainer:
+        trainer.train(num_steps=7)
+        assert list(tmp_path.glob("step-*"))
+        with pytest.raises(WorkerDiedError, match="part of the state is lost"):
+            trainer.train(num_steps=3)
+
+
+class KeepsItsBackboneToItself(nn.Sequential):
+    """Its checkpoints leave out what does not train, as programs that tune a large model do."""
+
+    def state_dict(self, *args, **kwargs):
+        state = super().state_dict(*args, **kwargs)
+        return {name: held for name, held in state.items() if not name.startswith("1.")}
+
+    def load_state_dict(self, state_dict, strict=True, assign=False):
+        return super().load_state_dict(state_dict, strict=False, assign=assign)
+
+
+class OnABackbone(InShards):
+    network = staticmethod(lambda noise: KeepsItsBackboneToItself(*network(noise)))
+
+    def setup(self, config):
+        super().setup(config)
+        self.model[1].requires_grad_(False)
+
+
+@pytest.mark.parametrize("spare_workers", [0, 1])
+def test_weights_that_a_model_leaves_out_of_its_state_survive(spare_workers):
+    with trainer_of(OnABackbone) as trainer:
+        _, whole = run(trainer)
+    with trainer_of(OnABackbone, [kill(1, 6)], spare_workers=spare_workers) as trainer:
+        _, model = run(trainer)
+        assert len(trainer.status()["recoveries"]) == 1
+    assert farthest(model, whole) < 1e-12
+
+
+def test_weights_that_a_model_leaves_out_of_its_state_are_on_no_disk(tmp_path):
+    strikes = [kill(1, 8), kill(2, 8)]
+    with trainer_of(OnABackbone, strikes, **_on_disk(tmp_path)) as trainer:
         trainer.train(num_steps=7)
         assert list(tmp_path.glob("step-*"))
         with pytest.raises(WorkerDiedError, match="part of the state is lost"):

@@ -25,6 +25,7 @@ from tests.ray.surviving_in_shards import (
 
 from lockstep import Callback, checkpoint
 from lockstep.errors import ConfigurationError, WorkerDiedError
+from lockstep.testing import Strike
 
 # Each death starts a process that imports torch: seconds, and many where the processors are busy.
 pytestmark = pytest.mark.timeout(240)
@@ -259,6 +260,28 @@ def test_windows_that_lie_across_calls(step, changes):
         assert len(trainer.status()["recoveries"]) == 1
     assert counts(results) == counts(expected)
     assert (reached, got) == (steps, bits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spare_workers", [0, 1])
+def test_a_death_in_a_validation_between_the_batches_of_a_window(spare_workers):
+    """The window's gradients go with the group; its first batch is computed once more."""
+
+    def by_threes(trainer):
+        results = [trainer.train(num_steps=3), trainer.validate(), trainer.train(num_steps=3)]
+        return results, trainer.status()["step"], trainer.get_model()
+
+    arguments = {"accumulate": 2, "memory_checkpoint_every": 5}
+    with trainer_of(InShards, **arguments) as trainer:
+        expected, steps, whole = by_threes(trainer)
+    strikes = [Strike("kill", rank=1, step=1, phase="validation")]
+    with trainer_of(InShards, strikes, spare_workers=spare_workers, **arguments) as trainer:
+        results, reached, model = by_threes(trainer)
+        assert len(trainer.status()["recoveries"]) == 1
+    assert counts(results) == counts(expected)
+    assert reached == steps == 6
+    assert farthest(model, whole) < 1e-12
+    assert results[2]["train_loss"] == pytest.approx(expected[2]["train_loss"], rel=1e-12)
 
 
 def _slow_down(operator):

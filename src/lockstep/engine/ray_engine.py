@@ -182,16 +182,18 @@ class RayEngine:
         if self._fetcher is not None:
             self._fetcher.on_call_start()
         local = self.workers.members[0].worker if 0 in calls else None
+        has_begun_here = False
         try:
             self._send(calls, pending_call)
             if local is not None:
+                has_begun_here = True
                 self._perform_in_driver(local, calls[0], pending_call, listener, on_poll)
                 listener = None  # the worker in this process has reported its progress
             fetcher = self._fetcher if call.is_training else None
             pending_call.wait(self._poll(pending_call, listener, on_poll, fetcher))
         except BaseException as error:
             # No worker may go on in the middle of a step without a driver that waits for it.
-            if pending_call.pending or local is not None:
+            if pending_call.pending or has_begun_here:
                 (on_interrupt or self.end)(error)
             raise
         return pending_call

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 class Counts(Protocol):
     """What is counted in every step, and must not count a step twice."""
 
+    def begin_call(self) -> None:
+        """Forget what a call of `train` or `validate` has counted for its result."""
+
     def mark(self) -> Any: ...
 
     def restore(self, mark: Any) -> None: ...
@@ -89,7 +92,9 @@ class OperatorState:
             Set by that loop and by `state_dict.apply`, reset by `LoopRun` at the end of an epoch.
         meters: the metrics of the whole call. Reset by `begin_call`; set back by `Rollback`.
         pass_sums: the sums behind the metrics that the default loop returned for this pass; None if
-            it did not run. Reset by `LoopRun` before each pass.
+            it did not run. Reset by `begin_pass`.
+        names_over_call: which metrics of this pass's result cover the call from its beginning, see
+            `PassResult`. Set by an integration; reset by `begin_pass`.
         latest: the metrics of the latest batch, for the progress bar. Reset by `begin_call`.
         shadow: compares shards with other workers; None without ``shadow_every``.
         step_log: metrics of single steps; None unless the trainer asks for them. Set by the worker.
@@ -135,14 +140,21 @@ class OperatorState:
     def begin_call(self, purpose: str) -> None:
         """Begin a `train` or `validate`: its metrics start from nothing."""
         self.global_batch = GlobalBatchContext(ReductionContext(self.context.group), purpose)
-        self.registered_metrics.reset()
+        if not self.is_uncounted:  # a call that goes on has counts from before
+            for each in (self.registered_metrics, *self.further_counts):
+                each.begin_call()
         if self.shadow is not None:
             self.shadow.begin_call()
         self.meters = AverageMeterCollection()
-        self.pass_sums: dict[str, Any] | None = None
+        self.begin_pass()
         self.latest: dict[str, Any] = {}
         self.sync_norms: list[str] | None = None
         self.unheld: list[nn.Parameter] | None = None
+
+    def begin_pass(self) -> None:
+        """Begin a pass over (a part of) an epoch, whose result is not known yet."""
+        self.pass_sums: dict[str, Any] | None = None
+        self.names_over_call: frozenset[str] = frozenset()
 
     def mark_counts(self) -> list[Any]:
         """What has been counted so far, beside the call's `meters`, for `restore_counts`."""
@@ -162,7 +174,8 @@ class OperatorState:
 
     def forget_counts(self) -> None:
         """Drop the counts of the call so far: its batches were counted by an earlier call."""
-        self.registered_metrics.reset()
+        for each in (self.registered_metrics, *self.further_counts):
+            each.begin_call()
         self.meters.reset()
 
     @contextmanager

@@ -13,6 +13,7 @@ leaves out calls no hook.
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from lockstep.operator.loop_protocols import Operator
 from lockstep.operator.step_seed import StepSeed
 from lockstep.randomness import derive_seed, preserve_rng_state
 from lockstep.sync.optimizer_inspection import (
+    inner_optimizers,
     is_given_closure,
     optimizer_parameters,
     share_parameters,
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from lockstep.operator.training_parts import TrainingParts
+
+_log = logging.getLogger("lockstep")
 
 StepListener: TypeAlias = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
 """Is called with the arguments of a hook on ``Optimizer.step``."""
@@ -64,6 +68,7 @@ class OptimizerStepHooks:
         self._before: list[StepListener] = []
         self._after: list[StepListener] = []
         self._hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._unregistered: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
         self._begun: list[Optimizer] = []  # steps that have not ended; some of them may have raised
         for optimizer in run.optimizers:
@@ -95,6 +100,10 @@ class OptimizerStepHooks:
         own = set(map(id, self._run.parameters()))
         if any(id(parameter) in own for parameter in optimizer_parameters(optimizer)):
             self._hook(optimizer)
+            registered = self._run.optimizers
+            inner = [each for outer in registered for each in inner_optimizers(outer)]
+            if not any(optimizer is each for each in (*registered, *inner)):
+                self._unregistered.add(optimizer)
 
     def _hook(self, optimizer: Optimizer) -> None:
         # Not traced: a compiled step would guard on all that the listeners read.
@@ -130,6 +139,18 @@ class OptimizerStepHooks:
             self.seed.end(optimizer)
         for listener in self._after:
             listener(optimizer, args, kwargs)
+        if optimizer in self._unregistered and optimizer.state:
+            self._unregistered.discard(optimizer)
+            self._warn_of_lost_state(optimizer)
+
+    def _warn_of_lost_state(self, optimizer: Optimizer) -> None:
+        if self._state.context.world_rank == 0 and not self._state.context.is_trial:
+            _log.warning(
+                "%s steps registered parameters and is not registered: no checkpoint holds its"
+                " state, and a worker that joins after a death begins without it."
+                " Register it: self.register(..., optimizers=[...]) in setup",
+                type(optimizer).__name__,
+            )
 
     def _is_within_another_step(self, optimizer: Optimizer) -> bool:
         """Whether a step is a part of one that has begun, of the same object or parameters."""

@@ -84,7 +84,8 @@ class RegisteredMetrics:
                 metric.update = _CountedUpdate(metric, counts_nothing)
         self._by_purpose[purpose] = named
 
-    def reset(self) -> None:
+    def begin_call(self) -> None:
+        """Reset the metrics: their result is that of one `train` or `validate`."""
         for metric in self._distinct():
             metric.reset()
 

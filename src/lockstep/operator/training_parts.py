@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from lockstep._torch_compat import buffers_of, compiled_from, is_persistent
+from lockstep._torch_compat import compiled_from
 from lockstep.errors import UnknownParameterError
 from lockstep.sync import DataParallelModel, is_local
 from lockstep.sync.optimizer_inspection import optimizers_with_state
@@ -140,16 +140,6 @@ class TrainingParts:
     def has_local_tensors(self) -> bool:
         """Whether each rank has weights or buffers of its own (`lockstep.local`)."""
         return any(map(is_local, (*self.parameters(), *self.buffers())))
-
-    def unsaved_buffers(self) -> list[torch.Tensor]:
-        """The modules' buffers that ``state_dict()`` leaves out."""
-        return [
-            buffer
-            for module in self.modules()
-            for owner in module.modules()
-            for key, buffer in buffers_of(owner).items()
-            if buffer is not None and not is_persistent(owner, key)
-        ]
 
     def inner_optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers within the registered ones (SAM's) that have a state of their own."""

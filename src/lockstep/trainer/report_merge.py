@@ -25,11 +25,16 @@ def merge_reports(reports: Sequence[Report]) -> dict[str, Any]:
     # A user's loop around lockstep's may leave the value that is there on some ranks, as 0 * 100 is
     # 0: one that any of them has changed is the user's on all of them.
     own = set[str]().union(*(each.keys_of_own() for each in passes))
-    kept = {key for each in passes for key in each.metrics} - own
-    if kept:
+    if any(each.sums is not None for each in passes):
+        # Not the names in the passes: one that a lost worker has interrupted behind its last batch
+        # comes to its end with no batches, and so with no names.
+        left_out = set[str]().union(*(each.keys_left_out() for each in passes))
         ours = merge([report.sums for report in reports])
-        result.update({key: value for key, value in ours.items() if key in kept})
-    result.update(_merge_own(passes, own))
+        result.update({key: ours[key] for key in ours if key not in own | left_out})
+    over_call = set[str]().union(*(each.over_call for each in passes))
+    result.update(_merge_own(passes, own - over_call))
+    for each in passes:  # the latest pass of a worker last
+        result.update({key: each.metrics[key] for key in own & each.over_call})
     result.update(compute_merged([report.torchmetrics for report in reports]))
     result.pop(WEIGHT, None)
     result[BATCH_COUNT] = max(report.steps for report in reports)

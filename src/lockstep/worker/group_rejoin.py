@@ -12,7 +12,7 @@ furthest, and the step that no rank has committed is computed again. Under ``syn
 rank has the whole state, all ranks go back to a memory checkpoint instead (`memory_recovery`).
 
 The state that travels is that of a checkpoint (see `state_dict`), and what a checkpoint leaves to
-`setup`: which parameters train, buffers that are not persistent, gradients of an open window.
+`setup`: which parameters train, buffers (see `buffer_values`), gradients of an open window.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from lockstep.group import Group
 from lockstep.operator import TrainingOperator
 from lockstep.operator.sync_setup import rejoin
 from lockstep.worker import state_broadcast
+from lockstep.worker.buffer_values import buffer_values, put_buffer_values
 from lockstep.worker.loader_sharding import make_sharded_loader
 from lockstep.worker.loop_run import LoopProgress
 from lockstep.worker.memory_recovery import go_back, take_again
@@ -84,14 +85,16 @@ def leave_broken_group(
         worker.leave()
         survivor = replace(worker.survivor, held=memory.held)
         return _abandoned(worker, survivor, interrupted) if is_abandoned else survivor
+    recomputed_before = worker.num_batches_to_recompute
     survivor = _leave_broken_group(worker, interrupted)
+    is_at_window_start = worker.num_batches_to_recompute > recomputed_before
     if memory is not None and survivor.position is not None and worker.mesh.replicate_size > 1:
         _take_without_peers(worker, survivor, interrupted)
     if is_abandoned and survivor.position is not None:
         survivor = _abandoned(worker, survivor, interrupted)
     if memory is None or survivor.position is None:
         return survivor
-    if interrupted != "train":
+    if interrupted != "train" and not is_at_window_start:
         # A state that is being loaded is not one that training has come to.
         survivor = replace(survivor, position=RunPosition(*memory.reached))
     worker.survivor = replace(
@@ -283,7 +286,7 @@ def _full_state(worker: Worker) -> dict[str, Any]:
     return {
         "state": worker.state_to_write(),
         "requires_grad": [parameter.requires_grad for parameter in run.parameters()],
-        "buffers": list(run.buffers()),
+        "buffers": buffer_values(run),
         "weighed_by": worker.operator._lockstep.weighed_by,
         "window_gradients": None if window_gradients is None else list(window_gradients.gradients),
         "num_batches_to_recompute": worker.num_batches_to_recompute,
@@ -292,12 +295,11 @@ def _full_state(worker: Worker) -> dict[str, Any]:
 
 
 def _load_full_state(worker: Worker, full_state: dict[str, Any]) -> None:
-    worker.load_state(full_state["state"])
     run: TrainingParts = worker.run
+    put_buffer_values(run, full_state["buffers"], worker.operator.device)
+    worker.load_state(full_state["state"])
     for parameter, flag in zip(run.parameters(), full_state["requires_grad"], strict=True):
         parameter.requires_grad_(flag)
-    for mine, theirs in zip(run.buffers(), full_state["buffers"], strict=True):
-        mine.data = theirs.to(mine.device, copy=True)
     worker.operator._lockstep.weighed_by = dict(full_state["weighed_by"])
     if full_state["window_gradients"] is not None:
         gradients = SavedGradients(full_state["window_gradients"])

@@ -235,7 +235,7 @@ class LoopRun:
             self._end_epoch()
             if agrees:
                 cursor.agree(group)
-        self._state.pass_sums = None
+        self._state.begin_pass()
         if self._rollback is not None:
             self._rollback.begin_pass(cursor)
         batches = BatchIterator(
@@ -255,7 +255,8 @@ class LoopRun:
         metrics = self._run_operators_loop(batches)
         batches.commit()
         samples = committed.samples - sum(each.samples for each in self._passes)
-        self._passes.append(PassResult(metrics, self._state.pass_sums, samples))
+        over_call = self._state.names_over_call & metrics.keys()
+        self._passes.append(PassResult(metrics, self._state.pass_sums, samples, over_call))
         self._pass_began = committed.steps
         if batches.is_epoch_over:
             self._end_epoch()

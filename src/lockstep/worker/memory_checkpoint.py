@@ -37,13 +37,15 @@ import torch
 from lockstep.local_rows import LocalRows
 from lockstep.phases import Phase, in_phase
 from lockstep.tensor_tree import leaves_of, tree_map
+from lockstep.worker.buffer_values import buffer_values
 from lockstep.worker.state_broadcast import from_messages, messages_of
-from lockstep.worker.state_dict import copy_own_rows
+from lockstep.worker.state_dict import copy_own_rows, unsaved_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from lockstep.group import Group
+    from lockstep.worker.buffer_values import BufferValues
     from lockstep.worker.loop_run import LoopProgress, LoopRequest
     from lockstep.worker.state_access import StateAccess
 
@@ -80,7 +82,8 @@ class Part:
     Attributes:
         state: as `StateAccess.state_dict` returns it, with `LocalRows` in the place of shards.
         requires_grad: which parameters train.
-        buffers: those that `state` does not hold.
+        buffers: of the modules, see `buffer_values`.
+        parameters: those that `state` does not hold, see `unsaved_parameters`.
         gradients: those that a later step of the loop may use; None where none does.
         weighed_by: see `OperatorState`.
         call: the number of the call of `train` that goes on from it, or is the next one.
@@ -89,7 +92,8 @@ class Part:
 
     state: dict[str, Any]
     requires_grad: list[bool]
-    buffers: list[torch.Tensor]
+    buffers: BufferValues
+    parameters: list[Any]
     gradients: list[Any] | None
     weighed_by: dict[str, str]
     call: int
@@ -126,7 +130,7 @@ class MemoryCheckpoints:
     Attributes:
         calls: the calls of `train` since the oldest state to which the ranks can go back, in order.
         saved: for checkpoints that were copied for the disk, what those do not hold: the place in
-            the call, which parameters train, buffers that are not persistent. Parts of an empty
+            the call, which parameters train, buffers. Parts of an empty
             state, by the step and the call of the copy: a step may come again after `load`.
         taken_in: the call of `train` that goes on from the latest one, see `Part`.
         reached: committed steps and epoch to which training has come; a state that is loaded since
@@ -217,11 +221,12 @@ class MemoryCheckpoints:
         """
         worker = self._worker
         # No checkpoint on the disk holds what such a loop has between two batches, gradients that
-        # wait, and what is each rank's own.
+        # wait, what is each rank's own, and weights that a model's `state_dict` leaves out.
         if (
             worker.operator._lockstep_overrides_loop()
             or worker.rollback.window_gradients() is not None
             or worker.run.has_local_tensors
+            or unsaved_parameters(worker.run)
         ):
             return
         call = self._num_calls if progress is None else worker.call_number
@@ -358,8 +363,10 @@ def _take_part(
 ) -> Part:
     parameters = worker.run.parameters()
     gradients = [copy_own_rows(p.grad) for p in parameters] if with_gradients else None
+    state = worker.own_state_dict()
+    unsaved = [copy_own_rows(each) for each in unsaved_parameters(worker.run, state)]
     rest = _take_rest(worker, taken_in)
-    return replace(rest, state=worker.own_state_dict(), gradients=gradients)
+    return replace(rest, state=state, parameters=unsaved, gradients=gradients)
 
 
 def _take_rest(worker: StateAccess, taken_in: tuple[int, LoopProgress | None]) -> Part:
@@ -368,7 +375,8 @@ def _take_rest(worker: StateAccess, taken_in: tuple[int, LoopProgress | None]) -
     return Part(
         state={},
         requires_grad=[parameter.requires_grad for parameter in run.parameters()],
-        buffers=[copy_own_rows(buffer) for buffer in run.unsaved_buffers()],
+        buffers=buffer_values(run, copy_own_rows),
+        parameters=[],
         gradients=None,
         weighed_by=dict(worker.operator._lockstep.weighed_by),
         call=call,
@@ -434,14 +442,14 @@ def merge_parts(parts: Iterable[Part], mine: tuple[int, int], own: Part | None) 
     def put_in(leaf: Any) -> Any:
         return next(filled) if isinstance(leaf, LocalRows) else leaf
 
-    state, gradients = tree_map(put_in, _shared(base))
-    return replace(base, state=base.state | state, gradients=gradients)
+    state, parameters, gradients = tree_map(put_in, _shared(base))
+    return replace(base, state=base.state | state, parameters=parameters, gradients=gradients)
 
 
 def _shared(part: Part) -> list[Any]:
     """What the ranks share out of a part: all but what the user's own `state_dict` returned."""
     state = {key: value for key, value in part.state.items() if key != "operator"}
-    return [state, part.gradients]
+    return [state, part.parameters, part.gradients]
 
 
 def _local_rows(tree: Any) -> list[LocalRows]:

@@ -18,9 +18,11 @@ import torch
 from lockstep.metrics import TimerCollection
 from lockstep.operator.sync_setup import rejoin
 from lockstep.worker import state_broadcast
+from lockstep.worker.buffer_values import put_buffer_values
 from lockstep.worker.loop_run import LoopRun
 from lockstep.worker.memory_checkpoint import merge_parts
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
+from lockstep.worker.state_dict import unsaved_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -191,6 +193,8 @@ def go_back(worker: Worker, group: Group, restore: StateRestore) -> None:
         part = _part_that_was_read(worker, restore.rest)
     for parameter, flag in zip(worker.run.parameters(), part.requires_grad, strict=True):
         parameter.requires_grad_(flag)
+    # Before the ranks compare their models, and so before the weights are loaded.
+    put_buffer_values(worker.run, part.buffers, worker.operator.device)
     context = worker.operator._lockstep.context
     rejoin(worker.run, context, restore.step, load=partial(_load, worker, part))
     furthest = restore.furthest
@@ -226,20 +230,22 @@ def _load(worker: Worker, part: Part) -> None:
     finally:
         state.step_log = log
     with torch.no_grad():
-        for mine, theirs in zip(run.unsaved_buffers(), part.buffers, strict=True):
-            mine.data = theirs.to(mine.device, copy=True)
+        unsaved = unsaved_parameters(run, part.state)
+        for parameter, rows in zip(unsaved, part.parameters, strict=True):
+            parameter.copy_(_own_rows(rows, parameter))
     state.weighed_by = dict(part.weighed_by)
     if part.gradients is not None:
         for parameter, gradient in zip(run.parameters(), part.gradients, strict=True):
-            parameter.grad = _as_gradient(gradient, parameter)
+            parameter.grad = None if gradient is None else _own_rows(gradient, parameter)
 
 
-def _as_gradient(gradient: Any, parameter: Any) -> torch.Tensor | None:
-    if gradient is None or isinstance(gradient, torch.Tensor):
-        return None if gradient is None else gradient.to(parameter.device)
+def _own_rows(rows: Any, parameter: Any) -> torch.Tensor:
+    """What a part holds of a parameter or its gradient, as this rank holds the parameter."""
+    if isinstance(rows, torch.Tensor):
+        return rows.to(parameter.device)
     from lockstep.sync.parameter_shards import shard_like
 
-    return shard_like(gradient, parameter)
+    return shard_like(rows, parameter)
 
 
 class _ReplayedRun(LoopRun):

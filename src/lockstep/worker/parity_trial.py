@@ -16,11 +16,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from lockstep.batch_dependent_layers import freeze_batch_dependent_layers, is_local_batch_norm
 from lockstep.errors import NotAvailableError
 from lockstep.no_dropout_mode import NoDropoutMode
 from lockstep.operator.rank_context import ONE_PROCESS, ONE_PROCESS_BY_SHARD
 from lockstep.randomness import preserve_rng_state
+from lockstep.worker.buffer_values import buffer_values, put_buffer_values
 from lockstep.worker.loop_run import LoopRequest
 from lockstep.worker.optimizer_recorder import OptimizerRecorder, StepRecord
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
@@ -28,9 +31,8 @@ from lockstep.worker.remote_method import Communication, OnFailure, remote_metho
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
-
     from lockstep.group import Group
+    from lockstep.worker.buffer_values import BufferValues
     from lockstep.worker.worker import Worker
 
 _DRAWS: Final = (
@@ -84,6 +86,7 @@ def verify(worker: Worker, num_steps: int) -> Trial:
     with preserve_rng_state(), ExitStack() as ends:
         workers = _TrialCopy(worker.make_copy(worker.spec, alone=False), worker.operator.device)
         ends.callback(workers.copy.stop)
+        put_buffer_values(workers.copy.run, buffer_values(worker.run), worker.operator.device)
         workers.copy.load_state(worker.own_state_dict())
         # The state of a user's own class may differ between ranks; the one process gets rank 0's.
         process = _OneProcessReference(worker) if worker.rank == 0 else None
@@ -93,9 +96,10 @@ def verify(worker: Worker, num_steps: int) -> Trial:
         truth: list[StepRecord] = []
         for _ in range(num_steps):
             state = workers.copy.state_dict()
+            buffers = buffer_values(workers.copy.run, torch.clone)
             steps.append(workers.step())
             if process is not None:
-                truth.append(process.step(state))
+                truth.append(process.step(state, buffers))
         if not any(step.gradients for step in steps):
             raise _no_step(worker, num_steps)
         digests = workers.group.exchange([step.digest() for step in steps])
@@ -181,9 +185,9 @@ class _OneProcessReference:
         alone = replace(spec, num_workers=1, options=options)
         return _TrialCopy(self._worker.make_copy(alone, alone=True), self._worker.operator.device)
 
-    def step(self, state: Mapping[str, Any]) -> StepRecord:
+    def step(self, state: Mapping[str, Any], buffers: BufferValues) -> StepRecord:
         try:
-            recorded = self._step_from(state)
+            recorded = self._step_from(state, buffers)
             depends = recorded.has_drawn or self._trial.depends_on_split
             if not depends or not self._is_whole or not self.is_comparable:
                 return recorded
@@ -194,12 +198,13 @@ class _OneProcessReference:
             self._trial.copy.stop()
             self._trial, self._is_whole = self._open_copy(ONE_PROCESS_BY_SHARD), False
             self.inconclusive = _BY_SHARD
-            return self._step_from(state)
+            return self._step_from(state, buffers)
         except Exception as error:
             error.add_note("raised while one process computed the workers' global batch")
             raise
 
-    def _step_from(self, state: Mapping[str, Any]) -> StepRecord:
+    def _step_from(self, state: Mapping[str, Any], buffers: BufferValues) -> StepRecord:
+        put_buffer_values(self._trial.copy.run, buffers, self._worker.operator.device)
         self._trial.copy.load_state(state)
         return self._trial.step()
 

@@ -45,20 +45,30 @@ class PassResult:
         sums: the sums of lockstep's own loop inside it (see `lockstep.metrics.merge`); None where
             that did not run.
         samples: this worker's samples.
+        over_call: the names of the metrics that cover the call from its beginning, and not this
+            pass alone; they are equal on all workers.
     """
 
     metrics: dict[str, Any]
     sums: dict[str, Any] | None
     samples: int
+    over_call: frozenset[str] = frozenset()
 
     def keys_of_own(self) -> set[str]:
         """The metrics that the user's own loop returned, added to lockstep's loop or changed."""
-        ours = {} if self.sums is None else merge([self.sums])
+        ours = self._means()
         return {
             key
             for key, value in self.metrics.items()
             if key not in ours or not _is_same_value(ours[key], value)
         }
+
+    def keys_left_out(self) -> set[str]:
+        """The metrics of lockstep's loop that the user's own loop around it did not return."""
+        return self._means().keys() - self.metrics.keys()
+
+    def _means(self) -> dict[str, Any]:
+        return {} if self.sums is None else merge([self.sums])
 
     def weight_of(self, key: str) -> tuple[int, float] | None:
         """What lockstep's loop has weighed metric `key` by; None if it did not average one.

@@ -179,11 +179,17 @@ class Rollback:
         waits = self._open is not None and self._sync is not None and self._sync.has_open_window
         return cursor.has_open_window or waits
 
+    def put_call_start_buffers(self) -> None:
+        """Restore the buffers of the call's beginning, before a state of then is loaded.
+
+        No ``state_dict`` has those that are not persistent, and none takes one of another shape.
+        """
+        put_buffers(self._buffers_at_call)
+
     def restore_call_start(self) -> bool:
         """Restore settings and gradients of the call's beginning; False if some are lost."""
         if self._settings_at_call is not None:
             self._settings_at_call.restore()
-            put_buffers(self._buffers_at_call)  # no state_dict has those that are not persistent
         return self.restore_window_gradients(self._at_call)
 
     def begin_pass(self, cursor: Cursor) -> None:

@@ -86,6 +86,27 @@ def collect(
     return state
 
 
+def unsaved_parameters(
+    run: TrainingParts, state: Mapping[str, Any] | None = None
+) -> list[nn.Parameter]:
+    """The parameters that a module's own ``state_dict`` leaves out, as one does of what is frozen.
+
+    Args:
+        state: of `collect`; None asks the modules.
+    """
+    modules = run.plain_modules()
+    if state is None:
+        states = [module.state_dict() for module in modules]
+    else:
+        states = [*state["models"], state["criterion"]][: len(modules)]
+    return [
+        parameter
+        for module, saved in zip(modules, states, strict=True)
+        for name, parameter in module.named_parameters()
+        if name not in saved
+    ]
+
+
 def _operators_own_state(operator: TrainingOperator, take: Callable[[Any], Any]) -> Any:
     """Convert the result of the user's `state_dict`."""
     try:
@@ -248,12 +269,23 @@ def _member_problems(name: str, member: Any, saved: Mapping[str, Any]) -> list[s
 def _module_problems(name: str, module: nn.Module, saved: Mapping[str, Any]) -> list[str]:
     mine = module.state_dict()
     found = [f"{name} lacks {key!r}" for key in mine if key not in saved]
-    found += [f"{name} has {key!r}, unknown here" for key in saved if key not in mine]
+    known = mine.keys() | _names_of_empty_buffers(module)
+    found += [f"{name} has {key!r}, unknown here" for key in saved if key not in known]
     for key in mine.keys() & saved.keys():
         here, there = getattr(mine[key], "shape", None), getattr(saved[key], "shape", None)
         if here != there:
             found.append(f"{name}: {key!r} has shape {_shape(there)} there, {_shape(here)} here")
     return found
+
+
+def _names_of_empty_buffers(module: nn.Module) -> set[str]:
+    """The names of buffers that are None until a forward fills them."""
+    return {
+        f"{path}.{key}".lstrip(".")
+        for path, part in module.named_modules()
+        for key, buffer in buffers_of(part).items()
+        if buffer is None
+    }
 
 
 def _shape(shape: Any) -> str:
@@ -335,13 +367,20 @@ def _load_module(module: nn.Module, saved: Mapping[str, Any]) -> None:
     for path, part in module.named_modules():
         for key, buffer in buffers_of(part).items():
             value = saved.get(f"{path}.{key}".lstrip("."))
-            if buffer is None or not isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor):
                 continue
-            if not _can_write_into(buffer, value):
+            if buffer is None:  # a forward fills it
+                buffers_of(part)[key] = value.to(_device_of(module), copy=True)
+            elif not _can_write_into(buffer, value):
                 # Modules that share a buffer go on sharing it.
                 fresh = value.to(buffer.device, buffer.dtype, copy=True)
                 buffers_of(part)[key] = places.setdefault(id(buffer), fresh)
     module.load_state_dict(_own_rows(module, saved))
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    tensor = next(module.parameters(), None)
+    return torch.device("cpu") if tensor is None else tensor.device
 
 
 def _own_rows(module: nn.Module, saved: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -330,6 +330,7 @@ class Worker(StateAccess):
         self.operator._lockstep.forget_step()
         if self.before_call is not None:
             # A `train_epoch` of the user's own: only it knows its state between two batches.
+            self.rollback.put_call_start_buffers()
             self.load_state(self.before_call)
             return Undone.CALL if self.rollback.restore_call_start() else Undone.IMPOSSIBLE
         if self.memory is not None and self.has_own_epoch:

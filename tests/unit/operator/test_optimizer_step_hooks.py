@@ -225,3 +225,28 @@ def test_an_optimizer_that_nobody_registered_is_seen():
         hooked = operator.besides._optimizer_step_post_hooks
         assert hooked
     assert not hooked
+
+
+class HoldsOneBack(Regression):
+    """A second optimizer of the same weights, which it does not register."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.second = config["second"](self.model.parameters(), lr=0.01)
+
+    def train_batch(self, batch, batch_info):
+        features, target = batch
+        loss = self.criterion(self.model(features), target)
+        loss.backward()
+        self.optimizer.step(), self.second.step()
+        self.optimizer.zero_grad()
+        return {"train_loss": loss.item()}
+
+
+@pytest.mark.parametrize("second", [torch.optim.Adam, torch.optim.SGD])
+def test_a_state_that_no_checkpoint_will_hold_is_said_once(second, caplog):
+    with trainer(HoldsOneBack, config={"second": second}) as run:
+        run.train()
+    said = [each.getMessage() for each in caplog.records if each.name == "lockstep"]
+    assert len(said) == (second is torch.optim.Adam)
+    assert all("Adam steps registered parameters and is not registered" in each for each in said)

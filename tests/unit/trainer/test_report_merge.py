@@ -12,6 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import TrainingOperator
 from lockstep.keys import BATCH_SIZE
+from lockstep.metrics import AverageMeterCollection
+from lockstep.trainer.report_merge import merge_reports
+from lockstep.worker import PassResult, Report
+from lockstep.worker.report import LoopCounts, report_of_lost_worker
 
 TRAIN_KEYS = {"num_samples", "epoch", "batch_count", "train_loss", "last_train_loss"}
 VALIDATE_KEYS = {"num_samples", "batch_count", "val_loss", "last_val_loss"}
@@ -117,6 +121,32 @@ def test_accuracy_for_class_targets():
 def test_no_accuracy_where_targets_are_no_classes(width, target):
     with trainer(classes(width, target)) as one:
         assert one.validate().keys() == VALIDATE_KEYS
+
+
+def _report(passes, sums):
+    return Report(passes, sums, samples=8, steps=2, epoch=1, timers=None)
+
+
+def test_a_pass_that_was_interrupted_behind_its_last_batch_has_the_metrics_of_its_batches():
+    """It comes to its end in another group, and has no batches there."""
+    meters = AverageMeterCollection()
+    for loss in (1.0, 3.0):
+        meters.update({"train_loss": loss, "odd": "latest"}, n=4)
+    nothing = AverageMeterCollection()
+    ended = PassResult(nothing.summary(), nothing.state(), samples=8)
+    report = _report([ended], meters.state())
+    lost = report_of_lost_worker(4, LoopCounts(4, meters.state()))
+    for merged in (merge_reports([report]), merge_reports([report, lost])):
+        assert (merged["train_loss"], merged["last_train_loss"]) == (2.0, 3.0)
+        assert merged["odd"] == "latest"
+
+
+def test_what_a_loop_leaves_out_of_lockstep_s_metrics_stays_out():
+    meters = AverageMeterCollection()
+    meters.update({"train_loss": 1.0}, n=8)
+    sums = meters.state()
+    merged = merge_reports([_report([PassResult({"mine": 2.0}, sums, samples=8)], sums)])
+    assert merged == {"num_samples": 8, "batch_count": 2, "mine": 2.0, "epoch": 1}
 
 
 def test_a_metric_that_a_loop_changes_in_one_pass_is_a_mean_over_all_passes():

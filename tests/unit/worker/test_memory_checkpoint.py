@@ -35,7 +35,7 @@ def part_of(rank, size):
         for name, whole in TENSORS.items()
     }
     state = {"models": [rows], "operator": {"of": rank, "own": rows["even"]}, "global_step": 7}
-    return Part(state, [True], [], None, {}, 0, None)
+    return Part(state, [True], [], [rows["uneven"]], None, {}, 0, None)
 
 
 @pytest.mark.parametrize("before", range(1, 6))
@@ -49,6 +49,8 @@ def test_rows_of_any_number_of_ranks_from_those_of_any_other(before, after):
             got = merged.state["models"][0][name]
             assert torch.equal(got.rows, rows_of(whole, rank, after))
             assert got.shape == whole.shape
+        (unsaved,) = merged.parameters
+        assert torch.equal(unsaved.rows, rows_of(TENSORS["uneven"], rank, after))
         assert merged.state["global_step"] == 7
         # Each process keeps what is its own; a new one begins with rank 0's.
         assert merged.state["operator"]["of"] == (rank if rank < before else 0)

@@ -231,9 +231,6 @@ class LightningOperator(TrainingOperator):
         self._step_hooks.set_training(registered_parts(self), True)
         with self._logging.capturing("train"):
             self._begin_fit()
-            # Below zero: a window that an earlier call has opened is computed again.
-            if self._started_epoch == epoch and step_in_epoch and first_index <= 0:
-                self._logging.begin_pass()
             if self._started_epoch != epoch:
                 self._end_earlier_epochs(epoch)
                 self._logging.begin_epoch()
@@ -251,6 +248,7 @@ class LightningOperator(TrainingOperator):
                     self._update_callback_metrics(self._logging.values_so_far(), epoch_over=False)
                     module.on_train_epoch_end()
             logged, of_epoch = self._logging.end_pass(epoch_over=epoch_over)
+        self._lockstep.names_over_call = frozenset(logged)
         self._epoch_is_over = epoch_over
         self._update_callback_metrics(of_epoch, epoch_over=epoch_over)
         return {**metrics, **logged}
@@ -373,12 +371,10 @@ class LightningOperator(TrainingOperator):
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         module = self.module
-        first_index, self._first_index = _place_in_epoch(val_iterator)
+        _, self._first_index = _place_in_epoch(val_iterator)
         update_view(self._view, training=False, validating=True)
         self._step_hooks.set_training(registered_parts(self), False)
         with self._logging.capturing("validation"):
-            if not first_index:
-                self._logging.begin_pass()
             if self._first_index == 0:
                 self._logging.begin_epoch()
                 module.on_validation_start()
@@ -391,6 +387,7 @@ class LightningOperator(TrainingOperator):
                     module.on_validation_epoch_end()
                 module.on_validation_end()
             logged, of_epoch = self._logging.end_pass(epoch_over=epoch_over)
+        self._lockstep.names_over_call = frozenset(logged)
         update_view(self._view, validating=False)
         self._update_callback_metrics(of_epoch, epoch_over=epoch_over)
         return {**metrics, **logged}

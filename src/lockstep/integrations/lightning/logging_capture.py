@@ -54,7 +54,7 @@ class LoggingCapture:
     def __init__(self, module: nn.Module, group: Callable[[], Group]) -> None:
         self._module = module
         self._group = group
-        self._of_pass = LoggedMetrics()
+        self._of_call = LoggedMetrics()
         self._of_epoch: dict[str, LoggedMetrics] = {}
         self._metrics: list[Any] = []  # of the module; to find them takes too long for every step
         self._purpose = "train"
@@ -81,7 +81,7 @@ class LoggingCapture:
     def capturing(self, purpose: str) -> Iterator[None]:
         """Collect during one pass over (part of) an epoch of `purpose`, "train" or "validation".
 
-        Without `begin_epoch` or `begin_pass` in it, a pass that was interrupted goes on.
+        Without `begin_epoch` in it, an epoch goes on of which a part was logged before.
 
         At the end the module is as it was before: between two calls it may be sent to the driver or
         copied, and must not refer to this worker then.
@@ -136,16 +136,15 @@ class LoggingCapture:
         for name, rows in lists.items():
             setattr(metric, name, _gather_list(rows, [each[name] for each in lengths], gather))
 
-    def begin_pass(self) -> None:
-        """Drop what was logged in the pass before."""
-        self._of_pass = LoggedMetrics()
+    def begin_call(self) -> None:
+        """Drop what was logged in the call before."""
+        self._of_call = LoggedMetrics()
 
     def begin_epoch(self) -> None:
         """Drop what was logged in an epoch that did not come to its end."""
         for place in set(self._of_epoch[self._purpose].metrics.values()):
             metric: Any = self._module.get_submodule(place)
             metric.reset()
-        self.begin_pass()
         self._forget_epoch()
 
     def _forget_epoch(self) -> None:
@@ -160,11 +159,11 @@ class LoggingCapture:
             # Of a call that is undone the end may have run, which gathers metrics and resets them.
             put_back = partial(_put_states_back, _copy_states(self._module))
         of_epoch = {purpose: logged.copy() for purpose, logged in self._of_epoch.items()}
-        return self._of_pass.copy(), of_epoch, dict(self._seen), put_back
+        return self._of_call.copy(), of_epoch, dict(self._seen), put_back
 
     def restore(self, mark: Any) -> None:
         """Drop what the module has logged since `mark`."""
-        self._of_pass, self._of_epoch, self._seen, put_back = mark
+        self._of_call, self._of_epoch, self._seen, put_back = mark
         put_back()
 
     @contextmanager
@@ -208,7 +207,7 @@ class LoggingCapture:
     ) -> None:
         """`LightningModule.log`: every rank's samples count, whatever `sync_dist` says."""
         if is_metric(value):
-            for sums in (self._of_pass, self._of_epoch[self._purpose]):
+            for sums in (self._of_call, self._of_epoch[self._purpose]):
                 sums.metrics[name] = _submodule_name(value, self._module, name)
             return
         if self.batch == 0:
@@ -221,7 +220,7 @@ class LoggingCapture:
         on_step = in_step if on_step is None else on_step
         on_epoch = not in_step if on_epoch is None else on_epoch
         how, number = parse_reduction(reduce_fx, name), as_scalar(value, name)
-        for sums in (self._of_pass, self._of_epoch[self._purpose]):
+        for sums in (self._of_call, self._of_epoch[self._purpose]):
             sums.add(name, number, how, weight, self.step, bool(on_step and on_epoch))
 
     def values_so_far(self) -> dict[str, float]:
@@ -233,20 +232,22 @@ class LoggingCapture:
         return merge_ranks(self._group().exchange(self._of_epoch[self._purpose].to_plain()))
 
     def end_pass(self, *, epoch_over: bool) -> tuple[dict[str, float], dict[str, float]]:
-        """End the pass: its metrics, and those of the epoch so far, equal on every rank.
+        """End the pass: the metrics of the call so far, and of the epoch, equal on every rank.
+
+        Metric objects hold those of the epoch alone, in both.
 
         Collective:
             Every rank: one small exchange, and the gathers of the metric objects.
         """
         epoch = self._of_epoch[self._purpose]
-        everyone = self._group().exchange([self._of_pass.to_plain(), epoch.to_plain()])
-        of_pass, of_epoch = (merge_ranks([each[part] for each in everyone]) for part in (0, 1))
+        everyone = self._group().exchange([self._of_call.to_plain(), epoch.to_plain()])
+        of_call, of_epoch = (merge_ranks([each[part] for each in everyone]) for part in (0, 1))
         # A rank without samples logged no metric objects, and still takes part in their gathers.
         names = dict(item for each in everyone for item in each[1]["metrics"].items())
         found = self._compute_metrics(names, reset=epoch_over)
         if epoch_over:
             self._forget_epoch()
-        return {**of_pass, **found}, {**of_epoch, **found}
+        return {**of_call, **found}, {**of_epoch, **found}
 
     def _compute_metrics(self, names: dict[str, str], *, reset: bool) -> dict[str, float]:
         found: dict[str, float] = {}

@@ -78,6 +78,9 @@ class ManualStrategyView(StrategyView):
     def _lightning_optimizers(self) -> list[Any]:
         return list(self._wrapped)
 
+    def begin_call(self) -> None:
+        """Keep the count: it is that of the run."""
+
     def mark(self) -> int:
         """How often optimizers have stepped, for `restore` should the step be undone."""
         return self._trainer.global_step

@@ -43,6 +43,40 @@ def test_what_hooks_of_a_step_log_counts_for_the_samples_of_that_step():
     assert metrics["in_backward"] == pytest.approx(mean)
 
 
+class LogsByEveryReduction(Classifier):
+    """Logs the number of each step, of all epochs together."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        step = float(self.trainer.global_step)
+        for how in ("sum", "min", "max", "mean"):
+            self.log(how, step, on_step=False, on_epoch=True, reduce_fx=how)
+        self.log("both", step, on_step=True, on_epoch=True)
+        self.mean.update(step)
+        self.log("metric", self.mean, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_call_over_several_epochs_logs_as_one():
+    """Of two epochs and a step of a third; metric objects hold the epoch alone."""
+    operator = TrainingOperator.from_lightning(lambda config: LogsByEveryReduction(), loader())
+    with TorchTrainer(training_operator_cls=operator) as trainer:
+        trainer.train(num_steps=1)
+        result = trainer.train(num_steps=2 * STEPS)
+        again = trainer.train(num_steps=2)
+    steps = range(1, 2 * STEPS + 1)
+    sizes = [min(GLOBAL_BATCH, SAMPLES - GLOBAL_BATCH * (step % STEPS)) for step in steps]
+    mean = sum(step * size for step, size in zip(steps, sizes, strict=True)) / sum(sizes)
+    assert (result["sum"], result["min"], result["max"]) == (sum(steps), 1, 2 * STEPS)
+    assert result["mean"] == result["both_epoch"] == pytest.approx(mean)
+    assert result["last_sum"] == result["last_max"] == result["both_step"] == 2 * STEPS
+    assert result["metric"] == 2 * STEPS
+    assert (again["sum"], again["min"]) == (4 * STEPS + 3, 2 * STEPS + 1)
+
+
 class CountsItsRows(Classifier):
     """Fails once in its validation, with metrics that nobody logs as such."""
 

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers that a forward fills, replaces or registers, in a worker whose `setup` made others."""
+
+import pytest
+import torch
+from tests.unit.trainer.programs import Regression, trainer
+from torch import nn
+
+from lockstep.worker.buffer_values import buffer_values, put_buffer_values
+from lockstep.worker.state_dict import copy_own_rows
+
+
+class Parts:
+    """What the functions ask of a run."""
+
+    averages = ()
+
+    def __init__(self, *modules):
+        self.modules = modules
+
+    def plain_modules(self):
+        return self.modules
+
+
+class Scales(nn.Module):
+    """Its buffers follow the largest batch that it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.BatchNorm1d(3)
+        self.register_buffer("scale", None)
+        self.register_buffer("table", torch.ones(1), persistent=False)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def see(self):
+        self.inner(torch.arange(6.0).view(2, 3))
+        self.scale, self.table, self.seen = torch.tensor(2.0), torch.ones(4), torch.full((3,), 5.0)
+        self.inner.register_buffer("late", torch.tensor([7.0]), persistent=False)
+        return self
+
+
+def held(module):
+    return dict(module.named_buffers())
+
+
+@pytest.mark.parametrize("copy", [None, copy_own_rows])
+def test_of_a_worker_that_has_trained_in_one_that_has_not(copy):
+    trained, fresh = Scales().see(), Scales()
+    values = buffer_values(Parts(trained), *([] if copy is None else [copy]))
+    put_buffer_values(Parts(fresh), values, torch.device("cpu"))
+    assert held(fresh).keys() == held(trained).keys()
+    for name, value in held(trained).items():
+        assert torch.equal(held(fresh)[name], value)
+        assert held(fresh)[name].data_ptr() != value.data_ptr()
+    fresh.load_state_dict(trained.state_dict())
+    assert "inner.late" not in fresh.state_dict()
+
+
+def test_of_a_worker_that_has_not_trained_in_one_that_has():
+    trained, fresh = Scales().see(), Scales()
+    put_buffer_values(Parts(trained), buffer_values(Parts(fresh)), torch.device("cpu"))
+    assert trained.scale is None
+    assert trained.table.shape == trained.seen.shape == (1,)
+    trained.load_state_dict(fresh.state_dict())
+
+
+class FillsItsScale(Regression):
+    """Its first forward fills one buffer, and its largest batch enlarges another one."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.model.register_buffer("scale", None)
+        self.model.register_buffer("sizes", torch.ones(1, dtype=torch.float64))
+        self.model.register_forward_pre_hook(_fill)
+
+
+def _fill(module, given):
+    if module.scale is None:
+        module.scale = torch.full((2,), 3.0, dtype=torch.float64)
+    if len(module.sizes) < len(given[0]):
+        module.sizes = torch.ones(len(given[0]), dtype=torch.float64)
+    return given[0] / module.scale.mean()
+
+
+def test_a_run_with_such_buffers_is_verified_and_goes_on_from_a_checkpoint(tmp_path):
+    with trainer(FillsItsScale) as run:
+        run.train(num_steps=2)
+        assert run.verify(num_steps=2).ok
+        path = run.save(tmp_path / "filled")
+        run.train()
+        expected = run.get_model().weight
+    with trainer(FillsItsScale) as run:
+        run.get_local_operator().model.sizes = torch.ones(6, dtype=torch.float64)
+        run.load(path)
+        run.train()
+        assert torch.equal(run.get_model().weight, expected)
