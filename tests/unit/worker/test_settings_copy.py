@@ -97,3 +97,42 @@ def test_a_learning_rate_goes_back_with_the_step_that_has_decayed_it(number):
         (group,) = operator.optimizer.param_groups
         assert float(group["lr"]) == pytest.approx(0.1 * 0.5**STEPS_PER_EPOCH)
         assert number is float or group["lr"] is operator.lr
+
+
+class Unfreezes(Regression):
+    """Its third batch lets the bias train as well, and fails behind that once."""
+
+    fails = False
+
+    def setup(self, config):
+        model = linear()
+        self.optimizer = torch.optim.SGD([model.weight], lr=0.1, momentum=0.9)
+        self.model, self.optimizer = self.register(models=model, optimizers=self.optimizer)
+        self.register_data(train_loader=loader())
+
+    def train_batch(self, batch, batch_info):
+        if self.global_step == 2:
+            self.optimizer.add_param_group({"params": [self.model.bias], "lr": 0.05})
+            if self.fails:
+                self.fails = False
+                raise LookupError
+        features, target = batch
+        loss = nn.functional.mse_loss(self.model(features), target)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return {"train_loss": loss.item()}
+
+
+def test_a_group_that_an_interrupted_step_has_added_is_added_once():
+    found = []
+    for fails in (False, True):
+        with trainer(Unfreezes) as run:
+            run.train(num_steps=1)
+            run.get_local_operator().fails = fails
+            if fails:
+                with pytest.raises(LookupError):
+                    run.train()
+            run.train(num_steps=STEPS_PER_EPOCH - run.status()["step"])
+            found.append(digest(run))
+    assert found[0] == found[1]
