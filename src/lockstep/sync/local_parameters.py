@@ -24,9 +24,9 @@ def local(parameter_or_module: Owned) -> Owned:
     optimizer may hold it. Mark it before a `GradientSync` is attached; a parameter that is marked
     alone, and not with its module, has to be marked again in a deep copy of the model.
 
-    A checkpoint of `TorchTrainer` holds rank 0's, which every rank loads, and so does a worker that
-    joins or catches up after a death. What an operator's own ``state_dict`` returns is kept for
-    each rank.
+    A checkpoint of `TorchTrainer` holds those of every rank. Where another number of workers goes
+    on from it, all begin with rank 0's; and a worker that replaces a lost one begins with those of
+    the worker that sends it the state.
 
     Args:
         parameter_or_module: a tensor, or a module with everything in it.

@@ -53,6 +53,6 @@ def write_snapshot(
 def _state_of(parts: Sequence[WrittenPart]) -> dict[str, Any]:
     """The state of the run, as `TorchTrainer.state_dict` has it, from those of the ranks."""
     state = dict(parts[0].state)
-    if parts[0].own:
-        state["operator_by_rank"] = [part.state["operator"] for part in parts]
+    for key in parts[0].own:
+        state[f"{key}_by_rank"] = [part.state[key] for part in parts]
     return state

@@ -67,10 +67,10 @@ class StateTransfer:
 
     def _take(self, call: RemoteCall[Worker, dict[str, Any]]) -> dict[str, Any]:
         state, spec = self._state_of_rank_0(call), self._workers.spec
-        if spec.num_workers > 1 and spec.operator_cls._lockstep_overrides(
-            TrainingOperator.state_dict
-        ):
-            state["operator_by_rank"] = self._workers.call(Worker.operator_state.with_args())
+        has_own = spec.operator_cls._lockstep_overrides(TrainingOperator.state_dict)
+        if spec.num_workers > 1 and (has_own or "local" in state):
+            everyone = self._workers.call(Worker.per_rank_state.with_args())
+            state |= {f"{key}_by_rank": [each[key] for each in everyone] for key in everyone[0]}
         return state
 
     def _state_of_rank_0(self, call: RemoteCall[Worker, dict[str, Any]]) -> dict[str, Any]:

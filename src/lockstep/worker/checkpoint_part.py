@@ -19,7 +19,6 @@ import torch
 
 from lockstep import checkpoint
 from lockstep.local_rows import LocalRows
-from lockstep.operator import TrainingOperator
 from lockstep.phases import Phase, in_phase
 from lockstep.tensor_tree import leaves_of
 from lockstep.worker.state_dict import copy_own_rows
@@ -101,7 +100,7 @@ class CheckpointPart:
 
     @in_phase(Phase.COPYING_STATE)
     def _hold(self, clone: Callable[[torch.Tensor], torch.Tensor], pool: TensorPool | None) -> int:
-        is_read = self._worker.rank == 0 or self._keeps_its_own
+        is_read = self._worker.rank == 0 or bool(self._worker.per_rank_keys)
         whole = clone if is_read else _leave_out
         # The ranks of the first copy of the models write its rows.
         rows = clone if self._worker.mesh.replicate_rank == 0 else _leave_rows_out
@@ -151,15 +150,11 @@ class CheckpointPart:
         return PartOnDisk(part, sizes)
 
     def _write(self, held: _Held, folder: str) -> WrittenPart:
-        own = ("operator",) if self._keeps_its_own else ()
+        own = self._worker.per_rank_keys
         try:
             return checkpoint.write_part(folder, held.state, self._worker.rank, own)
         finally:
             held.give_back()
-
-    @property
-    def _keeps_its_own(self) -> bool:
-        return self._worker.operator._lockstep_overrides(TrainingOperator.state_dict)
 
     def read(self, name: str, offset: int, size: int) -> bytes:
         """Some bytes of a file that waits here; after the last ones it is gone."""

@@ -3,7 +3,7 @@
 
 All ranks hold the same state, so rank 0 copies it, and the other ranks wait for rank 0 in their
 next step. Two things differ between ranks: what is in shards, of which each rank holds a copy of
-its part (`CheckpointPart`), and the states that operators with a `state_dict` of their own return.
+its part (`CheckpointPart`), and what is each rank's own (`StateAccess.per_rank_state`).
 For them all ranks take part in a snapshot. So the step at which a snapshot is due follows from a
 number that is equal on all ranks: the steps of the run.
 """
@@ -177,11 +177,8 @@ class SnapshotTaker:
 
     @property
     def _needs_all_ranks(self) -> bool:
-        spec, operator = self._worker.spec, self._worker.operator
-        keeps_its_own = spec.num_workers > 1 and operator._lockstep_overrides(
-            TrainingOperator.state_dict
-        )
-        return spec.saves_parts or keeps_its_own
+        spec = self._worker.spec
+        return spec.saves_parts or (spec.num_workers > 1 and bool(self._worker.per_rank_keys))
 
     @property
     def _has_own_loop(self) -> bool:
@@ -220,16 +217,17 @@ class SnapshotTaker:
             state = worker.state_dict(partial(copy_to_cpu, clone=self._pool.copy_of))
             self._pool.clear()
         if self._needs_all_ranks:
-            own = state["operator"] if state else copy_to_cpu(worker.operator.state_dict())
-            state["operator_by_rank"] = self._by_rank(own)
+            keys = worker.per_rank_keys
+            own = {key: state[key] for key in keys} if state else worker.per_rank_state()
+            everyone = self._by_rank(own)
+            state |= {f"{key}_by_rank": [each[key] for each in everyone] for key in keys}
         if worker.rank == 0:
             snapshot = Snapshot(state["global_step"], state, self._pool, worker.call_number)
             self._keep(snapshot)
 
     def _by_rank(self, own: Any) -> list[Any]:
+        """`own` of every rank, on rank 0; on the others what they have sent."""
         worker, found = self._worker, []
-        if worker.spec.num_workers == 1:
-            return [own]
         group = worker.operator._lockstep.context.group
         for source in range(worker.spec.num_workers):
             if source == worker.rank:

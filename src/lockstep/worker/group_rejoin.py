@@ -27,11 +27,13 @@ from lockstep.operator.sync_setup import rejoin
 from lockstep.worker import state_broadcast
 from lockstep.worker.buffer_values import buffer_values, put_buffer_values
 from lockstep.worker.loader_sharding import make_sharded_loader
+from lockstep.worker.local_state import local_state
 from lockstep.worker.loop_run import LoopProgress
 from lockstep.worker.memory_recovery import go_back, take_again
 from lockstep.worker.position_queries import run_position
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 from lockstep.worker.saved_gradients import SavedGradients
+from lockstep.worker.state_dict import copy_to_cpu
 from lockstep.worker.survivor_state import RunPosition, SurvivorState
 from lockstep.worker.worker import Undone
 
@@ -273,8 +275,12 @@ def _transfer_state(worker: Worker, group: Group, rank: int, formation: Formatio
     if rank == formation.source:
         state_broadcast.send(group, _full_state(worker))
     elif rank in formation.stale:
-        worker.has_state = False
-        _load_full_state(worker, state_broadcast.receive(group, formation.source))
+        had_state, worker.has_state = worker.has_state, False
+        full_state = state_broadcast.receive(group, formation.source)
+        if had_state and worker.run.has_local_tensors:
+            # It is behind by a step; those of the source are of another rank.
+            full_state["state"]["local"] = copy_to_cpu(local_state(worker.run))
+        _load_full_state(worker, full_state)
         worker.has_state = True
     else:
         state_broadcast.decline(group, formation.source)

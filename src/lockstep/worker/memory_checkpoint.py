@@ -39,7 +39,7 @@ from lockstep.phases import Phase, in_phase
 from lockstep.tensor_tree import leaves_of, tree_map
 from lockstep.worker.buffer_values import buffer_values
 from lockstep.worker.state_broadcast import from_messages, messages_of
-from lockstep.worker.state_dict import copy_own_rows, unsaved_parameters
+from lockstep.worker.state_dict import PER_RANK, copy_own_rows, unsaved_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -447,8 +447,8 @@ def merge_parts(parts: Iterable[Part], mine: tuple[int, int], own: Part | None) 
 
 
 def _shared(part: Part) -> list[Any]:
-    """What the ranks share out of a part: all but what the user's own `state_dict` returned."""
-    state = {key: value for key, value in part.state.items() if key != "operator"}
+    """What the ranks share out of a part: all but what each has of its own."""
+    state = {key: value for key, value in part.state.items() if key not in PER_RANK}
     return [state, part.parameters, part.gradients]
 
 

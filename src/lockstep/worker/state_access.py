@@ -19,6 +19,7 @@ from lockstep.worker import state_dict as state_dicts
 from lockstep.worker.data_cursor import Cursor
 from lockstep.worker.dataset_switch import DATASET, DatasetSwitch
 from lockstep.worker.loader_sharding import make_sharded_loader
+from lockstep.worker.local_state import local_state
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class StateAccess:
 
     @remote_method(Communication.NONE, OnFailure.REPEAT)
     def state_dict(self, take: Callable[[Any], Any] = state_dicts.copy_to_cpu) -> dict[str, Any]:
-        """The state of the run; equal on all ranks except for "operator".
+        """The state of the run; equal on all ranks except for what `per_rank_state` has.
 
         Args:
             take: see `lockstep.worker.state_dict.collect`.
@@ -126,6 +127,8 @@ class StateAccess:
         self._rewind_to_window(state)
         assignment = self.operator._lockstep.context.shard_assignment
         state["seed"], state["num_shards"] = assignment.seed, assignment.num_shards
+        if self.run.has_local_tensors:
+            state["local"] = take(self._local_state())
         return state
 
     def own_state_dict(
@@ -158,7 +161,7 @@ class StateAccess:
             if self._rollback is not None and cursor.has_open_window:
                 self._rollback.put_window_start(states)
             if self._user_state_before is not None:
-                state["operator"] = self.operator_state()
+                state["operator"] = state_dicts.copy_to_cpu(self._operator_state())
 
     @property
     def _user_state_before(self) -> UserStateCopy | None:
@@ -176,12 +179,30 @@ class StateAccess:
         self.state_dict(state_dicts.gather_for_others)
         return None
 
+    @property
+    def per_rank_keys(self) -> tuple[str, ...]:
+        """The keys of a state under which each rank has something else."""
+        has_own = self.operator._lockstep_overrides(TrainingOperator.state_dict)
+        has_local = self.run.has_local_tensors
+        return ("operator",) * has_own + ("local",) * has_local
+
     @remote_method(Communication.NONE, OnFailure.REPEAT)
-    def operator_state(self) -> Any:
+    def per_rank_state(self) -> dict[str, Any]:
+        """What `state_dict` has under `per_rank_keys`."""
+        taken = {"operator": self._operator_state, "local": self._local_state}
+        return {key: state_dicts.copy_to_cpu(taken[key]()) for key in self.per_rank_keys}
+
+    def _local_state(self) -> dict[str, Any]:
+        own = local_state(self.run)
+        before = self.operator._lockstep.window.buffers_before
+        if before is not None and "train" in self.cursors and self.cursors["train"].has_open_window:
+            before.put_into([*own["models"], own["criterion"]])
+        return own
+
+    def _operator_state(self) -> Any:
         """The user's own state; in an open window that of its start, as in `state_dict`."""
         before = self._user_state_before
-        own = self.operator.state_dict() if before is None else before.value()
-        return state_dicts.copy_to_cpu(own)
+        return self.operator.state_dict() if before is None else before.value()
 
     @remote_method(Communication.NONE, OnFailure.REPEAT)
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -276,11 +297,13 @@ class StateAccess:
         return (mesh.shard_rank, mesh.shard_size) if has_units else (0, 1)
 
     def _own_part(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        by_rank = state.get("operator_by_rank")
-        if by_rank is None or len(by_rank) != self.spec.num_workers:
-            return state
-        rest = {key: value for key, value in state.items() if key != "operator_by_rank"}
-        return {**rest, "operator": by_rank[self.rank]}
+        """`state`, with what this rank had of its own among as many ranks; else rank 0's."""
+        own = dict(state)
+        for key in state_dicts.PER_RANK:
+            by_rank = own.pop(f"{key}_by_rank", None)
+            if by_rank is not None and len(by_rank) == self.spec.num_workers:
+                own[key] = by_rank[self.rank]
+        return own
 
     @remote_method(Communication.NONE, OnFailure.REPEAT)
     def room_for_models(self) -> tuple[int, float]:

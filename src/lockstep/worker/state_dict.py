@@ -35,10 +35,15 @@ from lockstep.phases import Phase, in_phase
 from lockstep.sync.optimizer_inspection import load_state
 from lockstep.tensor_copies import is_block, is_expanded, is_shard
 from lockstep.tensor_tree import rebuild_container, tree_map
+from lockstep.worker.local_state import with_local_state
 
 if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
     from lockstep.operator.training_parts import TrainingParts
+
+PER_RANK: Final = ("operator", "local")
+"""The keys of what each rank may have of its own: what the user's ``state_dict`` returned, and what
+`lockstep.local` marks. ``<key>_by_rank`` holds that of all ranks, where it differs."""
 
 _AVERAGES: Final = "ema"
 """The key of the averages, which a state may lack: averages then begin at the state's weights."""
@@ -98,7 +103,7 @@ def unsaved_parameters(
     if state is None:
         states = [module.state_dict() for module in modules]
     else:
-        states = [*state["models"], state["criterion"]][: len(modules)]
+        states = [*state["models"], state.get("criterion") or {}][: len(modules)]
     return [
         parameter
         for module, saved in zip(modules, states, strict=True)
@@ -314,6 +319,7 @@ def check(run: TrainingParts, state: Mapping[str, Any]) -> None:
 @in_phase(Phase.COPYING_STATE)
 def apply(operator: TrainingOperator, run: TrainingParts, state: Mapping[str, Any]) -> None:
     """Load `state` into models, optimizers, schedulers, criterion and operator."""
+    state = with_local_state(state)
     of_same_weights = _has_same_dtypes(run, state)
     for key, (_, members) in _parts(run).items():
         if key in _OPTIONAL and not state.get(key):
