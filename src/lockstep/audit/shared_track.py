@@ -210,6 +210,20 @@ class SharedTrack:
                 found.append(Difference(shared.name, norms, samples))
         return found
 
+    def come_out_apart(self, number: int) -> bool:
+        """Do replicas leave that step with other weights? Small dtypes to the bit.
+
+        What rounding allows of a 16-bit weight is more than a step moves it: replicas that nobody
+        synchronises would look equal. Ranks that average it in a step round the same number.
+        """
+        if self.differences("exit", number):
+            return True
+        return any(
+            len({int(prints[rank].hashes[shared.index[rank]]) for rank in held}) > 1
+            for prints, shared, held, _ in self._held("exit", number)
+            if EPSILON.get(shared.dtype, 0.0) >= EPSILON["float16"]
+        )
+
     def missing(self, kind: Kind, number: int) -> list[tuple[str, list[int], list[int]]]:
         """Tensors that are None on some ranks: name, ranks with, ranks without."""
         each = self._held(kind, number)

@@ -203,7 +203,7 @@ def reduces_in_its_step(track: SharedTrack) -> bool:
         for step in track.steps(number).values()
         if track.differences("gradients", number)
     )
-    return changed and not any(track.differences("exit", number) for number in track.numbers)
+    return changed and not any(map(track.come_out_apart, track.numbers))
 
 
 def _as_finding(
