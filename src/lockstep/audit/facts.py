@@ -293,7 +293,11 @@ class Parameter:
 
 @dataclass
 class Track:
-    """One optimizer: what it holds, and its steps."""
+    """One optimizer: what it holds, and its steps.
+
+    `meetings` are steps that began after ranks had told one another more than usual: the number,
+    and the hashes of its weights. See `lockstep.audit.probe.meetings`.
+    """
 
     key: str
     optimizer: str
@@ -301,6 +305,7 @@ class Track:
     parameters: list[Parameter] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     count: int = 0
+    meetings: list[list[int]] = field(default_factory=list)
     state_names: list[str] = field(default_factory=list)
 
 

@@ -287,13 +287,29 @@ class SharedTrack:
         """Do replicas that had drifted apart agree again later (local SGD, DiLoCo)?"""
         if self.meets_again:
             return True
-        apart = False
+        apart: int | None = None
         for number in self.numbers:
             for kind in ("entry", "exit"):
                 differ = bool(self.differences(kind, number))
-                if apart and not differ:
+                if apart is not None and not differ:
                     return True
-                apart |= differ
+                if apart is None and differ:
+                    apart = number
+        return apart is not None and self._meet_after(apart)
+
+    def _meet_after(self, step: int) -> bool:
+        """Do they begin with the same weights where the probe has looked between the steps?
+
+        Ranks may take different numbers of steps in a round: the k-th meetings are the same one.
+        """
+        for met in zip(*(self.tracks[rank].meetings for rank in self.ranks), strict=False):
+            hashes = dict(zip(self.ranks, met, strict=True))
+            pairs = ((shared, group) for shared in self.parameters for group in shared.groups)
+            if min(number for number, *_ in met) > step and all(
+                len({hashes[rank][1 + shared.index[rank]] for rank in group}) == 1
+                for shared, group in pairs
+            ):
+                return True
         return False
 
     @property

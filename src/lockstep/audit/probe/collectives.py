@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lockstep.audit.facts import Collective
 from lockstep.audit.ledger import REDUCING, SCATTERING
-from lockstep.audit.probe import gathers, handed_on, models_sent, scattered
+from lockstep.audit.probe import gathers, handed_on, meetings, models_sent, scattered
 from lockstep.audit.probe.frames import is_called_by, lines_through_a_library
 from lockstep.audit.probe.optimizers import watch_made
 from lockstep.audit.probe.probe import Window
@@ -89,10 +89,11 @@ def _watch(
 ) -> Any:
     if not probe.is_on or probe.inside("collective") or probe.is_elsewhere():
         return original(*args, **kwargs)
-    if not probe.detailed and probe.mode == "watch":
-        return original(*args, **kwargs)  # nobody asks a watch where a rank stands
     given = {**dict(zip(_names_of(original), args, strict=False)), **kwargs}
     tensor = _own_tensor(name, given)
+    meetings.note_message(probe, name, tensor)
+    if not probe.detailed and probe.mode == "watch":
+        return original(*args, **kwargs)  # nobody asks a watch where a rank stands
     if tensor is not None and name in models_sent.TELLING and not probe.in_backward:
         probe.harmlessly(models_sent.note, probe, name, tensor)
     call = Collective(name, lines_through_a_library(), ranks_of(given.get("group")))

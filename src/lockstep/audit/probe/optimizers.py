@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 from lockstep.audit.facts import Backward, Step, Track
 from lockstep.audit.fingerprint import numpy_state, take
 from lockstep.audit.ledger import is_detailed, thin_out
-from lockstep.audit.probe import draws, schedules
+from lockstep.audit.probe import draws, meetings, schedules
 from lockstep.audit.probe.arrivals import join
 from lockstep.audit.probe.called import prints_of
 from lockstep.audit.probe.described import describe
@@ -137,7 +137,10 @@ def _before_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> 
         # An optimizer inside an optimizer (ZeRO, wrappers of libraries): the outer one counts.
         return None
     watched = _watch(probe, optimizer)
-    if watched is None or not _is_detailed(probe, watched.track.count):
+    if watched is None:
+        return None
+    if not _is_detailed(probe, watched.track.count):
+        probe.harmlessly(meetings.before_step, probe, watched)
         return None
     if not probe.detailed:
         return None  # the first step of one that came late: what led to it was not looked at
@@ -285,6 +288,7 @@ def _after_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> N
 def _note_step(probe: Probe, optimizer: Optimizer, watched: Watched) -> None:
     track, step = watched.track, watched.step
     watched.look_no_more()
+    meetings.after_step(probe, watched)
     if step is not None:
         step.exit = take(watched.parameters, watched.counts, norms=step.number < CLOSELY)
         if _looks_at_all(probe, step):

@@ -135,6 +135,8 @@ class Watched:
         self.step: Step | None = None
         self.next_is_detailed = True
         self.looks_beside = False
+        self.messages_before = self.broadcasts_before = 0
+        self.fewest_messages: int | None = None
         self._put_back: Callable[[], None] | None = None
 
     def look_behind_hooks(self, look: Callable[[Any], None]) -> None:
@@ -220,6 +222,8 @@ class Probe:
 
     watches_draws = False
     """Are functions that draw to be replaced in the steps that need it?"""
+    messages = broadcasts = 0
+    """How many of either this rank has taken part in; see `lockstep.audit.probe.meetings`."""
     inherited: Any = None
     """The default process group of the process that this one was forked from, if any: whoever
     computes something beside a rank has its group, and is none of its members."""
