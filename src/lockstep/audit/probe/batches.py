@@ -7,6 +7,7 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -23,6 +24,8 @@ ROWS: Final = 256
 """Samples that are told from others, at most: of a loader, or of a batch made by hand."""
 _ELEMENTS: Final = 256
 """Of a row, at most, when it is told from others."""
+_DEEP: Final = 4
+"""So far objects are looked into for what a batch holds."""
 _OF_A_BATCH: Final = 4096
 """Elements of each of its tensors, about."""
 
@@ -83,6 +86,36 @@ def tensors_in(batch: Any, most: int) -> list[torch.Tensor]:
         if len(found) < most:
             found.extend(tensors_in(part, most - len(found)))
     return found
+
+
+def tensors_or_contents(batch: Any, most: int) -> list[torch.Tensor]:
+    """Tensors that stand for what a batch holds: its own, or else what is in its objects.
+
+    Graphs are objects with tensors as attributes, texts are lists of strings, and a function that
+    collates may leave arrays as they are.
+    """
+    return tensors_in(batch, most) or _inside(batch, most, _DEEP)
+
+
+def _inside(value: Any, most: int, depth: int) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value] if value.numel() else []
+    if isinstance(value, np.ndarray) and value.size and value.dtype.kind in "biuf":
+        few = value.reshape(-1)[:: max(1, value.size // _OF_A_BATCH)]
+        return [torch.from_numpy(few.astype(np.float64))]
+    if isinstance(value, list | tuple) and value and all(isinstance(each, str) for each in value):
+        return [torch.tensor([zlib.crc32(each.encode()) for each in value], device="cpu")]
+    found: list[torch.Tensor] = []
+    for part in (_parts(value) or _attributes_of(value)) if depth else ():
+        if len(found) < most:
+            found.extend(_inside(part, most - len(found), depth - 1))
+    return found
+
+
+def _attributes_of(value: Any) -> Iterable[Any]:
+    is_program = isinstance(value, type | torch.nn.Module | ModuleType) or callable(value)
+    # Not by name: an object may compute what it is asked for.
+    return () if is_program else list(getattr(value, "__dict__", {}).values())
 
 
 def _parts(batch: Any) -> Iterable[Any]:

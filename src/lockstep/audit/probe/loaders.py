@@ -15,7 +15,14 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from torch.utils.data import dataloader as module
 
 from lockstep.audit.facts import Loading
-from lockstep.audit.probe.batches import BATCHES, ROWS, each_row, hash_of, read_on, tensors_in
+from lockstep.audit.probe.batches import (
+    BATCHES,
+    ROWS,
+    each_row,
+    hash_of,
+    read_on,
+    tensors_or_contents,
+)
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.worker_draws import SeenInit, drawn_by_workers, places_of, room_for
 from lockstep.dataset_contents import contents_of
@@ -229,7 +236,7 @@ def _ends_evaluation(iterator: Any) -> bool:
 
 
 def _note_batch(probe: Probe, loading: Loading, batch: Any) -> None:
-    tensors = tensors_in(batch, 4)
+    tensors = tensors_or_contents(batch, 4)
     if not tensors:
         return
     # Those of a nested tensor may be no plain numbers, and the ledger holds nothing else.
