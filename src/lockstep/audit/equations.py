@@ -110,7 +110,8 @@ def of_gradients(track: SharedTrack, number: int) -> Equations | None:
         backwards = list(bringing(step, track.key))
         if step.gradients is None or not backwards:
             return None
-        used[rank] = step.gradients.samples
+        # Backwards brought gradients of the scaled loss.
+        used[rank] = step.gradients.samples * (step.scale or 1.0)
         for place, backward in enumerate(backwards):
             brought[Column(rank, place)] = backward.local[track.key].samples
         left = backwards[0].before.get(track.key)

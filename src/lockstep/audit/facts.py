@@ -240,7 +240,8 @@ class Step:
     that was called was given; `fed_rows` has a number for each row, in all tensors together, that
     the first call of each micro-batch was given, where no data loader gave it. `unowned` are
     parameters that have gradients and no optimizer; where there are any, `beside` tells of all.
-    `not_finite` are the parameters whose gradients held NaN or infinity.
+    `not_finite` are the parameters whose gradients held NaN or infinity. `scale` is what a
+    GradScaler had divided the gradients by.
     """
 
     number: int

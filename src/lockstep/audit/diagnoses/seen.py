@@ -113,10 +113,10 @@ class Seen:
         return factor
 
     def used_norms(self, rank: int) -> Numbers:
-        """(P,), of all gradients that a rank's optimizer used, before such a clip."""
-        gradients = self.steps[rank].gradients
-        assert gradients is not None
-        return gradients.norms / self.clipped_by
+        """(P,), of all gradients that a rank's optimizer used, before such a clip, as scaled."""
+        step = self.steps[rank]
+        assert step.gradients is not None
+        return step.gradients.norms * (step.scale or 1.0) / self.clipped_by
 
     @cached_property
     def totals(self) -> Numbers | None:

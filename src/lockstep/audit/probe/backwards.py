@@ -97,6 +97,7 @@ def _describe(probe: Probe, record: Backward, roots: Any, given: Any) -> None:
     if probe.sync_of_lockstep():
         probe.ledger.facts.lockstep = True  # it may be detached when the script ends
         weight = 1.0  # what the batch counts for, which the reduction divides by
+    weight /= _scale_of(probe, root)
     try:
         record.loss = float(root.detach())
         record.factor = factor_of(root, weight)
@@ -105,6 +106,12 @@ def _describe(probe: Probe, record: Backward, roots: Any, given: Any) -> None:
         gathers.describe(probe, record, root, weight)
     except RuntimeError:  # saved tensors are gone: a second backward through the same graph
         record.terms = []
+
+
+def _scale_of(probe: Probe, loss: torch.Tensor) -> float:
+    """What a GradScaler multiplied it by, which weighs no sample: it divides by it again."""
+    known = (scale for reference, scale in probe.scaled if reference() is loss)
+    return next(known, 1.0) or 1.0  # 0 where overflows have halved it too often
 
 
 def _names(probe: Probe, parameters: list[torch.Tensor]) -> list[str]:

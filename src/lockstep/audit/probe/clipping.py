@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,7 @@ def install(probe: Probe) -> None:
     probe.patches.wrap_in_each(modules, "clip_grad_value_", by_value)
     stepping = functools.partial(_step, probe, itertools.count(1))
     probe.patches.wrap(torch.amp.GradScaler, "step", stepping)
+    probe.patches.wrap(torch.amp.GradScaler, "scale", probe.afterwards(_note_scaled))
 
 
 def _clip(
@@ -85,6 +87,13 @@ def _note_by_value(probe: Probe, held: list[torch.Tensor], clip_value: float) ->
     if gradients and not any(hasattr(g, "to_local") for g in gradients):
         is_clipped = any(bool((g.abs() > clip_value).any()) for g in gradients)
         _note(probe, held, float(torch.nn.utils.get_total_norm(gradients)), is_clipped)
+
+
+def _note_scaled(probe: Probe, scaled: Any, args: Any, _: Any) -> None:
+    if probe.detailed and args[0].is_enabled():
+        losses = scaled if isinstance(scaled, list | tuple) else [scaled]
+        scale = float(args[0].get_scale())
+        probe.scaled += [(weakref.ref(x), scale) for x in losses if isinstance(x, torch.Tensor)]
 
 
 def _step(

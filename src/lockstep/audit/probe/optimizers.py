@@ -206,7 +206,8 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
     if _looks_at_all(probe, step):
         step.frozen = prints_of(probe, window.frozen)
     step.numpy_state = numpy_state()
-    step.scale = probe.scale
+    if getattr(optimizer, "grad_scale", None) is None:  # else it divides by the scale itself
+        step.scale = probe.scale
     probe.harmlessly(note_kept_back, probe, watched, window)
     if step.number < CLOSELY:
         probe.harmlessly(note_unheld, probe, watched)

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import weakref
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import is_
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
 _kept: list[Any] = []
 _UNSEEN: Final = 8
+_LOSSES: Final = 8
+"""So many that a GradScaler has multiplied are known, the last ones."""
 
 
 @dataclass
@@ -227,6 +230,8 @@ class Probe:
     inherited: Any = None
     """The default process group of the process that this one was forked from, if any: whoever
     computes something beside a rank has its group, and is none of its members."""
+    scale: float | None = None
+    """What losses were multiplied by, while a GradScaler steps."""
 
     def __init__(
         self,
@@ -271,7 +276,7 @@ class Probe:
         self.schedules: list[Schedule] = []
         self.backward: Backward | None = None
         self.in_backward = False
-        self.scale: float | None = None
+        self.scaled: deque[tuple[weakref.ref[torch.Tensor], float]] = deque(maxlen=_LOSSES)
         self.living: list[weakref.ref[torch.nn.Module]] = []
         self.step_hooks: tuple[Any, ...] = ()
         self.gradient_names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
