@@ -336,6 +336,7 @@ def audit_json() -> dict[str, Entry]:
     of_none |= {"lockstep": None, "torch": None}
     finding = Finding("LS101", "", "error", "", "", where=[Place("train.py", 1, "", "")]).as_dict()
     of_a_run |= {"lockstep": "0.1", "torch": "2.13", "findings": [finding]}
+    of_a_run |= {"unseen": ["an error"], "failed_rules": ["LS101"]}
     found: dict[str, Entry] = {}
     for key in of_a_run.keys() | of_none.keys():
         files = (of_a_run, of_none)

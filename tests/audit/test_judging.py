@@ -7,7 +7,7 @@ from audit.ledgers import of_one_step
 from lockstep.audit.facts import Collective, Step
 from lockstep.audit.judgement import judge
 from lockstep.audit.rules import RULES
-from lockstep.audit.rules.gradients import _reduced_together
+from lockstep.audit.rules.gradients import BYPASSED, _reduced_together
 from lockstep.audit.world import World
 
 
@@ -39,7 +39,7 @@ def test_a_rule_that_fails_costs_no_other_finding_and_the_report_says_so(monkeyp
     assert expected
 
     class Broken:
-        codes = ()
+        codes = (BYPASSED,)
 
         def judge(self, world):
             yield from ()
@@ -48,3 +48,4 @@ def test_a_rule_that_fails_costs_no_other_finding_and_the_report_says_so(monkeyp
     monkeypatch.setattr("lockstep.audit.judgement.RULES", (Broken(), *RULES))
     assert [f.code for f in judge(ledgers)] == expected
     assert all("Broken: ZeroDivisionError" in led.facts.unseen[0] for led in ledgers)
+    assert all(led.facts.failed_rules == ["LS101"] for led in ledgers)

@@ -90,6 +90,10 @@ RUN = objects(
                 {"executionSuccessful": {"type": "boolean"}},
                 commandLine=TEXT,
                 endTimeUtc={"type": "string", "pattern": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$"},
+                toolExecutionNotifications={
+                    "type": "array",
+                    "items": objects({"level": LEVEL, "message": MESSAGE}),
+                },
             ),
         },
         "originalUriBaseIds": objects({"SRCROOT": objects({"uri": TEXT})}),
@@ -114,6 +118,8 @@ SUMMARY = {
     "finished": "2026-01-02T03:04:05+00:00",
     "only": [],
     "ignore": [],
+    "unseen": [],
+    "failed_rules": [],
 }
 
 
@@ -247,6 +253,26 @@ def test_the_files_of_a_report(tmp_path, capsys):
     assert [result["ruleId"] for result in run["results"]] == [each.code for each in found]
     assert capsys.readouterr().out == f"\n{github_annotations(found)}"
     assert ElementTree.parse(tmp_path / "junit").getroot().get("failures") != "0"
+
+
+def test_what_the_audit_could_not_look_at_is_in_every_file(tmp_path, capsys):
+    files = {name: tmp_path / name for name in ("json", "sarif", "junit", "html")}
+    ledgers = [of_one_step(rank, 1.0) for rank in range(2)]
+    for ledger in ledgers:
+        ledger.facts.unseen.append("_state: AttributeError: no items")
+        ledger.facts.failed_rules.append("LS101")
+    report(Options("train.py", [], **{name: str(path) for name, path in files.items()}), ledgers, 2)
+    held = json.loads(files["json"].read_text())
+    assert (held["unseen"], held["failed_rules"]) == (ledgers[0].facts.unseen, ["LS101"])
+    (invocation,) = validated(json.loads(files["sarif"].read_text()))["invocations"]
+    (told,) = invocation["toolExecutionNotifications"]
+    assert told == {"level": "warning", "message": {"text": ledgers[0].facts.unseen[0]}}
+    root = ElementTree.parse(files["junit"]).getroot()
+    cases = {case.get("name"): [child.tag for child in case] for case in root}
+    assert (cases["the run"], cases[RULE_NAME]) == (["system-err"], ["error"])
+    assert root.get("errors") == "1"
+    for text in (files["html"].read_text(), capsys.readouterr().err):
+        assert f"could not look at everything, e.g. {ledgers[0].facts.unseen[0]}" in text
 
 
 def test_a_run_that_did_not_come_about_leaves_no_older_files(tmp_path):

@@ -409,7 +409,8 @@ class ProcessFacts:
     `blind` says why its training could not be seen, and `died` by which signal it ended; `alone`:
     it was audited by itself, and what other ranks saw cannot be asked for. `scales` are those of
     the k-th steps of GradScalers, and `subgroups` the ranks of groups smaller than the world, None
-    where a mesh made them. `unseen` are errors of the audit's own. `accelerate` is the number of
+    where a mesh made them. `unseen` are errors of the audit's own, and `failed_rules` the codes of
+    rules that raised one. `accelerate` is the number of
     processes that it counts; `looked`: a step was written down in the last call of a trainer.
     """
 
@@ -421,6 +422,7 @@ class ProcessFacts:
     blind_at: list[Place] = field(default_factory=list)
     cpu_s: float = 0.0
     died: str | None = None
+    failed_rules: list[str] = field(default_factory=list)
     fsdp: bool = False
     fullgraph: bool = False
     joins: bool = False

@@ -46,4 +46,5 @@ def _judged_by(rule: Rule, world: World) -> list[Finding]:
         message = f"{type(rule).__name__}: {type(error).__name__}: {error}"
         for ledger in world.ledgers.values():
             ledger.facts.unseen.append(message[:300])
+            ledger.facts.failed_rules += [code.code for code in rule.codes]
         return []

@@ -127,6 +127,11 @@ class World:
         return failed or stuck or any(codes) or bool(self.lost)
 
     @property
+    def unseen(self) -> list[str]:
+        """What the audit wanted to look at and could not: nothing is said of that."""
+        return list(dict.fromkeys(error for facts in self.facts for error in facts.unseen))
+
+    @property
     def lost(self) -> list[int]:
         """The ranks that left no ledger, though they were asked for it."""
         alone = any(f.alone for f in self.facts)

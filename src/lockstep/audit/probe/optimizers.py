@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,7 +37,7 @@ from lockstep.audit.probe.unheld import note_told_within, note_unheld
 from lockstep.compiler_disable import disable_dynamo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from lockstep.audit.facts import Clip
     from lockstep.audit.prints import Fingerprint
@@ -189,10 +190,10 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
     assert step is not None
     step.gradients = take([p.grad for p in watched.parameters], watched.counts)
     if probe.scale is None:  # else a GradScaler leaves out the step, or has the optimizer do it
-        step.not_finite = _not_finite(watched, step.gradients)
-    step.hyper = [_numbers(group) for group in optimizer.param_groups]
+        step.not_finite = probe.harmlessly(_not_finite, watched, step.gradients) or []
+    step.hyper = probe.harmlessly(_settings, optimizer) or []
     window = probe.windows.get(optimizer) or probe.recent
-    _name_late(probe, watched)
+    probe.harmlessly(_name_late, probe, watched)
     step.backwards = _concerned(window.backwards, watched.track.key)
     step.collectives = list(window.collectives)
     step.clips = [clip for clip in window.clips if _concerns(probe, clip, watched)]
@@ -204,7 +205,7 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
     step.fed_rows = window.fed_rows
     step.draws = list(window.draws.values())
     if _looks_at_all(probe, step):
-        step.frozen = prints_of(probe, window.frozen)
+        step.frozen = probe.harmlessly(prints_of, probe, window.frozen) or []
     step.numpy_state = numpy_state()
     if getattr(optimizer, "grad_scale", None) is None:  # else it divides by the scale itself
         step.scale = probe.scale
@@ -277,7 +278,7 @@ def _after_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> N
     watched = probe.optimizers.get(optimizer)
     if watched is not None:
         _note_step(probe, optimizer, watched)
-        draws.note_step(probe)
+        probe.harmlessly(draws.note_step, probe)
     probe.look(_is_next_detailed(probe))
     if probe.follows and probe.detailed:
         # Before the next forward: `torch.cat(gather(model(x)))` looks its function up first.
@@ -289,23 +290,30 @@ def _after_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> N
 def _note_step(probe: Probe, optimizer: Optimizer, watched: Watched) -> None:
     track, step = watched.track, watched.step
     watched.look_no_more()
+    # First of all it is counted: what a program keeps in its optimizer may not be as we expect.
+    track.count += 1
     meetings.after_step(probe, watched)
     if step is not None:
-        step.exit = take(watched.parameters, watched.counts, norms=step.number < CLOSELY)
-        if _looks_at_all(probe, step):
-            step.state = _state(optimizer, watched)
-        note_told_within(watched, probe.windows.get(optimizer) or probe.recent)
         track.steps.append(step)
-        watched.step = None
         if probe.run is not None:
             thin_out(track.steps, KEPT_STEPS)
-    track.count += 1
+        probe.harmlessly(_look_after, probe, optimizer, watched, step)
+        watched.step = None
     probe.harmlessly(schedules.note_step, probe, optimizer, track)
     watched.next_is_detailed = _is_detailed(probe, track.count)
     if step is not None or probe.detailed:
         # Where nothing was written down, nothing has to be forgotten.
         _begin_anew(probe, optimizer)
     probe.steps_done = max(probe.steps_done, track.count)
+
+
+def _look_after(probe: Probe, optimizer: Optimizer, watched: Watched, step: Step) -> None:
+    """What the step has left."""
+    step.exit = take(watched.parameters, watched.counts, norms=step.number < CLOSELY)
+    window = probe.windows.get(optimizer) or probe.recent
+    probe.harmlessly(note_told_within, watched, window)
+    if _looks_at_all(probe, step):
+        step.state = probe.harmlessly(_state, optimizer, watched)
 
 
 def _is_next_detailed(probe: Probe) -> bool:
@@ -395,6 +403,10 @@ def _watch(probe: Probe, optimizer: Optimizer) -> Watched | None:
     return fresh
 
 
+def _settings(optimizer: Optimizer) -> list[dict[str, float]]:
+    return [_numbers(group) for group in optimizer.param_groups]
+
+
 def _numbers(group: dict[str, Any]) -> dict[str, float]:
     found = {}
     for name, value in group.items():
@@ -410,7 +422,10 @@ def _numbers(group: dict[str, Any]) -> dict[str, float]:
 def _state(optimizer: Optimizer, watched: Watched) -> Fingerprint | None:
     tensors, names = [], []
     for param, described in zip(watched.parameters, watched.track.parameters, strict=True):
-        for key, value in sorted(optimizer.state.get(param, {}).items(), key=lambda kv: str(kv[0])):
+        held = optimizer.state.get(param, {})
+        # An optimizer of the program's own may keep one tensor, where torch's keep a dictionary.
+        named = held if isinstance(held, Mapping) else {"state": held}
+        for key, value in sorted(named.items(), key=lambda kv: str(kv[0])):
             # A whole parameter's state may be in pieces: an optimizer that is sharded alone.
             if isinstance(value, torch.Tensor) and not (described.sharded or is_piece(value)):
                 tensors.append(value)

@@ -3,7 +3,7 @@
 
 A rule fails where it has findings as grave as ``--fail-on`` says; milder ones are in its output.
 Where nothing could be compared no rule has passed: all are skipped. The first test is the script
-itself.
+itself, with what the audit could not look at; a rule that raised an error of its own is one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def junit(findings: Sequence[Finding], summary: dict[str, Any], fail_on: FailOn)
         )
         if code:
             own = [finding for finding in findings if finding.code == code]
-            outcome = _judge(case, own, _why_skipped(summary), fail_on)
+            outcome = _judge(case, own, _why_not_passed(code, summary), fail_on)
         else:
             outcome = _judge_run(case, summary)
         counts["tests"] += 1
@@ -49,6 +49,9 @@ def junit(findings: Sequence[Finding], summary: dict[str, Any], fail_on: FailOn)
 
 
 def _judge_run(case: ElementTree.Element, summary: dict[str, Any]) -> str | None:
+    if summary["unseen"]:
+        told = _NOT_IN_XML.sub("?", "\n".join(summary["unseen"]))
+        ElementTree.SubElement(case, "system-err").text = told
     if summary["finished"] is not None and not summary["failed"]:
         return None
     was = "not run" if summary["finished"] is None else "ended by an error"
@@ -57,9 +60,16 @@ def _judge_run(case: ElementTree.Element, summary: dict[str, Any]) -> str | None
 
 
 def _judge(
-    case: ElementTree.Element, findings: Sequence[Finding], skipped: str, fail_on: FailOn
+    case: ElementTree.Element,
+    findings: Sequence[Finding],
+    instead: tuple[str, str] | None,
+    fail_on: FailOn,
 ) -> str | None:
-    """Write down what became of a rule; under which count, None for one that has passed."""
+    """Write down what became of a rule; under which count, None for one that has passed.
+
+    Args:
+        instead: of passing, see `_why_not_passed`.
+    """
     told = _NOT_IN_XML.sub("?", "\n\n".join(map(_text, findings)))
     if fail_on != "never" and any(is_at_least(f.severity, fail_on) for f in findings):
         message = _NOT_IN_XML.sub("?", findings[0].message)
@@ -67,17 +77,22 @@ def _judge(
         return "failures"
     if findings:
         ElementTree.SubElement(case, "system-out").text = told
-    elif skipped:
-        ElementTree.SubElement(case, "skipped", message=skipped)
-        return "skipped"
+    elif instead is not None:
+        element, why = instead
+        ElementTree.SubElement(case, element, message=_NOT_IN_XML.sub("?", why))
+        return "errors" if element == "error" else element
     return None
 
 
-def _why_skipped(summary: dict[str, Any]) -> str:
-    """Empty where ranks were compared."""
+def _why_not_passed(code: str, summary: dict[str, Any]) -> tuple[str, str] | None:
+    """Which element a rule without findings has, and why; None where ranks were compared."""
+    if code in summary["failed_rules"]:
+        return "error", "the rule raised an error: see the output of the run"
     if not summary["steps"]:
-        return "no optimizer step was seen, so nothing was compared"
-    return "one process trained: nothing to compare" if summary["world_size"] == 1 else ""
+        return "skipped", "no optimizer step was seen, so nothing was compared"
+    if summary["world_size"] == 1:
+        return "skipped", "one process trained: nothing to compare"
+    return None
 
 
 def _text(finding: Finding) -> str:

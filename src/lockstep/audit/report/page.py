@@ -18,7 +18,7 @@ from lockstep.audit.report.charts import (
     differences_map,
 )
 from lockstep.audit.report.document import document
-from lockstep.audit.report.words import many, verdict
+from lockstep.audit.report.words import many, unseen_in_words, verdict
 from lockstep.audit.rules import all_codes
 from lockstep.audit.selection import Selection, left_out_in_words
 
@@ -69,7 +69,8 @@ def _about(world: World, summary: dict[str, Any], left_out: Sequence[Finding]) -
         f"torch {summary['torch']}",
         f"lockstep {summary['lockstep']}",
     ]
-    return "<br>".join(_text(", ".join(filter(None, part))) for part in (ran, where))
+    lines = [", ".join(filter(None, part)) for part in (ran, where)]
+    return "<br>".join(map(_text, filter(None, [*lines, unseen_in_words(world)])))
 
 
 def _verdict(findings: Sequence[Finding], world: World, left_out: Sequence[Finding]) -> str:

@@ -49,6 +49,10 @@ def sarif(findings: Sequence[Finding], summary: dict[str, Any]) -> dict[str, Any
     if has_run:
         invocation["commandLine"] = shlex.join(["lockstep", "audit", *summary["command"]])
         invocation["endTimeUtc"] = summary["finished"].replace("+00:00", "Z")
+    if summary["unseen"]:
+        invocation["toolExecutionNotifications"] = [
+            {"level": "warning", "message": {"text": error}} for error in summary["unseen"]
+        ]
     run = {
         "tool": {"driver": driver},
         "invocations": [invocation],

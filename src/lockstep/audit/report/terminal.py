@@ -6,7 +6,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from lockstep.audit.report.words import cut, many, verdict
+from lockstep.audit.report.words import cut, many, unseen_in_words, verdict
 from lockstep.audit.rules import all_codes
 from lockstep.audit.selection import left_out_in_words
 
@@ -39,7 +39,8 @@ def render(
     notices = [f for f in findings if f.severity == "notice"]
     rules = asked.rules(all_codes())
     head = f"lockstep audit: {many(world.steps, 'step')}, {many(world.size, 'rank')}, {rules}"
-    rest = [f"  {words}" for words in [left_out_in_words(left_out)] if words] + _unseen(world)
+    rest = [f"  {words}" for words in [left_out_in_words(left_out)] if words]
+    rest += [f"  {words}" for words in [unseen_in_words(world)] if words]
     if not graver:
         said = verdict(world, has_left_out=bool(left_out))
         if notices and said == "in lockstep":
@@ -52,12 +53,6 @@ def render(
     blocks = [f"{head}: {counted}", *(_block(f) for f in graver)]
     blocks += [f"notice {f.code}: {f.message}" for f in notices]
     return "\n\n".join([*blocks, *rest])
-
-
-def _unseen(world: World) -> list[str]:
-    """What the audit wanted to look at and could not: nothing is said of that."""
-    errors = [error for facts in world.facts for error in facts.unseen]
-    return [f"  could not look at everything, e.g. {errors[0]}"] if errors else []
 
 
 def _block(finding: Finding) -> str:

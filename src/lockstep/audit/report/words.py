@@ -37,6 +37,11 @@ def verdict(world: World, *, has_left_out: bool) -> str:
     return "nothing else was found" if has_left_out else "in lockstep"
 
 
+def unseen_in_words(world: World) -> str:
+    """``could not look at everything, e.g. ...``; empty where it could."""
+    return f"could not look at everything, e.g. {world.unseen[0]}" if world.unseen else ""
+
+
 def _failures(world: World) -> str:
     failed = {
         rank: led for rank, led in world.ledgers.items() if led.failure is not None or led.exit_code
