@@ -14,7 +14,7 @@ from audit.traces import TRACES, read_trace
 from lockstep.audit.finding import Finding, Place
 from lockstep.audit.judgement import judge
 from lockstep.audit.options import Options
-from lockstep.audit.outcome import report, write_files
+from lockstep.audit.outcome import exit_code_of, report, write_files
 from lockstep.audit.report.github_annotations import github_annotations
 from lockstep.audit.report.sarif import sarif
 from lockstep.audit.rules import all_codes
@@ -194,9 +194,13 @@ def test_annotations_are_escaped_and_the_gravest_comes_first(checkout):
     ]
 
 
+def _cases(path):
+    return ElementTree.parse(path).getroot()
+
+
 def suite(tmp_path, findings, fail_on="error", **changes):
     write_files({"junit": str(tmp_path / "it.xml")}, findings, SUMMARY | changes, fail_on)
-    root = ElementTree.parse(tmp_path / "it.xml").getroot()
+    root = _cases(tmp_path / "it.xml")
     cases = {case.get("name"): [child.tag for child in case] for case in root}
     counts = {name: int(root.get(name)) for name in ("tests", "failures", "errors", "skipped")}
     return cases, counts
@@ -241,7 +245,7 @@ def test_what_xml_cannot_hold_is_left_out(tmp_path):
 def test_rules_that_were_not_asked_for_are_no_tests(tmp_path):
     cases, _ = suite(tmp_path, [], only=["LS1"], ignore=["LS101"])
     assert RULE_NAME not in cases
-    assert all(name.startswith("LS1") for name in cases if name != "the run")
+    assert all(name.startswith(("LS1", "LS406")) for name in cases if name != "the run")
 
 
 def test_the_files_of_a_report(tmp_path, capsys):
@@ -267,12 +271,37 @@ def test_what_the_audit_could_not_look_at_is_in_every_file(tmp_path, capsys):
     (invocation,) = validated(json.loads(files["sarif"].read_text()))["invocations"]
     (told,) = invocation["toolExecutionNotifications"]
     assert told == {"level": "warning", "message": {"text": ledgers[0].facts.unseen[0]}}
-    root = ElementTree.parse(files["junit"]).getroot()
+    root = _cases(files["junit"])
     cases = {case.get("name"): [child.tag for child in case] for case in root}
     assert (cases["the run"], cases[RULE_NAME]) == (["system-err"], ["error"])
     assert root.get("errors") == "1"
     for text in (files["html"].read_text(), capsys.readouterr().err):
         assert f"could not look at everything, e.g. {ledgers[0].facts.unseen[0]}" in text
+
+
+def test_that_nothing_could_be_looked_at_is_told_whatever_was_asked_for(tmp_path):
+    files = {name: tmp_path / name for name in ("json", "sarif", "junit")}
+    ledgers = [of_one_step(rank, 1.0) for rank in range(2)]
+    ledgers[1].facts.blind = "torch was hidden"
+    options = Options(
+        "train.py",
+        [],
+        only=("LS1",),
+        ignore=("LS4",),
+        **{name: str(path) for name, path in files.items()},
+    )
+    found = report(options, ledgers, 2)
+    assert [each.code for each in found] == ["LS406"]
+    assert exit_code_of(found, "error") == 66
+    (each,) = json.loads(files["json"].read_text())["findings"]
+    assert each["code"] == "LS406"
+    run = validated(json.loads(files["sarif"].read_text()))
+    (told,) = run["invocations"][0]["toolExecutionNotifications"]
+    assert told == {"level": "error", "message": {"text": each["message"]}}
+    assert [result["ruleId"] for result in run["results"]] == ["LS406"]
+    cases = {case.get("name"): [child.tag for child in case] for case in _cases(files["junit"])}
+    assert (cases.pop("the run"), cases.pop("LS406 the audit could not look")) == ([], ["failure"])
+    assert set(map(tuple, cases.values())) == {("skipped",)}
 
 
 def test_a_run_that_did_not_come_about_leaves_no_older_files(tmp_path):

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lockstep.audit.exit_codes import BLIND
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
@@ -14,14 +16,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Selection:
-    """Codes, or beginnings (``LS5``): `only` these (all if empty), without those of `ignore`."""
+    """Codes, or beginnings (``LS5``): `only` these (all if empty), without those of `ignore`.
+
+    That nothing could be looked at is always told: then no rule has an answer, of those that were
+    asked for neither.
+    """
 
     only: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
 
     def takes(self, code: str) -> bool:
         """Is it one that was asked for?"""
-        return (not self.only or code.startswith(self.only)) and not code.startswith(self.ignore)
+        is_asked = not self.only or code.startswith(self.only)
+        return code == BLIND or (is_asked and not code.startswith(self.ignore))
 
     def split(self, findings: Iterable[Finding]) -> tuple[list[Finding], list[Finding]]:
         """What was asked for, and what is left out."""

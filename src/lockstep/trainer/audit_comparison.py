@@ -58,7 +58,8 @@ class AuditComparison:
                 self._log_once("unseen", f"the watch could not look at everything, e.g. {error}")
         if not any(_has_new_records(ledger) for ledger in seen):
             return
-        findings = [self._adjust_severity(f) for f in judge(seen, ignore=_IGNORED_RULES)]
+        found = (f for f in judge(seen) if not f.code.startswith(_IGNORED_RULES))
+        findings = [self._adjust_severity(f) for f in found]
         for finding in findings:
             if finding.severity == "warning" or finding.code in _NOTICES:
                 self._log_once(finding.code, str(audit_error([finding])))

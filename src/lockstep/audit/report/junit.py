@@ -12,6 +12,7 @@ import re
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
+from lockstep.audit.exit_codes import BLIND
 from lockstep.audit.finding import is_at_least
 from lockstep.audit.rules import all_codes
 from lockstep.audit.selection import Selection
@@ -37,7 +38,7 @@ def junit(findings: Sequence[Finding], summary: dict[str, Any], fail_on: FailOn)
         )
         if code:
             own = [finding for finding in findings if finding.code == code]
-            outcome = _judge(case, own, _why_not_passed(code, summary), fail_on)
+            outcome = _judge(case, own, _why_not_passed(code, findings, summary), fail_on)
         else:
             outcome = _judge_run(case, summary)
         counts["tests"] += 1
@@ -84,10 +85,15 @@ def _judge(
     return None
 
 
-def _why_not_passed(code: str, summary: dict[str, Any]) -> tuple[str, str] | None:
-    """Which element a rule without findings has, and why; None where ranks were compared."""
+def _why_not_passed(
+    code: str, findings: Sequence[Finding], summary: dict[str, Any]
+) -> tuple[str, str] | None:
+    """Which element a rule without findings has, and why; None where all ranks were compared."""
     if code in summary["failed_rules"]:
         return "error", "the rule raised an error: see the output of the run"
+    for finding in findings:
+        if finding.code == BLIND:
+            return "skipped", finding.message
     if not summary["steps"]:
         return "skipped", "no optimizer step was seen, so nothing was compared"
     if summary["world_size"] == 1:

@@ -11,6 +11,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from lockstep.audit.exit_codes import BLIND
 from lockstep.audit.explain import page_of
 from lockstep.audit.finding import Place
 from lockstep.audit.report.repository_paths import Repository
@@ -49,10 +50,13 @@ def sarif(findings: Sequence[Finding], summary: dict[str, Any]) -> dict[str, Any
     if has_run:
         invocation["commandLine"] = shlex.join(["lockstep", "audit", *summary["command"]])
         invocation["endTimeUtc"] = summary["finished"].replace("+00:00", "Z")
-    if summary["unseen"]:
-        invocation["toolExecutionNotifications"] = [
-            {"level": "warning", "message": {"text": error}} for error in summary["unseen"]
-        ]
+    # Of the audit itself, and not of the program: hosts show the result, and tools read this.
+    notifications = [
+        *(_notification(f.message, "error") for f in findings if f.code == BLIND),
+        *(_notification(error, "warning") for error in summary["unseen"]),
+    ]
+    if notifications:
+        invocation["toolExecutionNotifications"] = notifications
     run = {
         "tool": {"driver": driver},
         "invocations": [invocation],
@@ -60,6 +64,10 @@ def sarif(findings: Sequence[Finding], summary: dict[str, Any]) -> dict[str, Any
         "results": [_result(f, codes.index(f.code), repository, instead) for f in findings],
     }
     return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}
+
+
+def _notification(text: str, level: str) -> dict[str, Any]:
+    return {"level": level, "message": {"text": text}}
 
 
 def _rule(finding: Finding) -> dict[str, Any]:
