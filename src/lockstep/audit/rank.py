@@ -31,7 +31,7 @@ from lockstep.audit.spawned import Children
 from lockstep.audit.together import with_spawned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from lockstep.audit.finding import Place
     from lockstep.audit.options import Options
@@ -189,15 +189,15 @@ class Rank:
 
     def _report(self, ledger: Ledger, code: int) -> int:
         from lockstep.audit.outcome import exit_code_of, report
-        from lockstep.audit.session import exchange_by_store
+        from lockstep.audit.session import exchange_records
 
         store = self.probe.store if self.probe is not None else None
         if store is None:
             ledger.facts.alone = True  # what the others saw cannot be asked for
         wait_s = 10.0 if code else 60.0
-        data = b"\n".join(each.to_bytes() for each in (ledger, *self._spawned()))
+        own = [ledger, *self._spawned()]
         shutil.rmtree(self.children.folder, ignore_errors=True)
-        ledgers = _read(exchange_by_store(data, store, self.rank, self.world_size, wait_s))
+        ledgers = _read(exchange_records(own, store, self.rank, self.world_size, wait_s))
         if self.rank == 0:
             findings = report(self.options, ledgers, self.world_size)
         else:
@@ -295,7 +295,7 @@ def _end_children_when_terminated(written: int, handler: Callable[[int, object],
     os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=forget)
 
 
-def _read(everyone: list[bytes | None]) -> list[Ledger | None]:
+def _read(everyone: Sequence[bytes | None]) -> list[Ledger | None]:
     """The ledgers that belong together; each rank gives its own, then those that it started."""
     lines = [[] if data is None else data.split(b"\n") for data in everyone]
     own = [Ledger.from_bytes(each[0]) if each else None for each in lines]

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 _EXCHANGE_S = 60.0
 
+_PIECE = 1 << 20
+
 _running: Probe | None = None
-_exchanges = 0
 
 
 def start(*, mode: str = "watch", steps: int | None = None) -> None:
@@ -115,11 +116,10 @@ def ledgers_of_all(
         Every rank, once; see `stop`.
     """
     ledger.stuck_in = None  # it came here
-    data = ledger.to_bytes()
     if exchange is not None:
-        everyone = exchange(data)
+        everyone = exchange(ledger.to_bytes())
     else:
-        everyone = exchange_by_store(data, store, ledger.rank, ledger.world_size)
+        everyone = exchange_records([ledger], store, ledger.rank, ledger.world_size)
     return [None if each is None else Ledger.from_bytes(each) for each in everyone]
 
 
@@ -138,6 +138,34 @@ def finish(probe: Probe) -> Ledger:
     return ledger
 
 
+def exchange_records(
+    ledgers: Sequence[Ledger], store: Any, rank: int, world_size: int, wait_s: float = _EXCHANGE_S
+) -> Sequence[bytes | None]:
+    """Every rank's records, one a line; None for a rank that left none.
+
+    That a store fails is the audit's misfortune, and no error of the program that has ended: then
+    this rank's records are all there are, and say so.
+
+    Args:
+        ledgers: this rank's own, and those of processes that it started.
+        store: that of the default process group; None without one.
+
+    Collective:
+        Every rank, once; see `exchange_by_store`.
+    """
+    try:
+        return exchange_by_store(_lines(ledgers), store, rank, world_size, wait_s)
+    except Exception as error:
+        facts = ledgers[0].facts
+        facts.alone = True
+        facts.blind = f"rank {rank} could not tell the others what it saw ({error})"[:300]
+        return [_lines(ledgers)]
+
+
+def _lines(ledgers: Sequence[Ledger]) -> bytes:
+    return b"\n".join(ledger.to_bytes() for ledger in ledgers)
+
+
 def exchange_by_store(
     data: bytes, store: Any, rank: int, world_size: int, wait_s: float = _EXCHANGE_S
 ) -> list[bytes | None]:
@@ -145,16 +173,18 @@ def exchange_by_store(
 
     Collective:
         Every rank, once. Blocks for at most `wait_s` for each that does not come.
+
+    Raises:
+        RuntimeError: the store did not take this rank's bytes.
     """
     if store is None or world_size == 1:
         return [data]
-    prefix = _next_exchange()
-    store.set(f"{prefix}/{rank}", data)
+    prefix = _next_exchange(store, rank)
+    _put(store, f"{prefix}/{rank}", data)
     found: list[bytes | None] = [None] * world_size
     for other in range(world_size):
         with contextlib.suppress(RuntimeError):
-            store.wait([f"{prefix}/{other}"], timedelta(seconds=wait_s))
-            found[other] = store.get(f"{prefix}/{other}") or None
+            found[other] = _get(store, f"{prefix}/{other}", wait_s) or None
     # The process of rank 0 may hold the store: nobody leaves before all have read.
     with contextlib.suppress(RuntimeError):
         _note_read(store, prefix, world_size)
@@ -172,16 +202,28 @@ def leave_exchange(store: Any, rank: int, world_size: int) -> None:
     """
     if store is None or world_size == 1:
         return
-    prefix = _next_exchange()
     with contextlib.suppress(RuntimeError):  # the store may have gone with another rank
-        store.set(f"{prefix}/{rank}", b"")
+        prefix = _next_exchange(store, rank)
+        _put(store, f"{prefix}/{rank}", b"")
         _note_read(store, prefix, world_size)
 
 
-def _next_exchange() -> str:
-    global _exchanges
-    _exchanges += 1
-    return f"lockstep.audit/{_exchanges}"
+def _next_exchange(store: Any, rank: int) -> str:
+    """The same on all ranks, as each takes part in all or leaves it."""
+    return f"lockstep.audit/{store.add(f'lockstep.audit/of_{rank}', 1)}"
+
+
+def _put(store: Any, key: str, data: bytes) -> None:
+    """In pieces: a TCPStore closes the connection on which more than 8 MiB come at once."""
+    places = range(0, len(data), _PIECE)
+    for number, start in enumerate(places):
+        store.set(f"{key}/{number}", data[start : start + _PIECE])
+    store.set(key, str(len(places)))  # last: then all are there
+
+
+def _get(store: Any, key: str, wait_s: float) -> bytes:
+    store.wait([key], timedelta(seconds=wait_s))
+    return b"".join(store.get(f"{key}/{number}") for number in range(int(store.get(key))))
 
 
 def _note_read(store: Any, prefix: str, world_size: int) -> None:
