@@ -186,7 +186,7 @@ def kept_at_home(tracks: Sequence[SharedTrack]) -> frozenset[str]:
         for number in track.numbers
         for step in track.steps(number).values()
         for call in step.collectives
-        if call.weights
+        if call.weights and call.op in REDUCING
     }
     layers = {name.rpartition(".")[0] for name in averaged}
     left_out = names - averaged

@@ -30,12 +30,14 @@ if TYPE_CHECKING:
 
 _LOOKS: Final = 8
 _MEETINGS: Final = 3
-"""A copy of the best replica's weights is not always one rank's."""
+"""That ranks have gone on with one rank's weights says nothing before: it may have been the best
+replica's turn. Where nobody could compare replicas, and weights were sent, once is enough."""
+_CHOOSING: Final = {"MIN", "MAX"}
 
 
 def diagnose_weights(track: SharedTrack) -> Iterator[Finding]:
     """What is wrong with the weights that an optimizer's steps begin with."""
-    met: list[int] = []
+    met: dict[int, int] = {}
     for number in track.numbers:
         equations = of_weights(track, number) if _have_changed(track, number) else None
         if equations is None:
@@ -48,9 +50,11 @@ def diagnose_weights(track: SharedTrack) -> Iterator[Finding]:
                 return
         source = _source(mixings)
         if source is not None:
-            met.append(source)
-    if len(met) >= _MEETINGS and len(set(met)) == 1:
-        yield _of_one_rank(track, met)
+            met[number] = source
+    if len(set(met.values())) == 1:
+        sent = [call for number in met for call in _weights_sent(track, number)]
+        if sent or len(met) >= _MEETINGS:
+            yield _of_one_rank(track, met, sent)
 
 
 def _have_changed(track: SharedTrack, number: int) -> bool:
@@ -76,15 +80,32 @@ def _source(mixings: Sequence[Mixing]) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _of_one_rank(track: SharedTrack, met: list[int]) -> Finding:
-    others = [rank for rank in track.ranks if rank != met[0]]
+def _weights_sent(track: SharedTrack, number: int) -> list[Collective]:
+    """Broadcasts of weights before a step, where ranks told one another nothing to choose by."""
+    calls = next(iter(track.steps(number).values())).collectives
+    if any("gather" in call.op or call.reduction in _CHOOSING for call in calls):
+        return []
+    return [call for call in calls if call.op == "broadcast" and call.weights]
+
+
+def _of_one_rank(track: SharedTrack, met: dict[int, int], sent: list[Collective]) -> Finding:
+    source = next(iter(met.values()))
+    others = [rank for rank in track.ranks if rank != source]
+    often = "once" if len(met) == 1 else f"{len(met)} times"
+    first = next(iter(track.steps(track.numbers[0]).values()))
     return ONE_RANK.finding(
-        f"after each step the ranks' weights differed, and {len(met)} times the next step "
-        f"began with those of rank {met[0]} on all ranks: what ranks {others} computed is lost",
+        f"after each step the ranks' weights differed, and {often}, first before step "
+        f"{min(met) + 1}, the next one began with those of rank {source} on all ranks: what ranks "
+        f"{others} computed is lost",
         "average the gradients before the step (`lockstep.average_gradients(model)`, a wrapper), "
         "instead of sending weights after it",
-        evidence={"used": met[0]},
-        **at_step(track, track.numbers[0], rank=others),
+        evidence={"used": source},
+        **at_step(
+            track,
+            track.numbers[0],
+            rank=others,
+            where=[*(sent[0].where if sent else ()), *first.where],
+        ),
     )
 
 

@@ -152,6 +152,8 @@ def _before(probe: Probe, call: Collective, tensor: torch.Tensor, given: dict[st
         if call.parameter is None and len(probe.unnamed) < Window.LIMIT:
             probe.unnamed.append((call, weakref.ref(tensor)))
         call.before = _size(tensor)
+    elif call.op == "broadcast":
+        call.weights = _parameter_name(probe, tensor)
     elif call.op in SCATTERING:
         call.reduction = _reduction_name(given.get("op"))
         scattered.note_given(probe, call, given)
