@@ -43,8 +43,8 @@ def _watch(
         return original(*args, **kwargs)
     if kind == "backward":
         probe.count_backward()
-        if probe.delivered is not None:
-            _note_use(probe.delivered)
+        if probe.trains_on is not None:
+            _note_use(probe.trains_on)
     if not probe.detailed or probe.in_backward or maybe_current_level() is not None:
         # Inside a transform of torch.func tensors have no numbers to read.
         return original(*args, **kwargs)

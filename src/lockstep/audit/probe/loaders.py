@@ -209,11 +209,13 @@ def _next(probe: Probe, original: Callable[..., Any], iterator: Any) -> Any:
     except StopIteration:
         if loading is not None:
             loading.has_ended = True
+        if probe.given is not None:
+            probe.delivered = None  # not those that the program reads first and keeps
         raise
     if loading is not None:
         loading.has_ended = probe.harmlessly(_ends_evaluation, iterator) or False
-    if probe.is_on:
-        probe.delivered = loading  # None: a loader that is not written down
+    if probe.is_on and probe.delivered is not loading:
+        probe.delivered, probe.given = loading, None  # no loading: one that is not written down
     if probe.is_on and loading is not None and len(loading.batches) < BATCHES:
         probe.harmlessly(_note_batch, probe, loading, batch)
         if iterator in probe.worker_memory:

@@ -232,6 +232,9 @@ class Probe:
     computes something beside a rank has its group, and is none of its members."""
     scale: float | None = None
     """What losses were multiplied by, while a GradScaler steps."""
+    given: bool | None = None
+    """Was the first module with something to train that was called since `delivered` gave a batch
+    called for gradients? None: none was called."""
 
     def __init__(
         self,
@@ -388,6 +391,11 @@ class Probe:
         if self.when_training is not None and self._trained_in != os.getpid():
             self._trained_in = os.getpid()
             self.harmlessly(self.when_training)
+
+    @property
+    def trains_on(self) -> Loading | None:
+        """What batches are read from; None if they are made by hand, or evaluated."""
+        return None if self.given is False else self.delivered
 
     def sync_of_lockstep(self) -> bool:
         """Does one of lockstep's own ways to synchronise weigh the gradients of this process?"""

@@ -141,12 +141,21 @@ def _module_hook(probe: Probe) -> Callable[..., None]:
         if probe.detailed and maybe_current_level() is None:
             # Inside a transform of torch.func tensors have no numbers to read.
             probe.harmlessly(_look_at, probe, module, args)
+        if probe.given is None and _has_something_to_train(probe, module):
+            probe.given = torch.is_grad_enabled()
         if torch.is_grad_enabled():
             _note_forward(probe, module, args)
         elif not module.training and probe.ledger.started_group:
             probe.harmlessly(note_evaluation, probe, module)
 
     return before_forward
+
+
+def _has_something_to_train(probe: Probe, module: torch.nn.Module) -> bool:
+    known = probe.is_frozen.get(id(module))
+    if known is not None and known.module() is module:
+        return known.trained is not None
+    return any(p.requires_grad for p in module.parameters())
 
 
 def _look_at(probe: Probe, module: torch.nn.Module, args: Any) -> None:
@@ -210,7 +219,7 @@ def _rows(probe: Probe, tensors: list[torch.Tensor]) -> list[int]:
     that many samples share are not the samples.
     """
     first = tensors[0]
-    if probe.delivered is not None or probe.steps_done >= _STEPS_OF_ROWS:
+    if probe.trains_on is not None or probe.steps_done >= _STEPS_OF_ROWS:
         return []
     if first.ndim < 2 or len(tensors) > _PARTS:
         return []
