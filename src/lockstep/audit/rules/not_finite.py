@@ -6,12 +6,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from lockstep.audit.rules.base import Code, at_step, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from lockstep.audit.facts import Step
+    from lockstep.audit.facts import Step, Track
     from lockstep.audit.finding import Finding
     from lockstep.audit.shared_track import SharedTrack
     from lockstep.audit.world import World
@@ -23,6 +25,7 @@ class NotFinite:
     """The first step of each optimizer whose gradients are not finite; all later ones follow it.
 
     A step that a GradScaler leaves out is none: its optimizer is not called, or leaves out itself.
+    Nor is one that the program's own optimizer leaves out, and with it the weights as they were.
     """
 
     codes = (NOT_FINITE,)
@@ -30,15 +33,32 @@ class NotFinite:
     def judge(self, world: World) -> Iterable[Finding]:
         for track in world.tracks:
             found = {
-                rank: min((s for s in one.steps if s.not_finite), key=lambda s: s.number)
+                rank: min(went_wrong, key=lambda step: step.number)
                 for rank, one in track.tracks.items()
-                if any(s.not_finite for s in one.steps)
+                if (went_wrong := [step for step in one.steps if _has_gone_wrong(one, step)])
             }
             if found:
                 number = min(step.number for step in found.values())
                 first = {rank: step for rank, step in found.items() if step.number == number}
                 yield _not_finite(track, number, first)
                 return  # one model's are soon the other's
+
+
+def _has_gone_wrong(track: Track, step: Step) -> bool:
+    """Did the step change the weights whose gradients were not finite, or leave them so as well?"""
+    before, after = step.entry, step.exit
+    if before is None or after is None or len(after.hashes) != len(track.parameters):
+        return bool(step.not_finite)
+    start = 0
+    for place, param in enumerate(track.parameters):
+        left = after.samples[start : start + param.samples]
+        start += param.samples
+        # Elements of a piece that other ranks have are NaN.
+        is_spoiled = np.isnan(left).all() if param.sharded else not np.isfinite(left).all()
+        is_changed = before.hashes[place] != after.hashes[place]
+        if param.name in step.not_finite and (is_changed or is_spoiled):
+            return True
+    return False
 
 
 def _not_finite(track: SharedTrack, number: int, steps: dict[int, Step]) -> Finding:
