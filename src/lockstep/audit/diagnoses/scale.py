@@ -9,6 +9,7 @@ the ranks told one another.
 from __future__ import annotations
 
 import itertools
+import math
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -64,8 +65,24 @@ def reduced_again(seen: Seen) -> Finding | None:
         f"the gradients{seen.of} were averaged over {size} ranks, and {what} once more: they are "
         f"{_said(seen, again)} what the average gives",
         "reduce once: what the first reduction leaves is the average over all ranks already",
+        # On two ranks gradients that a program halves, or doubles, itself look the same.
+        severity="notice" if size == 2 and not (again > 1.0 and _are_sent_by_hand(seen)) else None,
         evidence={"ratio": again},
     )
+
+
+def _are_sent_by_hand(seen: Seen) -> bool:
+    """Did the program call collectives of these gradients, or of as many numbers, itself?"""
+    rank, step = next(iter(seen.steps.items()))
+    calls = [
+        call
+        for call in step.collectives
+        if call.op != "broadcast" and not (call.in_backward or call.weights)
+    ]
+    if any(call.parameter in seen.names for call in calls):
+        return True
+    held = sum(math.prod(shared.described[rank].shape) for shared in seen.parameters)
+    return sum(math.prod(call.shape) for call in calls if call.parameter is None) >= held
 
 
 def undivided(seen: Seen) -> Finding | None:
