@@ -39,9 +39,14 @@ class CallbackList:
         return any(callback.stop_reason is not None for callback in self._callbacks)
 
     def start(self) -> None:
-        """See `Callback.on_start`."""
-        for callback in self._callbacks:
-            self.tell(callback, Callback.on_start)
+        """See `Callback.on_start`; an error of one is told to those that were started before it."""
+        for number, callback in enumerate(self._callbacks):
+            try:
+                self.tell(callback, Callback.on_start)
+            except BaseException as error:
+                # The user gets no trainer, whose `shutdown` would end what they have begun.
+                self._tell_failure(self._callbacks[:number], error)
+                raise
 
     def train_end(self, result: dict[str, Any]) -> None:
         """See `Callback.on_train_end`."""
@@ -58,8 +63,11 @@ class CallbackList:
         """See `Callback.on_failure`; called for the first error only."""
         if not self._has_told_failure:
             self._has_told_failure = True
-            for callback in self._callbacks:
-                callback.on_failure(self._trainer, error)
+            self._tell_failure(self._callbacks, error)
+
+    def _tell_failure(self, callbacks: Sequence[Callback], error: BaseException) -> None:
+        for callback in callbacks:
+            callback.on_failure(self._trainer, error)
 
     def shutdown(self) -> None:
         """See `Callback.on_shutdown`."""
