@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,19 +16,23 @@ if TYPE_CHECKING:
 _FORBIDDEN_IN_NAMES: Final = re.compile(r"[^\w\-./ ]")
 _LONGEST_VALUE: Final = 6000
 
+_log = logging.getLogger("lockstep")
+
 
 class MLflowLogger(Logger):
     """One MLflow run: the trainer's config as parameters, every number as a metric.
 
     The logger uses MLflow's client and leaves the active run of ``mlflow.start_run`` alone. At the
-    trainer's end it marks the run as finished or as failed. MLflow deletes no value: of steps that
-    a program with the `run_id` of an earlier one computes again, it has both values.
+    trainer's end it marks the run as finished or as failed. Each trainer gets a run of its own,
+    unless `run_id` names one. MLflow changes and deletes no value: a run that is resumed keeps the
+    parameters that it has, with a warning where the config has other values, and of steps that are
+    computed again it has both values.
 
     Args:
         experiment: the experiment's name; created if it does not exist.
         tracking_uri: the URI of the server or database; MLflow's own setting if None.
         run_name: the run's name in MLflow; MLflow chooses one if None.
-        run_id: the id of a run to resume.
+        run_id: the id of a run to resume; a new run for each trainer if None.
         every: see `Logger`; metrics ``step/<metric>``.
 
     Attributes:
@@ -47,7 +52,7 @@ class MLflowLogger(Logger):
         every: int | None = None,
     ) -> None:
         super().__init__(every)
-        self.run_id = run_id
+        self.run_id = self._resumed_run_id = run_id
         self._experiment, self._run_name = experiment, run_name
         mlflow = import_optional("mlflow", extra="loggers", by="MLflowLogger")
         self._client: Any = mlflow.MlflowClient(tracking_uri)
@@ -55,7 +60,8 @@ class MLflowLogger(Logger):
         self._is_open = False
 
     def on_start(self, trainer: TorchTrainer) -> None:
-        if self.run_id is None:
+        super().on_start(trainer)
+        if self._resumed_run_id is None:
             known = self._client.get_experiment_by_name(self._experiment)
             experiment = (
                 self._client.create_experiment(self._experiment)
@@ -64,10 +70,27 @@ class MLflowLogger(Logger):
             )
             self.run_id = self._client.create_run(experiment, run_name=self._run_name).info.run_id
         else:
+            self.run_id = self._resumed_run_id
             self._client.update_run(self.run_id, status="RUNNING")
         self._is_open = True
-        for name, value in flatten(trainer.config).items():
-            self._client.log_param(self.run_id, _mlflow_name(name), str(value)[:_LONGEST_VALUE])
+        self._log_parameters(flatten(trainer.config))
+
+    def _log_parameters(self, config: dict[str, float | str]) -> None:
+        """Log the parameters that the run has not got yet: MLflow refuses to change one."""
+        logged = self._client.get_run(self.run_id).data.params
+        for key, value in config.items():
+            name, text = _mlflow_name(key), str(value)[:_LONGEST_VALUE]
+            if name not in logged:
+                self._client.log_param(self.run_id, name, text)
+            elif logged[name] != text:
+                _log.warning(
+                    "MLflow's run %s goes on with %s=%s, and keeps its parameter %s=%s",
+                    self.run_id,
+                    name,
+                    text,
+                    name,
+                    logged[name],
+                )
 
     def write(self, trainer: TorchTrainer, row: Row) -> None:
         milliseconds = round(row.time * 1000)
