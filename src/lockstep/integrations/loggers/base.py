@@ -43,7 +43,8 @@ class Row:
 class Logger(Callback):
     """A callback that turns results into rows; a subclass overrides `write`.
 
-    A row holds means over all workers, in which every sample counts once.
+    A row holds means over all workers, in which every sample counts once. A subclass that overrides
+    `on_start` calls ``super().on_start(trainer)``, which forgets what an earlier trainer reported.
 
     Args:
         every: the number of optimizer steps (global batches) after which a call also gets a row
@@ -57,6 +58,9 @@ class Logger(Callback):
         require_count("every", every, optional=True)
         self.every = every
         self._epoch: int | None = None
+
+    def on_start(self, trainer: TorchTrainer) -> None:
+        self._epoch = None
 
     def write(self, trainer: TorchTrainer, row: Row) -> None:
         """Write `row`, and flush it: the program may be killed at any time."""
@@ -77,7 +81,8 @@ class Logger(Callback):
         self, trainer: TorchTrainer, phase: str, step: int, result: Mapping[str, Any]
     ) -> None:
         values = flatten(result)
-        values.pop("epoch", None)
+        if phase != "validation":  # in which an "epoch" is a metric of the operator's own
+            values.pop("epoch", None)
         self.write(trainer, Row(phase, step, self._epoch, values))
 
 

@@ -15,6 +15,7 @@ import json
 import logging
 import math
 from abc import abstractmethod
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
@@ -47,6 +48,7 @@ class _FileLogger(Logger):
         self._has_trained = False
 
     def on_start(self, trainer: TorchTrainer) -> None:
+        super().on_start(trainer)
         _check_writable(self.path)
         _end_torn_line(self.path)
         self._has_trained = False
@@ -106,7 +108,8 @@ class CSVLogger(_FileLogger):
 
     An existing file is appended to; a run that goes on from a checkpoint first moves the rows of
     later steps, which it computes again, to ``<path>.superseded``. A metric that is first reported
-    later gets a column of its own, which is empty in the earlier rows.
+    later gets a column of its own, which is empty in the earlier rows. A metric with the name of
+    one of the first four columns has the column ``metric/<name>``.
 
     Args:
         path: the path of the file, whose folder is created.
@@ -123,6 +126,8 @@ class CSVLogger(_FileLogger):
 
     def on_start(self, trainer: TorchTrainer) -> None:
         super().on_start(trainer)
+        # Since an earlier trainer the file may have been deleted: then it has no columns.
+        self._columns = []
         if self.path.stat().st_size:
             with self.path.open(newline="") as file:
                 self._columns = next(csv.reader(file), [])
@@ -136,7 +141,7 @@ class CSVLogger(_FileLogger):
                 )
 
     def _append(self, row: Row) -> None:
-        cells = {**_leading_cells(row), **row.values}
+        cells = _cells_of(row)
         new = [name for name in cells if name not in self._columns]
         if new:
             self._add_columns([*self._columns, *new])
@@ -162,7 +167,7 @@ class CSVLogger(_FileLogger):
 
 
 class JSONLinesLogger(_FileLogger):
-    """One line with a JSON object for each `train` and `validate`.
+    """One line with a JSON object for each `train` and `validate`, with the keys of `CSVLogger`.
 
     An existing file is continued as by `CSVLogger`.
 
@@ -179,7 +184,7 @@ class JSONLinesLogger(_FileLogger):
     def _append(self, row: Row) -> None:
         values = {name: _as_json(value) for name, value in row.values.items()}
         with self.path.open("a") as file:
-            file.write(json.dumps({**_leading_cells(row), **values}, allow_nan=False) + "\n")
+            file.write(json.dumps(_cells_of(replace(row, values=values)), allow_nan=False) + "\n")
 
     def _read(self, file: IO[str]) -> list[Any]:
         return list(file)
@@ -245,8 +250,13 @@ def _end_torn_line(path: Path) -> None:
                 file.write(b"\n")
 
 
-def _leading_cells(row: Row) -> dict[str, Any]:
-    return dict(zip(_LEADING_COLUMNS, (row.time, row.phase, row.step, row.epoch), strict=True))
+def _cells_of(row: Row) -> dict[str, Any]:
+    """A row's cells by column; no metric stands in a leading column, whatever its name."""
+    leading = (row.time, row.phase, row.step, row.epoch)
+    cells: dict[str, Any] = dict(zip(_LEADING_COLUMNS, leading, strict=True))
+    for name, value in row.values.items():
+        cells[f"metric/{name}" if name in _LEADING_COLUMNS else name] = value
+    return cells
 
 
 def _as_json(value: float | str) -> float | str:

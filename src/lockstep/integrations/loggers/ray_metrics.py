@@ -50,21 +50,28 @@ class RayMetricsLogger(Logger):
 
     def __init__(self, run: str | None = None) -> None:
         super().__init__()
-        self.run = run
+        self.run = self._given_run = run
         # Without this package, its exporter, Ray accepts metrics and drops them silently.
         import_optional("prometheus_client", extra="cluster", by="RayMetricsLogger")
         self._ray = import_optional("ray", extra="cluster", by="RayMetricsLogger")
         self._metrics: dict[str, Any] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget the calls and the recoveries of an earlier trainer."""
         self._began: dict[str, float] = {}
         self._counted: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
 
     def on_start(self, trainer: TorchTrainer) -> None:
+        super().on_start(trainer)
+        self._begin()
         if not self._ray.is_initialized():
             raise NotAvailableError(
                 "RayMetricsLogger has no Ray to report to",
                 cause="the only worker lives in this process, and nothing has connected to Ray",
                 fix="ray.init() before the trainer, or another logger",
             )
+        self.run = self._given_run
         if self.run is None:
             self.run = trainer._workers.spec.operator_cls.__name__
         kinds = import_optional("ray.util.metrics", extra="cluster", by="RayMetricsLogger")

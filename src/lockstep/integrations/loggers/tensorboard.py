@@ -35,6 +35,10 @@ class TensorBoardLogger(Logger):
         import_optional("tensorboard", extra="loggers", by="TensorBoardLogger")
         self._writer: Any = None
 
+    def on_start(self, trainer: TorchTrainer) -> None:
+        super().on_start(trainer)
+        self._close()  # an earlier trainer may not have been shut down
+
     def write(self, trainer: TorchTrainer, row: Row) -> None:
         if self._writer is None:
             self._writer = self._make_writer(trainer, row)
