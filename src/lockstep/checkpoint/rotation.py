@@ -114,12 +114,18 @@ class Rotation:
         """Whether the newest checkpoint of the run is of `step`."""
         return [each for each in self.steps() if each in self._own][-1:] == [step]
 
-    def resume_from(self, path: str | os.PathLike[str]) -> None:
-        """Note that the run resumes from `path`, which may be elsewhere, as another run's may."""
+    def resume_from(self, path: str | os.PathLike[str]) -> bool:
+        """Note that the run resumes from `path`, which may be elsewhere, as another run's may.
+
+        Returns:
+            Whether `path` is one of the checkpoints in the folder.
+        """
         folder, name = os.path.split(os.path.realpath(path))
         found = _NAME.fullmatch(name)
-        if found is not None and folder == os.path.realpath(self.folder):
-            self._own = {each for each in self.steps() if each <= int(found[1])}
+        if found is None or folder != os.path.realpath(self.folder):
+            return False
+        self._own = {each for each in self.steps() if each <= int(found[1])}
+        return True
 
     def go_on_from(self, step: int) -> None:
         """Note that the run goes on from a state of `step`, which it has read.

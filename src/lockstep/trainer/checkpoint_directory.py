@@ -45,6 +45,8 @@ class CheckpointDirectory:
     Attributes:
         every: steps between two checkpoints; None for none.
         resume_state: the state to resume from; None for a fresh start.
+        resumes_own: the run goes on from one of the checkpoints in `folder`, and so with the run
+            that has written them.
 
     Raises:
         ConfigurationError: arguments that do not fit together, or the directory holds
@@ -58,6 +60,7 @@ class CheckpointDirectory:
         self._sync = sync
         self.every: int | None = every
         self.resume_state: dict[str, Any] | None = None
+        self.resumes_own = False
         self._rotation: Rotation | None = None
         self._writer: CheckpointWriter | None = None
         if folder is not None:
@@ -66,7 +69,7 @@ class CheckpointDirectory:
         self._source = self._find(resume)
         if self._rotation is not None:
             if self._source is not None:
-                self._rotation.resume_from(self._source)
+                self.resumes_own = self._rotation.resume_from(self._source)
             # Not before: a trainer that is refused leaves the directory as it is.
             self._rotation.remove_leftovers()
 

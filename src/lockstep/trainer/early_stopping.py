@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import difflib
-import json
+import logging
 import math
 import warnings
 from pathlib import Path
@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import ConfigurationError
 from lockstep.metrics.metric_values import as_number
 from lockstep.trainer.argument_checks import require, require_choice, require_count
+from lockstep.trainer.best_note import BestNote
 from lockstep.trainer.callbacks import Callback
 
 if TYPE_CHECKING:
     import os
 
     from lockstep.trainer.torch_trainer import TorchTrainer
+
+_log = logging.getLogger("lockstep")
 
 
 class MetricMonitor(Callback):
@@ -149,7 +152,9 @@ class KeepBest(MetricMonitor):
     """Saves the run whenever the metric is better than ever; `trainer.load(path)` takes it.
 
     What the file was saved for stands beside it, in ``<path>.json``: a run that goes on from a
-    checkpoint does not replace a better one. A run that begins anew does.
+    checkpoint does not replace a better one. A run that begins anew does; so does a run that loads
+    a state of an earlier step than the file's, unless it resumes from its `checkpoint_dir`: the
+    file is of an abandoned continuation then, or of another run that began with this state.
 
     Args:
         path: where `trainer.save` writes to.
@@ -164,22 +169,48 @@ class KeepBest(MetricMonitor):
     ) -> None:
         super().__init__(metric, mode=mode, min_delta=min_delta)
         self.path = Path(path)
-        self._note = Path(f"{self.path}.json")
+        self._note_path = Path(f"{self.path}.json")
 
     def judge(self, trainer: TorchTrainer, value: float) -> None:
         if self.is_better(value):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             step = trainer.status()["step"]
+            # The note comes after the file: a kill in between leaves an earlier note, whose value
+            # is worse than the file's, and the run that goes on saves what is better than the note.
+            # A note that comes first would be better than the file, and the run would never save
+            # the state that the note promises.
             trainer.save(self.path)
             self.best = value
-            note = {"metric": self.metric, "mode": self.mode, "value": value, "step": step}
-            note["of"] = self._method
-            self._note.write_text(json.dumps(note) + "\n")
+            BestNote(self.metric, self.mode, value, step, self._method).write(self._note_path)
 
     def _look_back(self, trainer: TorchTrainer) -> None:
         """Read the best value of an earlier program, if this run goes on from a state of one."""
-        # An earlier version has not said of which method its value was.
-        if trainer._steps.loaded > 0 and self._note.exists() and self.path.exists():
-            note = json.loads(self._note.read_text())
-            if (note["metric"], note["mode"]) == (self.metric, self.mode):
-                self.best, self._method = note["value"], note.get("of", self._method)
+        if trainer._steps.loaded == 0 or not self.path.exists():
+            return
+        note = BestNote.read(self._note_path)
+        if note is None or (note.metric, note.mode) != (self.metric, self.mode):
+            return
+        if _may_be_of_this_run(note, trainer):
+            # An earlier version has not said of which method its value was.
+            self.best, self._method = note.value, note.of or self._method
+        else:
+            _log.warning(
+                "%s (%s=%g at step %d) is not of this run, which goes on from step %d and"
+                " replaces it",
+                self.path,
+                note.metric,
+                note.value,
+                note.step,
+                trainer._steps.loaded,
+            )
+
+
+def _may_be_of_this_run(note: BestNote, trainer: TorchTrainer) -> bool:
+    """Whether a run that has loaded a state may have saved what the note is of.
+
+    The criterion is that of a run's checkpoints (see `lockstep.checkpoint.rotation`): the steps of
+    a run only grow, so what lies behind a state that was loaded is of another run, or of a
+    continuation that was abandoned. A program that was killed may have saved its best behind its
+    last checkpoint; the run that resumes from the same directory computes those steps again.
+    """
+    return trainer._disk.resumes_own or note.step <= trainer._steps.loaded
