@@ -17,7 +17,7 @@ from lockstep.metrics.metric_values import is_scalar
 from lockstep.metrics.weighted_mean import WeightedMean, merge_means, read_means
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 _REDUCTIONS: Final = {
     "mean": "mean",
@@ -35,10 +35,21 @@ _COMBINE_BATCHES: Final[dict[str, Callable[..., torch.Tensor]]] = {
     "min": torch.minimum,
     "max": torch.maximum,
 }
-_COMBINE_RANKS: Final[dict[str, Callable[[Iterable[float]], float]]] = {
+
+
+def _smallest(values: Sequence[float]) -> float:
+    return torch.tensor(values, dtype=torch.float64, device="cpu").amin().item()
+
+
+def _largest(values: Sequence[float]) -> float:
+    return torch.tensor(values, dtype=torch.float64, device="cpu").amax().item()
+
+
+_COMBINE_RANKS: Final[dict[str, Callable[[Sequence[float]], float]]] = {
     "sum": sum,
-    "min": min,
-    "max": max,
+    # Rejected: Python's `min` and `max`, which keep a NaN of the first rank alone.
+    "min": _smallest,
+    "max": _largest,
 }
 
 
