@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 class StepActions:
     """The default loop calls each method once per optimizer step, `around_backward` once per shard.
 
+    It does not call `beside_step`, which is there for those that examine steps.
+
     An integration replaces the actions to call its framework's hooks at the moments at which its
     own loop calls them; what a step computes stays the loop's. A loop of the user's own calls none
     of them.
@@ -26,6 +28,13 @@ class StepActions:
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
+
+    def beside_step(self) -> AbstractContextManager[Any]:
+        """A context in which a step's losses are looked at before the loop computes them.
+
+        What the step has begun must not go on in it, nor anything be counted.
+        """
+        return nullcontext()
 
     def around_backward(self, loss: torch.Tensor) -> AbstractContextManager[Any]:
         """A context in which the loop runs the backward of one shard's (scaled) loss."""

@@ -161,7 +161,8 @@ class StepExamination(StepInspection):
         if shard is None or shard.is_borrowed or step in self._failures:
             return
         try:
-            with _in_evaluation(operator), torch.no_grad():
+            beside_step = operator._lockstep.step_actions.beside_step()
+            with beside_step, _in_evaluation(operator), torch.no_grad():
                 rows = leading_length(batch)
                 for row in range(rows):
                     single = tree_map(_copied, slice_rows(batch, slice(row, row + 1)))
@@ -214,6 +215,7 @@ class _StepActionsAfter(StepActions):
         self.set_training = actions.set_training  # type: ignore[method-assign]
         self.zero_grad = actions.zero_grad  # type: ignore[method-assign]
         self.around_backward = actions.around_backward  # type: ignore[method-assign]
+        self.beside_step = actions.beside_step  # type: ignore[method-assign]
 
     def step(
         self,

@@ -112,7 +112,7 @@ class OneRefused(Regression):
         return super().compute_loss(batch, batch_info)
 
 
-def trained(folder, operator_cls, **arguments):
+def trained(folder, operator_cls, *, epochs=2, **arguments):
     arguments = {"num_shards": 2, "reproducible": True} | arguments
     with TorchTrainer(
         training_operator_cls=operator_cls,
@@ -120,7 +120,7 @@ def trained(folder, operator_cls, **arguments):
         checkpoint_every=4,
         **arguments,
     ) as trainer:
-        for _ in range(2):
+        for _ in range(epochs):
             trainer.train()
 
 

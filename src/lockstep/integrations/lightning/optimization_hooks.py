@@ -83,6 +83,18 @@ class OptimizationHooks(StepActions):
             self._module.optimizer_zero_grad(self._epoch, self._index, optimizer)
 
     @contextmanager
+    def beside_step(self) -> Iterator[None]:
+        # The hook on clearing gradients may update an average of the weights, which nobody would
+        # put back: it has to wait for the loss of the step itself.
+        to_clear, self._to_clear = self._to_clear, None
+        logged = self._logging.mark()
+        try:
+            yield
+        finally:
+            self._to_clear = to_clear
+            self._logging.restore(logged)
+
+    @contextmanager
     def around_backward(self, loss: torch.Tensor) -> Iterator[None]:
         with self._logging.counting_for(self.shard_samples, first_time=False):
             self._module.on_before_backward(loss)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A module's hooks run when Lightning calls them; its logged means count every sample once."""
 
+import copy
+
 import lightning
 import pytest
 import torch
@@ -12,6 +14,7 @@ from tests.unit.integrations.lightning.modules import (
     by_lightning,
     loader,
 )
+from tests.unit.trainer.test_step_examination import examined, trained
 
 from lockstep import TorchTrainer, TrainingOperator
 
@@ -202,3 +205,47 @@ def test_after_step_of_a_subclass_follows_each_step(accumulate):
         steps, last = trainer.status()["step"], operator.module.layers[0].weight
         assert len(operator.seen) == -(-steps // accumulate)
         assert torch.equal(operator.seen[-1], last)
+
+
+class FollowsItself(Classifier):
+    """A second network follows the first whenever gradients are about to be cleared."""
+
+    def __init__(self):
+        super().__init__()
+        self.target = copy.deepcopy(self.layers).requires_grad_(False)
+
+    @torch.no_grad()
+    def on_before_zero_grad(self, optimizer):
+        for own, followed in zip(self.target.parameters(), self.layers.parameters(), strict=True):
+            own.lerp_(followed, 0.5)
+
+    def training_step(self, batch, batch_idx):
+        distance = (self(batch[0]) - self.target(batch[0]) + 0.1).square().mean()
+        return super().training_step(batch, batch_idx) + distance
+
+
+class WatchesItsBatches(Classifier):
+    """Its learning rate falls if no epoch logs less than the first one; each logs 1."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("full", float(len(batch[1]) > 1), on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": plateau, "monitor": "full"},
+        }
+
+
+@pytest.mark.parametrize(
+    ("module", "epochs", "steps"),
+    [(FollowsItself, 1, range(2, 6)), (WatchesItsBatches, 3, range(11, 15))],
+)
+def test_examining_samples_leaves_hooks_and_logs_to_the_step(tmp_path, module, epochs, steps):
+    operator = TrainingOperator.from_lightning(module, loader())
+    trained(tmp_path, operator, epochs=epochs, num_shards=1)
+    examination = examined(tmp_path, operator, steps, steps[-1])  # asserts the same bits
+    assert all(each.samples for each in examination.examined)
