@@ -108,11 +108,16 @@ def tree_map_with_path(
 
 def leaves_of(tree: Any) -> Iterator[Any]:
     """The leaves, in the order of `children_of`."""
+    return (leaf for _, leaf in leaves_with_path(tree))
+
+
+def leaves_with_path(tree: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """The leaves with their paths, in the order of `children_of`."""
     children = children_of(tree)
     if children is None:
-        yield tree
-    for _, child in children or []:
-        yield from leaves_of(child)
+        yield path, tree
+    for key, child in children or []:
+        yield from leaves_with_path(child, (*path, key))
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:

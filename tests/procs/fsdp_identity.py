@@ -27,6 +27,7 @@ from tests.procs.odd_optimizers import (
     Lookahead,
     OfOldStyle,
     OfTwoKinds,
+    RemembersNorms,
     WritesToGradients,
 )
 from torch import nn
@@ -213,19 +214,18 @@ def stepped_before_within(group):
     return max(pair.apart(), pair.inner_states_apart())
 
 
-def states_within_there_and_back(group):
+def states_there_and_back(make, group):
     """Whole states, and rows as a checkpoint directory has them, go into a fresh run."""
-    pair = paired(group, lookahead)
+    pair = paired(group, make)
     pair.train(3)
     made = optimizers_with_state([pair.optimizer])
-    assert len(made) == 2
     whole = [gathered(each.state_dict()) for each in made]
     rows = [copy_own_rows(each.state_dict()) for each in made]
     weights = copy.deepcopy(pair.model.state_dict())
     pair.sync.detach()
     found = 0.0
     for states in (whole, rows):
-        fresh = paired(group, lookahead)
+        fresh = paired(group, make)
         for model, _ in fresh.both():
             model.load_state_dict(weights)
         for optimizer, given in ((fresh.optimizer, states), (fresh.true_optimizer, whole)):
@@ -236,6 +236,15 @@ def states_within_there_and_back(group):
         found = max(found, fresh.apart(), fresh.inner_states_apart())
         fresh.sync.detach()
     return found
+
+
+def states_within_there_and_back(group):
+    return states_there_and_back(lookahead, group)
+
+
+def norms_and_lists_there_and_back(group):
+    """Each rank has a part of a norm, and its rows of what is in a list."""
+    return states_there_and_back(RemembersNorms, group)
 
 
 def steps_of_the_optimizer_within(group):
@@ -461,6 +470,7 @@ SAME = [
     stepped_before,
     stepped_before_within,
     states_within_there_and_back,
+    norms_and_lists_there_and_back,
     steps_of_the_optimizer_within,
     a_step_that_raises,
     with_a_scaler,

@@ -55,6 +55,22 @@ class AssignsData(ByNorms):
                 param.data = param.data - options["lr"] * param.grad.data
 
 
+class RemembersNorms(ByNorms):
+    """Follows the norm of the gradient of the step before; its momenta are in a list."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for options in self.param_groups:
+            for param in options["params"]:
+                state = self.state[param]
+                fast, slow = state.setdefault("momenta", [torch.zeros_like(param) for _ in "ab"])
+                fast.mul_(0.5).add_(param.grad)
+                slow.mul_(0.9).add_(param.grad)
+                before = state.get("norms", {"last": 1.0})["last"]
+                param.add_((fast + slow) / (1 + before), alpha=-options["lr"])
+                state["norms"] = {"last": param.grad.norm()}
+
+
 class Lookahead(torch.optim.Optimizer):
     """Every second step of the optimizer within it goes half of the way."""
 

@@ -156,7 +156,13 @@ def test_a_gradient_that_no_unit_would_reduce_is_refused(pool, name, error):
 @pytest.mark.parametrize("num_workers", [2, 3])
 @pytest.mark.parametrize(
     "name",
-    ["ReadsNumbersInItsStep", "ClipsByHand", "MeasuresWeights", "MeasuresWeightsInItsBatch"],
+    [
+        "ReadsNumbersInItsStep",
+        "KeepsNormsInItsState",
+        "ClipsByHand",
+        "MeasuresWeights",
+        "MeasuresWeightsInItsBatch",
+    ],
 )
 def test_a_number_that_is_read_of_a_shard_is_that_of_the_whole(pool, name, num_workers):
     check(pool.run("units", name, "empty_last", num_workers), name, "empty_last")

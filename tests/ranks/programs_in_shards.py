@@ -10,6 +10,7 @@ from torch import nn
 
 from harness import reset
 from lockstep.keys import WEIGHT
+from lockstep.worker.state_dict import copy_own_rows
 from ranks.table_operators import Plain
 
 BEGINS = 2
@@ -37,6 +38,28 @@ class ReadsNumbersInItsStep(Plain):
         self.model, self.optimizer = self.register(
             models=model, optimizers=ByLength(model.parameters())
         )
+
+
+class KeepsNorm(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["norms"] = [param.grad.norm()]
+
+
+class KeepsNormsInItsState(Plain):
+    """A norm of which each rank has a part is whole in each rank's part of a checkpoint."""
+
+    def build(self):
+        model = reset(self.make(), 7)
+        self.model, self.optimizer = self.register(
+            models=model, optimizers=KeepsNorm(model.parameters(), lr=0.1)
+        )
+
+    def also(self):
+        state = copy_own_rows(self.optimizer.state_dict()["state"])
+        return {f"norm {number}": each["norms"][0] for number, each in state.items()}
 
 
 class ClipsByHand(Plain):
@@ -153,6 +176,7 @@ IN_SHARDS: dict[str, type[Plain]] = {
     kind.__name__: kind
     for kind in (
         ReadsNumbersInItsStep,
+        KeepsNormsInItsState,
         ClipsByHand,
         MeasuresWeights,
         MeasuresWeightsInItsBatch,

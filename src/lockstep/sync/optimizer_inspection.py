@@ -12,11 +12,14 @@ import torch
 from lockstep._torch_compat import AMP_SCALING_ATTR, WAS_STEPPED_ATTR
 from lockstep.local_rows import LocalRows
 from lockstep.tensor_copies import is_shard
+from lockstep.tensor_tree import leaves_with_path, tree_map_with_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from torch.optim import Optimizer
+
+    from lockstep.tensor_tree import KeyPath
 
 _ATTRIBUTES_OF_STEPPING: Final = frozenset(
     {"step", "state_dict", "load_state_dict", AMP_SCALING_ATTR}
@@ -139,12 +142,23 @@ def _restore_dtypes(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) 
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     for number, param in zip(numbers, optimizer_parameters(optimizer), strict=True):
         held = optimizer.state.get(param, {})
-        for name, value in state["state"].get(number, {}).items():
-            now = held.get(name)
-            saved = value.rows if isinstance(value, LocalRows) else value
-            are_tensors = isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor)
-            if are_tensors and now.dtype != saved.dtype:
-                held[name] = _shard_like(value, now) if is_shard(now) else value.to(now.device)
+        saved = dict(leaves_with_path(state["state"].get(number, {})))
+        held.update(_in_saved_dtypes(held, saved))
+
+
+def _in_saved_dtypes(held: dict[str, Any], saved: Mapping[KeyPath, Any]) -> dict[str, Any]:
+    """The state of one parameter that torch has loaded, in the dtypes that it has in `saved`."""
+
+    def restore(path: KeyPath, now: Any) -> Any:
+        value: Any = saved.get(path)
+        rows = value.rows if isinstance(value, LocalRows) else value
+        are_tensors = isinstance(now, torch.Tensor) and isinstance(rows, torch.Tensor)
+        if not are_tensors or now.dtype == rows.dtype:
+            return now
+        return _shard_like(value, now) if is_shard(now) else rows.to(now.device)
+
+    restored: dict[str, Any] = tree_map_with_path(restore, held)
+    return restored
 
 
 def _shard_like(value: torch.Tensor | LocalRows, shard: Any) -> torch.Tensor:

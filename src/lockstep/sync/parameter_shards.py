@@ -8,21 +8,24 @@ DTensor's collectives, its norm are those of the whole one.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lockstep._torch_compat import storage_key, version_of
 from lockstep._torch_compat.device_mesh import forget_groups
 from lockstep.errors import CheckpointError, NotAvailableError
 from lockstep.local_rows import LocalRows, first_row, rows_of
 from lockstep.sync.local_parameters import is_local, local
+from lockstep.tensor_tree import children_of, rebuild_container, tree_map
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
 
     from lockstep.sync.buckets import Slot
 
@@ -72,6 +75,75 @@ def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def own_rows_of_state(
+    state: dict[str, Any],
+    shape: torch.Size,
+    shard: Callable[[Any], DTensor],
+    kinds: tuple[type, ...] = (torch.Tensor, LocalRows),
+) -> dict[str, Any]:
+    """An optimizer's state of one parameter, with this rank's rows, also in lists and dicts.
+
+    Args:
+        shape: of the whole parameter. A whole tensor of another shape stays whole.
+        shard: makes a shard of `LocalRows`, or of a whole tensor.
+        kinds: what becomes a shard; anything else stays as it is.
+    """
+
+    def own_rows(leaf: Any) -> Any:
+        if isinstance(leaf, DTensor) or not isinstance(leaf, kinds):
+            return leaf
+        is_own = isinstance(leaf, LocalRows) or getattr(leaf, "shape", None) == shape
+        return shard(leaf) if is_own else leaf
+
+    return _map_values(own_rows, state)
+
+
+def reduce_partials(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Reduce what an optimizer keeps of shards as each rank's part: a gradient's norm, or sum.
+
+    DTensor leaves the reduction to the next operation. Until then a rank's part says nothing alone,
+    and a checkpoint holds what each rank has.
+
+    Args:
+        parameters: those that the optimizer has stepped, in the same order on every rank.
+
+    Gradient:
+        None: of states alone.
+
+    Collective:
+        Every rank of the shards' mesh, after the same step. One all-reduce for each such part.
+    """
+    known = dict.fromkeys(param for param in parameters if param in optimizer.state)
+    for key in [*known, *(key for key in optimizer.state if key not in known)]:
+        held = optimizer.state[key]
+        if isinstance(held, dict):
+            held.update(_map_values(_reduced, held))
+        else:
+            optimizer.state[key] = tree_map(_reduced, held, _rebuild_changed)
+
+
+def _reduced(leaf: Any) -> Any:
+    if not isinstance(leaf, DTensor) or not any(each.is_partial() for each in leaf.placements):
+        return leaf
+    return leaf.redistribute(
+        placements=[Replicate() if each.is_partial() else each for each in leaf.placements]
+    )
+
+
+def _map_values(function: Callable[[Any], Any], state: dict[str, Any]) -> dict[str, Any]:
+    return {name: tree_map(function, each, _rebuild_changed) for name, each in state.items()}
+
+
+def _rebuild_changed(like: Any, values: list[Any]) -> Any:
+    """A container around `values`; the same object if they are those that it has.
+
+    An optimizer may hold a list of its state elsewhere as well.
+    """
+    children = [child for _, child in children_of(like) or []]
+    is_same = all(old is new for old, new in zip(children, values, strict=True))
+    return like if is_same else rebuild_container(like, values)
+
+
 def _refuse_rows_of_another(rows: LocalRows, mesh: DeviceMesh) -> None:
     """Refuse rows that another rank has, or that this rank had among other ranks.
 
@@ -113,18 +185,17 @@ class ParameterShards:
             self._shards[param] = ParameterShard(self._numbers[param], param, self._mesh)
         return self._shards.get(param)
 
-    def shard_state(self, state: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
-        """An optimizer's state of `param`, with this rank's rows of tensors of its shape."""
+    def shard_state(
+        self,
+        state: dict[str, Any],
+        param: torch.Tensor,
+        kinds: tuple[type, ...] = (torch.Tensor, LocalRows),
+    ) -> dict[str, Any]:
+        """See `own_rows_of_state`; the state of a parameter that stays whole is unchanged."""
         if param not in self._numbers:
             return state
-        return {
-            name: self._shard_of_copy(value, param)
-            if isinstance(value, torch.Tensor | LocalRows)
-            and not isinstance(value, DTensor)
-            and value.shape == param.shape
-            else value
-            for name, value in state.items()
-        }
+        shard = partial(self._shard_of_copy, param=param)
+        return own_rows_of_state(state, param.shape, shard, kinds)
 
     def _shard_of_copy(self, value: torch.Tensor | LocalRows, param: torch.Tensor) -> DTensor:
         if isinstance(value, LocalRows):

@@ -28,6 +28,7 @@ from lockstep.sync.optimizer_inspection import (
     optimizer_parameters,
 )
 from lockstep.sync.optimizer_step_patch import OptimizerStepPatch
+from lockstep.sync.parameter_shards import reduce_partials
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -128,6 +129,8 @@ class ShardedOptimizer:
         self._gather(self._swap_out())
         for shard in self._stepped:
             shard.check()
+        for member in self._members():
+            reduce_partials(member, [shard.whole for shard in self._stepped])
         return result
 
     def _with_whole_weights(self, closure: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,7 +169,7 @@ class ShardedOptimizer:
                     member.state[shard.param] = self._own_rows(member, shard)
 
     def _members(self) -> list[Optimizer]:
-        """The optimizer, and those within it that step its shards; asked while it holds shards."""
+        """The optimizer, and those within it that share what it holds: shards within a step."""
         return [self.optimizer, *inner_optimizers(self.optimizer)]
 
     def _own_rows(self, member: Optimizer, shard: ParameterShard) -> Any:
@@ -213,8 +216,7 @@ class ShardedOptimizer:
         params = dict(zip(numbers, held, strict=False))
         kept = dict(state["state"])
         for number in kept.keys() & params.keys():
-            whole = {name: each for name, each in kept[number].items() if isinstance(each, kinds)}
-            kept[number] = kept[number] | self._shards.shard_state(whole, params[number])
+            kept[number] = self._shards.shard_state(kept[number], params[number], kinds)
         return {**state, "state": kept}
 
 

@@ -7,6 +7,7 @@ torch's ``fully_shard`` gathers and frees; `ShardedTransport` says what the grad
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +24,9 @@ from lockstep._torch_compat import (
 from lockstep._torch_compat.device_mesh import make_mesh
 from lockstep._torch_compat.fully_shard import NEEDED_METHODS, begin_as_root, rows_of_shard
 from lockstep._torch_compat.shard_operations import reduce_scalars_when_read, refuse_draws
+from lockstep.compiler_disable import disable_dynamo
 from lockstep.data_parallel_mesh import DataParallelMesh
 from lockstep.errors import NotAvailableError
-from lockstep.local_rows import LocalRows
 from lockstep.sync.fsdp import require_default_group
 from lockstep.sync.gradient_sync import GradientSync
 from lockstep.sync.local_parameters import is_local
@@ -38,7 +39,7 @@ from lockstep.sync.meta_device import (
 )
 from lockstep.sync.optimizer_inspection import inner_optimizers
 from lockstep.sync.ordered_process_group import OrderedProcessGroup, make_ordered_group
-from lockstep.sync.parameter_shards import shard_like
+from lockstep.sync.parameter_shards import own_rows_of_state, reduce_partials, shard_like
 from lockstep.sync.replica_checks import compare_values
 from lockstep.sync.shard_units import find_units, refuse_models, refuse_unshardable
 from lockstep.sync.sharded_transport import ShardedTransport
@@ -108,7 +109,7 @@ class ShardedSync(GradientSync):
             self._units |= {f"{prefix}{name}": unit for name, unit in units.items()}
             self._units[prefix.rstrip(".") or "model"] = root
         self.units = tuple(self._units)
-        self._load_hooks: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = []
         self._connected = ExitStack()
         self._mp_policy = mp_policy or MixedPrecisionPolicy()
         self._dp_shard_size = dp_shard_size
@@ -201,10 +202,14 @@ class ShardedSync(GradientSync):
         found.update({name: _parameter(sharded[id(old)]) for name, old in found.items()})
         for owner, key, old in places:
             _keep_marks(old, parameters_of(owner)[key])
+        # Not traced: a compiled step would guard on the whole state.
+        after_step = disable_dynamo(lambda stepped, *_: reduce_partials(stepped, found.values()))
         for optimizer in self._optimizers:
             _hand_over(optimizer, sharded)
-            hook = optimizer.register_load_state_dict_pre_hook(_with_own_rows)
-            self._load_hooks.append(hook)
+            self._hooks += [
+                optimizer.register_load_state_dict_pre_hook(_with_own_rows),
+                optimizer.register_step_post_hook(after_step),
+            ]
 
     def _give_values(
         self, module: torch.nn.Module, group: Group, memory: ReusedMemory
@@ -260,9 +265,9 @@ class ShardedSync(GradientSync):
         self._disconnect()
         self._order.step = lambda: 0  # it held the rounds, and so the model
         self._order.take_part = lambda _: None
-        for hook in self._load_hooks:
+        for hook in self._hooks:
             hook.remove()
-        self._load_hooks.clear()
+        self._hooks.clear()
 
     def leave_group(self) -> bool:
         """See `GradientSync.leave_group`; nothing holds the group's sockets open any more.
@@ -362,16 +367,10 @@ def _with_own_rows(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> d
 
 
 def _own_rows_of_state(state: dict[str, Any], param: Any) -> dict[str, Any]:
-    """The state of one parameter, with this rank's rows of tensors that are shaped like it."""
+    """See `own_rows_of_state`; the state of a parameter that stays whole is unchanged."""
     if not isinstance(param, DTensor):
         return state
-    return {
-        name: shard_like(value, param)
-        if isinstance(value, LocalRows)
-        or (isinstance(value, torch.Tensor) and value.shape == param.shape)
-        else value
-        for name, value in state.items()
-    }
+    return own_rows_of_state(state, param.shape, partial(shard_like, shard=param))
 
 
 def _parameter(held: Any) -> torch.nn.Parameter:

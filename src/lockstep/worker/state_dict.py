@@ -28,7 +28,7 @@ from lockstep._torch_compat import (
     set_layout_versions,
 )
 from lockstep.checkpoint.plain_values import MAPPINGS
-from lockstep.errors import CheckpointError, ConfigurationError
+from lockstep.errors import CheckpointError, ConfigurationError, NotAvailableError
 from lockstep.local_rows import LocalRows, first_row
 from lockstep.operator.model_copies import copy_attributes, copy_models
 from lockstep.phases import Phase, in_phase
@@ -161,6 +161,9 @@ def copy_own_rows(
     Args:
         clone: copies rows to the CPU.
         clone_whole: copies what is no shard; by default as `clone`.
+
+    Raises:
+        NotAvailableError: a tensor of which each rank has a part that has yet to be added up.
     """
 
     def copy_leaf(leaf: Any) -> Any:
@@ -169,6 +172,8 @@ def copy_own_rows(
         if not is_shard(leaf):
             return (clone_whole or clone)(leaf.detach())
         shard: Any = leaf
+        if any(each.is_partial() for each in shard.placements):
+            raise _partial_error(shard)
         rows = clone(shard.to_local().detach())
         if not shard.dim() or not shard.placements[0].is_shard():
             return rows
@@ -179,6 +184,15 @@ def copy_own_rows(
         return LocalRows(rows, shard.shape, first)
 
     return tree_map(copy_leaf, value, as_plain_dict)
+
+
+def _partial_error(partial: torch.Tensor) -> NotAvailableError:
+    return NotAvailableError(
+        "a state holds this rank's part of a sum over all ranks",
+        got=f"a norm, a sum or a mean of what is in shards, of shape {tuple(partial.shape)}",
+        cause="torch adds up the parts when the number is used",
+        fix="keep the number itself: value.item(), or value.full_tensor()",
+    )
 
 
 def gather_for_others(value: Any) -> Any:
