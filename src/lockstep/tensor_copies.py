@@ -117,7 +117,7 @@ def as_bytes(block: torch.Tensor) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether every element has its own number in memory, stored as it is."""
-    if not is_block(tensor) or tensor.is_conj() or tensor.is_neg():
+    """Whether every element has its own number in this process's memory, stored as it is."""
+    if is_shard(tensor) or not is_block(tensor) or tensor.is_conj() or tensor.is_neg():
         return False
     return not is_expanded(tensor)

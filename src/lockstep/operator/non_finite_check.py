@@ -8,6 +8,10 @@ the step out. One norm over all of them: half of what plain SGD's own pass costs
 A step with finite gradients overflows only where they, or the learning rate, are enormous; a
 step that is given a closure computes its gradients itself. Before such a step the hook copies
 the weights and the optimizer's state, and after it the hook checks the weights.
+
+The ranks check tensors in shards together, and each rank checks its other tensors alone: those of
+`lockstep.local` parameters may be finite on one rank and not on another. So what a rank finds in
+them decides about no check of shards, for which it would wait alone.
 """
 
 from __future__ import annotations
@@ -22,9 +26,10 @@ from lockstep.errors import NonFiniteError
 from lockstep.operator.state_copy import StateCopy
 from lockstep.sync import is_local
 from lockstep.sync.optimizer_inspection import is_given_closure, optimizer_parameters
+from lockstep.tensor_copies import is_shard
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch.optim import Optimizer
 
@@ -56,7 +61,7 @@ class _StepCheck:
         self._operator = operator
         self._run = run
         # More than one where a step begins within the closure of another one's.
-        self._copies: dict[Optimizer, StateCopy] = {}
+        self._copies: dict[Optimizer, tuple[StateCopy, list[torch.Tensor]]] = {}
 
     def before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -64,21 +69,28 @@ class _StepCheck:
         self._copies.pop(optimizer, None)
         if getattr(optimizer, "found_inf", None) is not None:
             return  # a fused optimizer, which skips a step with infinities by itself
-        if is_given_closure(args, kwargs):
-            self._copies[optimizer] = StateCopy(optimizer_parameters(optimizer), [optimizer])
-            return
-        gradients = [p.grad for p in optimizer_parameters(optimizer) if p.grad is not None]
-        norm = _norm(gradients)
-        if not math.isfinite(norm) and not _are_finite(gradients):
-            self._refuse_gradients(optimizer)
-        if _may_overflow(optimizer, norm):
-            self._copies[optimizer] = StateCopy(optimizer_parameters(optimizer), [optimizer])
+        may_overflow: list[torch.Tensor] = []
+        for parameters in _by_who_checks(optimizer_parameters(optimizer)):
+            if is_given_closure(args, kwargs):
+                may_overflow += parameters
+                continue
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            norm = _norm(gradients)
+            if not math.isfinite(norm) and not _are_finite(gradients):
+                self._refuse_gradients(parameters)
+            if _may_overflow(gradients, _learning_rates(optimizer), norm):
+                may_overflow += parameters
+        if may_overflow:
+            copied = StateCopy(optimizer_parameters(optimizer), [optimizer])
+            self._copies[optimizer] = copied, may_overflow
 
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        before = self._copies.pop(optimizer, None)
-        if before is None or _are_finite(optimizer_parameters(optimizer)):
+        before, parameters = self._copies.pop(optimizer, (None, []))
+        checked = _by_who_checks(parameters)
+        bad = next((each for each in checked if not _are_finite(each)), None)
+        if before is None or bad is None:
             return
-        found = [p for p in optimizer_parameters(optimizer) if not _are_finite([p])]
+        found = [p for p in bad if not _are_finite([p])]
         before.restore()
         self._operator._lockstep.steps_taken_back += 1
         rates = ", ".join(f"{rate:g}" for rate in _learning_rates(optimizer))
@@ -92,12 +104,8 @@ class _StepCheck:
             found,
         )
 
-    def _refuse_gradients(self, optimizer: Optimizer) -> None:
-        found = [
-            p
-            for p in optimizer_parameters(optimizer)
-            if p.grad is not None and not _are_finite([p.grad])
-        ]
+    def _refuse_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+        found = [p for p in parameters if p.grad is not None and not _are_finite([p.grad])]
         raise self._error(
             "a step would put NaN or infinity into the weights, and was not taken",
             f"the gradient of {self._format_names(found)}",
@@ -132,12 +140,20 @@ def _learning_rates(optimizer: Optimizer) -> list[float]:
     return [float(rate) for rate in given if rate is not None]
 
 
-def _may_overflow(optimizer: Optimizer, norm: float) -> bool:
+def _by_who_checks(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """`tensors` in shards, then the others; torch takes no norm of both together."""
+    shards: list[torch.Tensor] = []
+    others: list[torch.Tensor] = []
+    for each in tensors:
+        (shards if is_shard(each) else others).append(each)
+    return [each for each in (shards, others) if each]
+
+
+def _may_overflow(gradients: Iterable[torch.Tensor], rates: Iterable[float], norm: float) -> bool:
     """Whether a squared gradient, or one times the learning rate, may leave the dtype's range."""
     # The dtypes of gradients, not of weights: weights in four bits are held as integers.
-    dtypes = {p.grad.dtype for p in optimizer_parameters(optimizer) if p.grad is not None}
-    rate = max(_learning_rates(optimizer), default=1.0)
-    largest = max(norm, 1.0) * max(rate, 1.0)
+    dtypes = {gradient.dtype for gradient in gradients}
+    largest = max(norm, 1.0) * max([1.0, *rates])
     return any(not largest < math.sqrt(torch.finfo(dtype).max) for dtype in dtypes)
 
 

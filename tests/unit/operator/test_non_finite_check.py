@@ -2,14 +2,20 @@
 """The step that would put a first NaN or infinity into the weights is not taken, and named."""
 
 import traceback
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+import lockstep
 from lockstep import TrainingOperator
 from lockstep.errors import NonFiniteError
+from lockstep.operator.non_finite_check import add_non_finite_checks
 from unit.trainer.programs import sgd, trainer
 
 BAD_ROW = 13
@@ -314,3 +320,62 @@ def test_an_optimizer_without_a_learning_rate_is_looked_at_as_well():
         run.train(num_steps=1)
         with pytest.raises(NonFiniteError, match="was not taken"):
             run.train()
+
+
+class InShards(nn.Module):
+    """A weight in shards beside one of this rank's own."""
+
+    def __init__(self):
+        super().__init__()
+        mesh = DeviceMesh("cpu", [0])
+        self.shared = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
+        self.own = lockstep.local(nn.Parameter(torch.ones(3)))
+        for parameter in self.parameters():
+            parameter.grad = torch.ones_like(parameter)
+
+
+@pytest.fixture
+def in_shards():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield InShards()
+    dist.destroy_process_group()
+
+
+def checked(model, **settings):
+    """An optimizer of the model's parameters whose steps are checked."""
+    state = SimpleNamespace(
+        context=SimpleNamespace(options=SimpleNamespace(check_finite=True)), steps_taken_back=0
+    )
+    operator = SimpleNamespace(_lockstep=state, world_rank=0, global_step=0)
+    run = SimpleNamespace(models=[model], modules=lambda: [model])
+    optimizer = torch.optim.SGD(model.parameters(), **settings)
+
+    def add(before, after):
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+
+    add_non_finite_checks(operator, run, SimpleNamespace(add=add))
+    return optimizer
+
+
+def test_a_step_of_shards_and_of_a_parameter_of_one_rank(in_shards):
+    checked(in_shards, lr=0.5).step()
+    assert in_shards.shared.to_local().equal(torch.full((4, 2), 0.5))
+    assert in_shards.own.equal(torch.full((3,), 0.5))
+
+
+@pytest.mark.parametrize(("name", "rank"), [("shared", ""), ("own", "rank 0, ")])
+def test_a_gradient_in_shards_or_of_one_rank_is_named(in_shards, name, rank):
+    getattr(in_shards, name).grad.mul_(torch.nan)
+    with pytest.raises(NonFiniteError, match=rf"where +{rank}step 1\n  got +the.* of `{name}`\n"):
+        checked(in_shards, lr=0.5).step()
+
+
+@pytest.mark.parametrize("name", ["shared", "own"])
+def test_a_step_that_overflows_in_shards_or_on_one_rank_is_taken_back(in_shards, name):
+    with torch.no_grad():
+        getattr(in_shards, name).grad.mul_(1e30)
+    with pytest.raises(NonFiniteError, match=rf"as they were before it\n.*\n  got +`{name}`;"):
+        checked(in_shards, lr=1e20).step()
+    assert in_shards.shared.to_local().equal(torch.ones(4, 2))
+    assert in_shards.own.equal(torch.ones(3))
