@@ -113,6 +113,9 @@ def reduce_partials(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) ->
     Collective:
         Every rank of the shards' mesh, after the same step. One all-reduce for each such part.
     """
+    # Asked first: hardly an optimizer has one, and this is looked up in every step.
+    if not any(map(_holds_partial, optimizer.state.values())):
+        return
     known = dict.fromkeys(param for param in parameters if param in optimizer.state)
     for key in [*known, *(key for key in optimizer.state if key not in known)]:
         held = optimizer.state[key]
@@ -122,8 +125,17 @@ def reduce_partials(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) ->
             optimizer.state[key] = tree_map(_reduced, held, _rebuild_changed)
 
 
+def _holds_partial(value: Any) -> bool:
+    if isinstance(value, DTensor):
+        return any(each.is_partial() for each in value.placements)
+    if isinstance(value, torch.Tensor):
+        return False
+    children = value.values() if type(value) is dict else (c for _, c in children_of(value) or ())
+    return any(map(_holds_partial, children))
+
+
 def _reduced(leaf: Any) -> Any:
-    if not isinstance(leaf, DTensor) or not any(each.is_partial() for each in leaf.placements):
+    if not isinstance(leaf, DTensor) or not _holds_partial(leaf):
         return leaf
     return leaf.redistribute(
         placements=[Replicate() if each.is_partial() else each for each in leaf.placements]
