@@ -336,7 +336,11 @@ def trains_beside_a_helper():
     assert ray.get(helper.answer.remote())
     try:
         TorchTrainer(
-            training_operator_cls=Tuned, num_workers=2, config={"lr": 0.1, BATCH_SIZE: 12}
+            training_operator_cls=Tuned,
+            num_workers=2,
+            config={"lr": 0.1, BATCH_SIZE: 12},
+            # Without it the one worker that has room refuses to start, and may be heard first.
+            scheduler_step_freq="epoch",
         ).shutdown()
     except NotEnoughResourcesError as error:
         return str(error)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.audit.finding import Place
@@ -102,6 +102,14 @@ class Backward:
     touched: list[str] = field(default_factory=list)
     left: list[float] = field(default_factory=list)
     gradients: dict[str, Fingerprint] = field(default_factory=dict)
+
+    def rename(self, key: str, new: str) -> None:
+        """What is of the optimizer `key` is of `new`."""
+        prints: tuple[dict[str, Any], ...] = (self.local, self.before, self.gradients)
+        for of_optimizer in prints:
+            if key in of_optimizer:
+                of_optimizer[new] = of_optimizer.pop(key)
+        self.touched = [new if touched == key else touched for touched in self.touched]
 
 
 @dataclass
@@ -296,6 +304,8 @@ class Parameter:
 class Track:
     """One optimizer: what it holds, and its steps.
 
+    One that comes to hold other parameters has another track for its steps until then, whose key
+    says so behind a space.
     `meetings` are steps that began after ranks had told one another more than usual: the number,
     and the hashes of its weights. See `lockstep.audit.probe.meetings`.
     """
@@ -308,6 +318,11 @@ class Track:
     count: int = 0
     meetings: list[list[int]] = field(default_factory=list)
     state_names: list[str] = field(default_factory=list)
+
+    @property
+    def key_of_all(self) -> str:
+        """The same for all tracks of one optimizer."""
+        return self.key.partition(" ")[0]
 
 
 @dataclass

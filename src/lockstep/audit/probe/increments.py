@@ -54,7 +54,7 @@ class _Hooked:
     def hook_in(self, probe: Probe) -> None:
         whole = whole_of_pieces(probe)
         for watched in probe.optimizers.values():
-            if watched.track.count >= CLOSELY:
+            if watched.taken >= CLOSELY:
                 continue
             leaves = [whole.get(id(p), p) for p in watched.parameters]
             if all(map(_can_be_hooked, leaves)):

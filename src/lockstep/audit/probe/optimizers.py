@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -140,7 +141,7 @@ def _before_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> 
     watched = _watch(probe, optimizer)
     if watched is None:
         return None
-    if not _is_detailed(probe, watched.track.count):
+    if not _is_detailed(probe, watched.taken):
         probe.harmlessly(meetings.before_step, probe, watched)
         return None
     if not probe.detailed:
@@ -148,7 +149,7 @@ def _before_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> 
     step = Step(watched.track.count, users_lines(), inside_backward=probe.in_backward)
     watched.step = step
     watched.look_no_more()
-    step.entry = take(watched.parameters, watched.counts, norms=step.number < CLOSELY)
+    step.entry = take(watched.parameters, watched.counts, norms=watched.taken < CLOSELY)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if callable(closure):
         step.has_closure = True
@@ -204,13 +205,13 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
     step.fed, step.fed_shapes, step.mode = window.fed, window.fed_shapes, window.mode
     step.fed_rows = window.fed_rows
     step.draws = list(window.draws.values())
-    if _looks_at_all(probe, step):
+    if _looks_at_all(probe, watched.taken):
         step.frozen = probe.harmlessly(prints_of, probe, window.frozen) or []
     step.numpy_state = numpy_state()
     if getattr(optimizer, "grad_scale", None) is None:  # else it divides by the scale itself
         step.scale = probe.scale
     probe.harmlessly(note_kept_back, probe, watched, window)
-    if step.number < CLOSELY:
+    if watched.taken < CLOSELY:
         probe.harmlessly(note_unheld, probe, watched)
 
 
@@ -248,10 +249,10 @@ def _concerned(backwards: list[Backward], key: str) -> list[Backward]:
     return found if any(key in b.touched or key in b.local for b in found) else list(backwards)
 
 
-def _looks_at_all(probe: Probe, step: Step) -> bool:
+def _looks_at_all(probe: Probe, number: int) -> bool:
     """Also at what may be as large as the model again: the optimizer's state, frozen modules."""
     every = _WHOLE_EVERY if probe.run is not None else CLOSELY
-    return step.number < CLOSELY or step.number % every == 0
+    return number < CLOSELY or number % every == 0
 
 
 def _name_late(probe: Probe, watched: Watched) -> None:
@@ -290,6 +291,7 @@ def _after_step(probe: Probe, optimizer: Optimizer, args: Any, kwargs: Any) -> N
 def _note_step(probe: Probe, optimizer: Optimizer, watched: Watched) -> None:
     track, step = watched.track, watched.step
     watched.look_no_more()
+    number = watched.taken
     # First of all it is counted: what a program keeps in its optimizer may not be as we expect.
     track.count += 1
     meetings.after_step(probe, watched)
@@ -297,22 +299,24 @@ def _note_step(probe: Probe, optimizer: Optimizer, watched: Watched) -> None:
         track.steps.append(step)
         if probe.run is not None:
             thin_out(track.steps, KEPT_STEPS)
-        probe.harmlessly(_look_after, probe, optimizer, watched, step)
+        probe.harmlessly(_look_after, probe, optimizer, watched, number)
         watched.step = None
     probe.harmlessly(schedules.note_step, probe, optimizer, track)
-    watched.next_is_detailed = _is_detailed(probe, track.count)
+    watched.next_is_detailed = _is_detailed(probe, watched.taken)
     if step is not None or probe.detailed:
         # Where nothing was written down, nothing has to be forgotten.
         _begin_anew(probe, optimizer)
     probe.steps_done = max(probe.steps_done, track.count)
 
 
-def _look_after(probe: Probe, optimizer: Optimizer, watched: Watched, step: Step) -> None:
+def _look_after(probe: Probe, optimizer: Optimizer, watched: Watched, number: int) -> None:
     """What the step has left."""
-    step.exit = take(watched.parameters, watched.counts, norms=step.number < CLOSELY)
+    step = watched.step
+    assert step is not None
+    step.exit = take(watched.parameters, watched.counts, norms=number < CLOSELY)
     window = probe.windows.get(optimizer) or probe.recent
     probe.harmlessly(note_told_within, watched, window)
-    if _looks_at_all(probe, step):
+    if _looks_at_all(probe, number):
         step.state = probe.harmlessly(_state, optimizer, watched)
 
 
@@ -334,7 +338,7 @@ def fingerprint_gradients(
     found = {}
     watch_made(probe)
     for watched in probe.optimizers.values():
-        if watched.track.count < CLOSELY:
+        if watched.taken < CLOSELY:
             gradients = [
                 earlier.get(id(p)) if p.grad is None else p.grad for p in watched.parameters
             ]
@@ -381,15 +385,16 @@ def _watch(probe: Probe, optimizer: Optimizer) -> Watched | None:
         return None
     probe.note_group()
     if watched is not None:
-        # More parameters than before (layers unfrozen): the same track, described anew.
+        # More parameters than before (layers unfrozen): the same optimizer, described anew.
+        _keep_apart(probe, watched.track)
         watched.track.parameters = describe(probe, optimizer)
-        watched.track.steps.clear()
-        fresh = Watched(optimizer, watched.track)
+        watched.track.steps = []
+        fresh = Watched(optimizer, watched.track, began=watched.track.count)
     else:
         kind = type(optimizer).__name__
-        same = sum(1 for t in probe.ledger.tracks if t.optimizer == kind)
+        same = {t.key_of_all for t in probe.ledger.tracks if t.optimizer == kind}
         track = Track(
-            f"{kind}#{same}",
+            f"{kind}#{len(same)}",
             kind,
             probe.made_at.get(id(optimizer), []),
             parameters=describe(probe, optimizer),
@@ -401,6 +406,23 @@ def _watch(probe: Probe, optimizer: Optimizer) -> Watched | None:
     if any(p.is_cpu and p.is_shared() for p in fresh.parameters):  # a device's memory always is
         probe.ledger.facts.shares_memory = True
     return fresh
+
+
+def _keep_apart(probe: Probe, track: Track) -> None:
+    """What an optimizer has done so far, with the parameters that it held, is a track of its own.
+
+    What has happened since its last step is of a step with other parameters.
+    """
+    if track.steps and len(probe.ledger.tracks) < _TRACKS:
+        earlier = replace(track, key=f"{track.key} until step {track.count}")
+        for backward in {id(b): b for step in track.steps for b in step.backwards}.values():
+            backward.rename(track.key, earlier.key)
+        place = next(n for n, known in enumerate(probe.ledger.tracks) if known is track)
+        probe.ledger.tracks.insert(place, earlier)
+    for window in probe.each_window():
+        for backward in window.backwards:
+            for of_optimizer in (backward.local, backward.before, backward.gradients):
+                of_optimizer.pop(track.key, None)
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, float]]:

@@ -123,11 +123,16 @@ def sequence_number(group: Any) -> int:
 
 
 class Watched:
-    """One optimizer, its track in the ledger and the step that is under way."""
+    """One optimizer, its track in the ledger and the step that is under way.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, track: Track) -> None:
+    Attributes:
+        began: so many steps it had taken when it came to hold these parameters.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, track: Track, began: int = 0) -> None:
         self.ref = weakref.ref(optimizer)
         self.track = track
+        self.began = began
         self.parameters = [p for g in optimizer.param_groups for p in g["params"]]
         self.counts = [p.samples for p in track.parameters]
         self.held = sum(math.prod(p.shape) for p in track.parameters)
@@ -141,6 +146,11 @@ class Watched:
         self.messages_before = self.broadcasts_before = 0
         self.fewest_messages: int | None = None
         self._put_back: Callable[[], None] | None = None
+
+    @property
+    def taken(self) -> int:
+        """How many steps it has taken with these parameters."""
+        return self.track.count - self.began
 
     def look_behind_hooks(self, look: Callable[[Any], None]) -> None:
         """Call `look` with the optimizer when the last of its own hooks before a step has run.

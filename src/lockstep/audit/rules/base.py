@@ -58,7 +58,8 @@ def _by_text(value: Any) -> Any:
 def at_step(track: SharedTrack, number: int, **details: Any) -> dict[str, Any]:
     """What a finding of one step says, unless `details` say something else."""
     step = next(iter(track.steps(number).values()))
-    told = {"rank": track.ranks, "step": number + 1, "where": step.where, "optimizer": track.key}
+    optimizer = track.first.key_of_all
+    told = {"rank": track.ranks, "step": number + 1, "where": step.where, "optimizer": optimizer}
     return {**told, **details}
 
 

@@ -113,5 +113,5 @@ def _as_never_cleared(track: SharedTrack, steps: int) -> Finding:
         step=2,
         evidence={"steps": steps},
         where=where,
-        optimizer=track.key,
+        optimizer=track.first.key_of_all,
     )

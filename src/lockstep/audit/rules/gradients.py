@@ -287,6 +287,6 @@ class LeftOut:
                     rank=track.ranks,
                     parameters=names,
                     where=track.first.where,
-                    optimizer=track.key,
+                    optimizer=track.first.key_of_all,
                 )
                 return

@@ -69,7 +69,7 @@ def same_rows_by_hand(world: World) -> Finding | None:
             held = {r: [row[0] for row in rows if readers[row] == 1] for r, rows in read.items()}
             found = _same_rows(held, "the program", next(iter(early[0])).where)
             if found is not None:
-                return replace(found, optimizer=track.key)
+                return replace(found, optimizer=track.first.key_of_all)
     return None
 
 

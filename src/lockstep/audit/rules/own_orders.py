@@ -36,7 +36,7 @@ def own_orders(world: World) -> Finding | None:
         for line in sorted(lines, key=lambda place: (place.file, place.line or 0)):
             of_ranks = [drawn[rank][line] for rank in track.ranks]
             if _differ(of_ranks) and all(_takes_its_share(track, x) for x in of_ranks):
-                return replace(_found(track, of_ranks[0][0]), optimizer=track.key)
+                return replace(_found(track, of_ranks[0][0]), optimizer=track.first.key_of_all)
     return None
 
 

@@ -81,7 +81,9 @@ def _unowned(world: World, rank: int, track: Track) -> Finding | None:
     step = track.steps[0]
     moved = _moved(track)
     names = [entry.rsplit(" [", maxsplit=1)[0] for entry in step.unowned]
-    names = [name for name in names if name not in moved]
+    phases = [t for t in world.ledgers[rank].tracks if t.key_of_all == track.key_of_all]
+    added = {p.name for t in phases if t is not track for p in t.parameters}
+    names = [name for name in names if name not in moved | added]
     if not names:
         return None
     held = {p.name for led in world.ledgers.values() for t in led.tracks for p in t.parameters}

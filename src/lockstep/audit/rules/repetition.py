@@ -44,7 +44,7 @@ class Repetition:
         for track in world.compared:
             noise = _same_draws(track) or _same_draws_of_numpy(track)
             found = [f for f in (noise, _same_inputs(track)) if f is not None]
-            yield from (replace(f, optimizer=track.key) for f in found)
+            yield from (replace(f, optimizer=track.first.key_of_all) for f in found)
             if found:
                 return
 
