@@ -96,3 +96,41 @@ def test_they_add_up_over_steps_and_a_batch_without_weight_leaves_nothing():
         for one, *both in zip(mine, *pairs, strict=True):
             assert (one - sum(both)).abs().max() < 1e-12
     assert all(torch.equal(zero, torch.zeros_like(zero)) for zero in zeros)
+
+
+@pytest.mark.parametrize("part", ["router", "layer"])
+def test_a_plain_backward_of_a_borrowed_batch_leaves_nothing(part):
+    """Whether the gradients come before or behind those that the ranks share."""
+    replicas = [reset(Routed(), seed=3) for _ in range(2)]
+
+    def body(group):
+        model = replicas[group.rank]
+        own = local(getattr(model, part))
+        sync = replicate(model, group=group)
+        first, second, _ = batches_of(group.rank)
+        found = []
+        for weights in ((3.0, 0.0), (3.0, 4.0), (3.0, 0.0)):
+            sync.set_delivered_weight(weights[group.rank])
+            batch = first if weights[group.rank] else X[:3]
+            model(batch).mean().backward()
+            grads = [parameter.grad for parameter in own.parameters()]
+            found.append([None if grad is None else grad.clone() for grad in grads])
+            mine = set(own.parameters())
+            for parameter in model.parameters():
+                if group.rank == 0 or parameter not in mine:
+                    parameter.grad = None
+        sync.detach()
+        model(second).mean().backward()
+        assert not any(map(torch.equal, found[-1], (p.grad for p in own.parameters())))
+        return found
+
+    lends, borrows = run_ranks(2, body)
+    true = reset(Routed(), seed=3)
+    for rank, found in ((0, lends), (1, borrows)):
+        true.zero_grad()
+        true(batches_of(rank)[0]).mean().backward()
+        for seen, parameter in zip(found[1], getattr(true, part).parameters(), strict=True):
+            assert (seen - parameter.grad).abs().max() < 1e-12
+    assert all(grad is None for grad in borrows[0])
+    assert all(map(torch.equal, borrows[1], borrows[2]))
+    assert all(map(torch.equal, lends[1], lends[2]))

@@ -351,6 +351,7 @@ class GradientSync:
             WeightError: negative, NaN or infinite.
         """
         self._rounds.weights.deliver(weight)
+        self._rounds.local.begin_batch(is_borrowed=weight == 0.0)
 
     def begin_step(self, step: int) -> None:
         """Say which optimizer step the backwards from now on belong to; the same on every rank.

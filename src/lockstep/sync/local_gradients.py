@@ -5,16 +5,22 @@ A weighted backward multiplies its loss by weight / unit, and the round divides 
 it reduces. No round has those of local parameters. So each rank divides its own by the weight of
 its own window: they are those of the mean over the samples of this rank, as in one process, and
 depend on no unit. Rejected: to multiply them back in a hook; a window needs all its weights.
+
+On a borrowed batch, whose samples are another rank's, hooks let no backward add to the gradients.
+A plain ``loss.backward()`` shows only at its first synchronised gradient, which may come later.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from torch.utils.hooks import RemovableHandle
 
 
 class LocalGradients:
@@ -27,6 +33,31 @@ class LocalGradients:
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._parameters = list(parameters)
         self._earlier: list[torch.Tensor | None] | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._before: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None] = {}
+
+    def begin_batch(self, *, is_borrowed: bool) -> None:
+        """Let backwards add to the gradients from now on, unless the batch is a borrowed one."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._before.clear()
+        for parameter in self._parameters:
+            if is_borrowed and parameter.requires_grad:
+                self._hooks += [
+                    parameter.register_hook(partial(self._note, parameter)),
+                    parameter.register_post_accumulate_grad_hook(self._undo),
+                ]
+
+    def _note(self, parameter: torch.Tensor, _: torch.Tensor) -> None:
+        # Autograd runs this hook for `torch.autograd.grad`, too, which changes nothing here.
+        grad = parameter.grad
+        self._before[parameter] = None if grad is None else (grad, grad.detach().clone())
+
+    @torch.no_grad()
+    def _undo(self, parameter: torch.Tensor) -> None:
+        before = self._before.pop(parameter)
+        parameter.grad = None if before is None else before[0].copy_(before[1])
 
     def take(self) -> list[torch.Tensor | None]:
         """Take the gradients out of ``parameter.grad``."""

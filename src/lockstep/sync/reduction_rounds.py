@@ -75,6 +75,7 @@ class ReductionRounds:
         weights: of this rank's batches.
         transport: moves the gradients between the ranks.
         listener: notices backwards by hooks on the parameters.
+        local: the gradients of this rank's own parameters.
         is_paused: inside `no_sync`.
         has_added: see `watch_gradients`.
         has_accumulated: the program left `no_sync` since the last optimizer step.
@@ -110,7 +111,7 @@ class ReductionRounds:
         self._unread: UnreadTotals | None = None
         self._accumulated: list[Slot] = []  # whose gradient is a sum with those of earlier rounds
         self._grad_watch = AutogradGradWatch(self.slots)
-        self._local = LocalGradients(found.local)
+        self.local = LocalGradients(found.local)
         self._late = LateParameters(modules, found.parameters.values())
         self._new_window()
         self.transport = make_transport(self, self.slots, found.signature(), cap_bytes)
@@ -174,7 +175,7 @@ class ReductionRounds:
         if is_first:
             self._set_earlier_aside()
             if kind == WEIGHTED:
-                self._local.open_window()
+                self.local.open_window()
 
     def _set_earlier_aside(self) -> None:
         """Set gradients of earlier rounds aside: no round reduces them, no hook sees them again."""
@@ -201,7 +202,7 @@ class ReductionRounds:
         """Drop the gradients since the last round. Every rank does, or none; no collective."""
         for slot in self.slots:
             slot.param.grad = None
-        self._local.forget_window()
+        self.local.forget_window()
         self._reset()
 
     def pack_shard(self) -> ShardGradient:
@@ -274,7 +275,7 @@ class ReductionRounds:
         try:
             if weight == 0.0:
                 # No value of this backward may stay; scaling by zero would keep NaN.
-                before = GradientsBefore(self.slots, self._local, self.transport)
+                before = GradientsBefore(self.slots, self.local, self.transport)
             if not self.is_paused:
                 self._begin_round()
             by_id = {id(slot.param): grad for slot, grad in self._earlier.by_slot.items()}
@@ -329,7 +330,7 @@ class ReductionRounds:
         assert contribution is not None
         if self._window.kind == WEIGHTED:
             contribution.weight = self._window.total_weight
-            self._local.close_window(contribution.weight if self.weights.averages else 1.0)
+            self.local.close_window(contribution.weight if self.weights.averages else 1.0)
         unknown = self._late.names_with_gradient()
         try:
             result = finish([Fault.of("added_parameter", unknown)] if unknown else [])
@@ -394,7 +395,7 @@ class ReductionRounds:
         self.transport.reset(has_failed=has_failed)
         self.listener.forget_tasks()
         self._new_window()
-        self._local.close_window(1.0)  # of a window that no round has closed
+        self.local.close_window(1.0)  # of a window that no round has closed
         self.listener.is_running = False
         self._has_failed = has_failed
 
@@ -430,8 +431,7 @@ class ReductionRounds:
         self.weights = BatchWeights(group, self.num_shards, averages=self.weights.averages)
         self._grad_watch = AutogradGradWatch(self.slots)  # a step that is made again asks again
         self.step = self._steps_taken = 0  # a rank that is new has taken none
-        self._group = group
-        self._is_broken = False
+        self._group, self._is_broken = group, False
         self._reset()
 
     def detach(self) -> Group | None:
@@ -441,8 +441,8 @@ class ReductionRounds:
         self._late.release()
         self.transport.close()
         self._reset()
-        group, self._group = self._group, None
-        self._unread = None
+        self.local.begin_batch(is_borrowed=False)
+        group, self._group, self._unread = self._group, None, None
         return group
 
     # ------------------------------------------------------------------ for the guard
