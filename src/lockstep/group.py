@@ -46,7 +46,7 @@ SUM = dist.ReduceOp.SUM
 MAX = dist.ReduceOp.MAX
 
 MONITORED_TIMEOUT_S: Final = 300.0
-"""Longest wait of `Group.monitored_all_gather`; less if the group's own timeout is shorter."""
+"""Usual limit of `Group.monitored_all_gather`; less if the group's own timeout is shorter."""
 
 _AWAITED: Final = {
     "backward": "the backward of a collective",
@@ -312,7 +312,7 @@ class Group:
         return [bytes(row) for row in gathered.numpy()]
 
     def monitored_all_gather(
-        self, numbers: Sequence[float], before: str = "backward"
+        self, numbers: Sequence[float], before: str = "backward", max_s: float = MONITORED_TIMEOUT_S
     ) -> list[list[float]]:
         """Every rank's `numbers`, by rank; the error names the ranks that sent none.
 
@@ -323,12 +323,13 @@ class Group:
         Args:
             numbers: as many finite or infinite numbers on every rank, no NaN.
             before: the call that follows on every rank, a key of `_AWAITED`.
+            max_s: the longest wait.
 
         Gradient:
             None: metadata only.
 
         Collective:
-            Every rank, same order. Blocks, for `MONITORED_TIMEOUT_S` or the group's timeout.
+            Every rank, same order. Blocks, for `max_s` or the group's timeout.
             One small message to and from each rank, or one all-gather.
 
         Raises:
@@ -344,7 +345,7 @@ class Group:
         )
         received[self.rank] = mine
         with in_phase(Phase.WAITING):
-            failure = receive_from_all(self._process_group, mine, received, MONITORED_TIMEOUT_S)
+            failure = receive_from_all(self._process_group, mine, received, max_s)
         if failure is None:
             return [part.tolist() for part in received]
         missing = [rank for rank in range(self.size) if received[rank].isnan().all()]

@@ -15,6 +15,7 @@ every rank to run the same forwards and backwards.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -126,7 +127,8 @@ class FSDPSync(GradientSync):
         group = self._rounds.attached_group()
         if group.device.type != "cpu":
             return
-        places = group.monitored_all_gather([here], "backward or step")
+        # A rank may compute for as long as the group waits elsewhere.
+        places = group.monitored_all_gather([here], "backward or step", max_s=math.inf)
         if any(place != places[0] for place in places):
             raise GradientNotReducedError(
                 "the ranks are at different places of a step",
