@@ -81,7 +81,8 @@ def test_each_rank_goes_on_with_its_own(operator_cls, sync, shard, is_due, tmp_p
         expected = own_weights(trainer)
     assert not torch.equal(*saved)
     with start(**arguments) as trainer:
-        trainer.load(tmp_path / ("step-3" if is_due else "saved"))
+        (path,) = tmp_path.glob("step-*" if is_due else "saved")
+        trainer.load(path)
         for got, one in zip(own_weights(trainer), saved, strict=True):
             assert torch.equal(got, one)
         trainer.train(num_steps=2)
@@ -94,6 +95,6 @@ def test_another_number_of_workers_begins_with_those_of_rank_0(tmp_path):
         trainer.train(num_steps=3)
         first = own_weights(trainer)[0]
         path = trainer.save(tmp_path / "saved")
-    with start(num_workers=3) as trainer:
+    with start(num_workers=1) as trainer:
         trainer.load(path)
-        assert all(torch.equal(each, first) for each in own_weights(trainer))
+        assert torch.equal(*own_weights(trainer), first)

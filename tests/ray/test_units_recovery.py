@@ -274,7 +274,7 @@ def test_a_death_in_a_validation_between_the_batches_of_a_window(spare_workers):
     arguments = {"accumulate": 2, "memory_checkpoint_every": 5}
     with trainer_of(InShards, **arguments) as trainer:
         expected, steps, whole = by_threes(trainer)
-    strikes = [Strike("kill", rank=1, step=1, phase="validation")]
+    strikes = [Strike("kill", rank=1, step=3, phase="validation")]
     with trainer_of(InShards, strikes, spare_workers=spare_workers, **arguments) as trainer:
         results, reached, model = by_threes(trainer)
         assert len(trainer.status()["recoveries"]) == 1

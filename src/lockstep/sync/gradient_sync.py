@@ -470,6 +470,8 @@ class GradientSync:
         if not self._rounds.listener.is_listening:
             raise WrongUseError("this synchronisation was detached", fix="make another one")
         number = compare_structures(group, self._found, self._settings)
+        # The shapes of now: a forward may have given them others, which not all ranks have seen.
+        self._buffers = BufferBroadcast(self._found.buffers.values())
         self._rounds.join(group)
         self._rounds.digest = digest_of(group.size, number)
 
