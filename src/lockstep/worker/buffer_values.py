@@ -51,6 +51,8 @@ def put_buffer_values(run: TrainingParts, values: BufferValues, device: torch.de
     owners = dict(_owners(run))
     for name, (value, persistent) in values.items():
         path, _, key = name.rpartition(".")
+        if path not in owners:
+            continue  # a module that was added since: to load its weights fails, and names them
         table = buffers_of(owners[path])
         mine = table.get(key)
         if value is None:

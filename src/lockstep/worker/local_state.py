@@ -12,7 +12,7 @@ from lockstep.sync import is_local
 from lockstep.sync.optimizer_inspection import optimizer_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     import torch
     from torch import nn
@@ -75,7 +75,7 @@ def _states_in(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[dict[int
         }
 
 
-def _merge(saved: Any, own: Any, merge_one: Any) -> Any:
+def _merge(saved: Any, own: Any, merge_one: Callable[[Any, Any], Any]) -> Any:
     if not saved:
         return saved
     if isinstance(saved, list):

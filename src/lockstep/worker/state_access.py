@@ -182,9 +182,11 @@ class StateAccess:
     @property
     def per_rank_keys(self) -> tuple[str, ...]:
         """The keys of a state under which each rank has something else."""
-        has_own = self.operator._lockstep_overrides(TrainingOperator.state_dict)
-        has_local = self.run.has_local_tensors
-        return ("operator",) * has_own + ("local",) * has_local
+        has = {
+            "operator": self.operator._lockstep_overrides(TrainingOperator.state_dict),
+            "local": self.run.has_local_tensors,
+        }
+        return tuple(key for key in state_dicts.PER_RANK if has[key])
 
     @remote_method(Communication.NONE, OnFailure.REPEAT)
     def per_rank_state(self) -> dict[str, Any]:

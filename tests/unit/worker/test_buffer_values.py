@@ -64,6 +64,14 @@ def test_of_a_worker_that_has_not_trained_in_one_that_has():
     trained.load_state_dict(fresh.state_dict())
 
 
+def test_of_a_module_that_is_not_here_the_load_tells():
+    trained, fresh = Scales(), Scales()
+    trained.added = nn.BatchNorm1d(3)
+    put_buffer_values(Parts(fresh), buffer_values(Parts(trained)), torch.device("cpu"))
+    with pytest.raises(RuntimeError, match=r"added\.running_mean"):
+        fresh.load_state_dict(trained.state_dict())
+
+
 class FillsItsScale(Regression):
     """Its first forward fills one buffer, and its largest batch enlarges another one."""
 

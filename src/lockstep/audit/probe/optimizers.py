@@ -388,7 +388,7 @@ def _watch(probe: Probe, optimizer: Optimizer) -> Watched | None:
         # More parameters than before (layers unfrozen): the same optimizer, described anew.
         _keep_apart(probe, watched.track)
         watched.track.parameters = describe(probe, optimizer)
-        watched.track.steps = []
+        watched.track.steps, watched.track.meetings = [], []
         fresh = Watched(optimizer, watched.track, began=watched.track.count)
     else:
         kind = type(optimizer).__name__
