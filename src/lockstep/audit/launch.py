@@ -272,8 +272,9 @@ class _Run:
         waits = any(led.stuck_in is not None for led in ledgers)
         computes = [0.0 if led.stuck_in else led.facts.cpu_s for led in ledgers]
         stands = waits and standing == self._standing and len(ledgers) >= self.nproc
-        # Long at one line, as one rank evaluates what the others wait for: no hang.
-        stands &= sum(computes) - self._computed <= _IDLE * every_s
+        # Long at one line, as one rank evaluates what the others wait for: no hang. The sum is less
+        # than before where a process has ended that nobody waited for.
+        stands &= abs(sum(computes) - self._computed) <= _IDLE * every_s
         self._standing, self._computed = standing, sum(computes)
         limit_s = self.options.hang_timeout
         if not stands:

@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Final
 
 _SESSION: Final = 3
-_TIMES: Final = slice(11, 13)
-"""Places of a process's session, and of its user and system time, behind the name in its `stat`
-file (proc(5), whose fields 6, 14 and 15 they are)."""
+_TIMES: Final = slice(11, 15)
+"""Places of a process's session, and of its user and system time and those of the children that it
+has waited for, behind the name in its `stat` file (proc(5), whose fields 6 and 14 to 17 they are).
+"""
 
 
 def computed_in_session_s() -> float:
-    """Seconds of all living processes of this session; without /proc those of this process.
+    """Seconds of all processes of this session; without /proc those of this process.
+
+    Without the children that have ended, a rank that waits for one short child after another would
+    not compute at all.
 
     The launcher gives each rank a session of its own. A rank that waits for a child that computes
     is no rank that hangs.
