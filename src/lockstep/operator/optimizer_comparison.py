@@ -52,11 +52,7 @@ def compare_optimizers(group: Group, registered: TrainingParts) -> None:
 
 def _description(registered: TrainingParts) -> list[str]:
     """One line for each parameter group and scheduler: the settings that its steps depend on."""
-    names = {
-        id(parameter): f"{position}.{name}"
-        for position, module in enumerate(registered.modules())
-        for name, parameter in module.named_parameters()
-    }
+    names = {id(parameter): name for name, parameter in registered.named_parameters().items()}
     lines: list[str] = []
     for number, optimizer in enumerate(registered.optimizers):
         lines.append(f"optimizer {number}: {type(optimizer).__name__}")

@@ -18,6 +18,7 @@ from lockstep._torch_compat import buffers_of, is_persistent, schedulers_within
 from lockstep.errors import ConfigurationError, UnknownParameterError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator.sync_setup import attach, check_shard_size, is_in_units
+from lockstep.operator.trained_parameters import TrainedParameters
 from lockstep.operator.training_parts import TrainingParts
 from lockstep.operator.weight_averages import make_weight_averages
 from lockstep.sync import is_local
@@ -247,7 +248,8 @@ def _refuse_foreign_schedulers(registered: TrainingParts) -> None:
 
 
 def conclude_setup(operator: Operator, registered: TrainingParts, returned: Any) -> None:
-    """Refuse a value that `setup` returned, and take over a scheduler that it left in `self`."""
+    """Refuse a value that `setup` returned, take over a scheduler that it left in `self`, and note
+    which parameters train."""
     if returned is not None:
         raise WrongTypeError(
             "setup returned something, which nobody reads",
@@ -257,6 +259,7 @@ def conclude_setup(operator: Operator, registered: TrainingParts, returned: Any)
             fix="self.register(models=..., optimizers=...) and self.register_data(...)",
         )
     _take_scheduler(operator, registered)
+    registered.trained_after_setup = TrainedParameters.of(registered)
 
 
 def _take_scheduler(operator: Operator, registered: TrainingParts) -> None:

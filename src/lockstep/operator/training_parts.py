@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.optim.swa_utils import AveragedModel
 
+    from lockstep.operator.trained_parameters import TrainedParameters
     from lockstep.sync import Synchroniser
     from lockstep.sync.shard_units import ShardPolicy
 
@@ -58,6 +59,7 @@ class TrainingParts:
         averages: of the models' weights, one for each model; empty without ``ema``.
         whole_models: copies of models that are in shards, from before, without memory for their
             tensors (on the meta device); empty unless models are.
+        trained_after_setup: which parameters train when `setup` has ended; None before.
     """
 
     models: list[nn.Module]
@@ -71,6 +73,7 @@ class TrainingParts:
     can_join: bool = False
     averages: list[AveragedModel] = field(default_factory=list)
     whole_models: list[nn.Module] = field(default_factory=list)
+    trained_after_setup: TrainedParameters | None = None
 
     def leave_group(self) -> None:
         """Leave a group that has broken, so that another one can be joined."""
@@ -131,6 +134,14 @@ class TrainingParts:
     def parameters(self) -> Iterator[nn.Parameter]:
         # Each parameter once: clipping would count a parameter that modules share twice.
         yield from dict.fromkeys(p for module in self.modules() for p in module.parameters())
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """`parameters()` by their names, behind the position of the module among `modules()`."""
+        names: dict[nn.Parameter, str] = {}
+        for position, module in enumerate(self.plain_modules()):
+            for name, parameter in module.named_parameters():
+                names.setdefault(parameter, f"{position}.{name}")
+        return {name: parameter for parameter, name in names.items()}
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """All buffers, those included that are not persistent, which a checkpoint omits."""

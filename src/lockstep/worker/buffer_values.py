@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from lockstep._torch_compat import buffers_of, is_persistent
+from lockstep.sync import is_local
+from lockstep.tensor_copies import fits, write_into
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,8 +24,9 @@ if TYPE_CHECKING:
 
     from lockstep.operator.training_parts import TrainingParts
 
-BufferValues: TypeAlias = "dict[str, tuple[torch.Tensor | None, bool]]"
-"""For each buffer's name its value, and whether it is persistent."""
+BufferValues: TypeAlias = "dict[str, dict[str, tuple[torch.Tensor | None, bool]]]"
+"""For each module's path, and for each name of a buffer of it: the value, and whether the buffer is
+persistent."""
 
 
 def buffer_values(
@@ -35,32 +38,51 @@ def buffer_values(
         copy: is given each value; by default what is returned holds the buffers themselves.
     """
     return {
-        f"{path}.{key}": (None if value is None else copy(value), is_persistent(owner, key))
+        path: {
+            key: (None if value is None else copy(value), is_persistent(owner, key))
+            for key, value in buffers_of(owner).items()
+        }
         for path, owner in _owners(run)
-        for key, value in buffers_of(owner).items()
     }
+
+
+def with_own_local_buffers(values: BufferValues, run: TrainingParts) -> BufferValues:
+    """Another rank's `values`, with this rank's in the place of those that are each rank's own."""
+    own = {
+        path: {
+            key: held for key, held in table.items() if held[0] is not None and is_local(held[0])
+        }
+        for path, table in buffer_values(run).items()
+    }
+    return {path: {**table, **own.get(path, {})} for path, table in values.items()}
 
 
 @torch.no_grad()
 def put_buffer_values(run: TrainingParts, values: BufferValues, device: torch.device) -> None:
-    """Let the buffers be `values`, of a worker that has the same modules.
+    """Let the buffers be `values`, of a worker that has the same modules, and no others.
 
     Args:
         device: of buffers that `setup` has not made here.
     """
-    owners = dict(_owners(run))
-    for name, (value, persistent) in values.items():
-        path, _, key = name.rpartition(".")
-        if path not in owners:
-            continue  # a module that was added since: to load its weights fails, and names them
-        table = buffers_of(owners[path])
-        mine = table.get(key)
-        if value is None:
-            table[key] = None
-        elif mine is None:
-            owners[path].register_buffer(key, value.to(device, copy=True), persistent)
-        else:
-            mine.data = value.to(mine.device, copy=True)
+    # Modules that share a buffer go on sharing it.
+    replaced: dict[torch.Tensor, torch.Tensor] = {}
+    for path, owner in _owners(run):
+        # Without values: a module that was added since.
+        table = values.get(path, buffers_of(owner))
+        for key in buffers_of(owner).keys() - table.keys():
+            delattr(owner, key)  # a forward has registered it
+        for key, (value, persistent) in values.get(path, {}).items():
+            mine = buffers_of(owner).get(key)
+            if value is None:
+                buffers_of(owner)[key] = None
+            elif mine is None:
+                owner.register_buffer(key, value.to(device, copy=True), persistent)
+            elif fits(value, mine):
+                write_into(mine, value)  # views of it see the value
+            else:
+                if mine not in replaced:
+                    replaced[mine] = value.to(mine.device, copy=True)
+                buffers_of(owner)[key] = replaced[mine]
 
 
 def _owners(run: TrainingParts) -> Iterator[tuple[str, nn.Module]]:

@@ -25,9 +25,12 @@ from lockstep.group import Group
 from lockstep.operator import TrainingOperator
 from lockstep.operator.sync_setup import rejoin
 from lockstep.worker import state_broadcast
-from lockstep.worker.buffer_values import buffer_values, put_buffer_values
+from lockstep.worker.buffer_values import (
+    buffer_values,
+    put_buffer_values,
+    with_own_local_buffers,
+)
 from lockstep.worker.loader_sharding import make_sharded_loader
-from lockstep.worker.local_state import local_state
 from lockstep.worker.loop_run import LoopProgress
 from lockstep.worker.memory_recovery import go_back, take_again
 from lockstep.worker.position_queries import run_position
@@ -278,8 +281,9 @@ def _transfer_state(worker: Worker, group: Group, rank: int, formation: Formatio
         had_state, worker.has_state = worker.has_state, False
         full_state = state_broadcast.receive(group, formation.source)
         if had_state and worker.run.has_local_tensors:
-            # It is behind by a step; those of the source are of another rank.
-            full_state["state"]["local"] = copy_to_cpu(local_state(worker.run))
+            # This rank is a step behind; the local tensors of the source belong to that rank.
+            full_state["state"]["local"] = copy_to_cpu(worker.local_state())
+            full_state["buffers"] = with_own_local_buffers(full_state["buffers"], worker.run)
         _load_full_state(worker, full_state)
         worker.has_state = True
     else:
@@ -291,7 +295,6 @@ def _full_state(worker: Worker) -> dict[str, Any]:
     run, window_gradients = worker.run, worker.rollback.window_gradients()
     return {
         "state": worker.state_to_write(),
-        "requires_grad": [parameter.requires_grad for parameter in run.parameters()],
         "buffers": buffer_values(run),
         "weighed_by": worker.operator._lockstep.weighed_by,
         "window_gradients": None if window_gradients is None else list(window_gradients.gradients),
@@ -304,8 +307,6 @@ def _load_full_state(worker: Worker, full_state: dict[str, Any]) -> None:
     run: TrainingParts = worker.run
     put_buffer_values(run, full_state["buffers"], worker.operator.device)
     worker.load_state(full_state["state"])
-    for parameter, flag in zip(run.parameters(), full_state["requires_grad"], strict=True):
-        parameter.requires_grad_(flag)
     worker.operator._lockstep.weighed_by = dict(full_state["weighed_by"])
     if full_state["window_gradients"] is not None:
         gradients = SavedGradients(full_state["window_gradients"])

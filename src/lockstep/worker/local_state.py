@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each rank has of its own in a run's state: tensors that `lockstep.local` marks.
 
-A state holds rank 0's among the others, so that it is complete, and every rank's beside it.
+A state holds rank 0's among the model's, as that of one process does, and every rank's beside it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def local_state(run: TrainingParts) -> dict[str, Any]:
 
     Returns:
         Under the keys of a state for each module its tensors by name, and for each optimizer the
-        states of its parameters by number.
+        states of its parameters by number; None for a parameter without a state.
     """
     modules = [_tensors_in(module) for module in run.plain_modules()]
     has_criterion = len(modules) > len(run.models)
@@ -41,16 +41,20 @@ def local_state(run: TrainingParts) -> dict[str, Any]:
     }
 
 
-def with_local_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`state` with the tensors of its "local" in the place of rank 0's."""
-    own = state.get("local")
-    if own is None:
+def with_local_state(run: TrainingParts, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`state` with the tensors of its "local" in the place of rank 0's, where `run` has them local.
+
+    The program that wrote the state may have marked others: what is synchronised now has to be
+    equal on all ranks.
+    """
+    saved = state.get("local")
+    if saved is None:
         return state
-    merged = {**state}
+    merged, here = {**state}, local_state(run)
     for key in ("models", "criterion", "ema"):
-        merged[key] = _merge(state.get(key), own[key], _with_tensors)
+        merged[key] = _merge(state.get(key), saved[key], here[key], _with_tensors)
     for key in ("optimizers", "inner_optimizers"):
-        merged[key] = _merge(state.get(key), own[key], _with_states)
+        merged[key] = _merge(state.get(key), saved[key], here[key], _with_states)
     return merged
 
 
@@ -69,26 +73,36 @@ def _averages_of(run: TrainingParts, modules: list[dict[str, torch.Tensor]]) -> 
 def _states_in(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[dict[int, Any]]:
     for optimizer in optimizers:
         yield {
-            number: optimizer.state[parameter]
+            number: optimizer.state.get(parameter)
             for number, parameter in enumerate(optimizer_parameters(optimizer))
-            if is_local(parameter) and parameter in optimizer.state
+            if is_local(parameter)
         }
 
 
-def _merge(saved: Any, own: Any, merge_one: Callable[[Any, Any], Any]) -> Any:
-    if not saved:
-        return saved
-    if isinstance(saved, list):
-        return [merge_one(*pair) for pair in zip(saved, own, strict=True)]
-    return merge_one(saved, own)
+def _merge(whole: Any, saved: Any, here: Any, merge_one: Callable[[Any, Any], Any]) -> Any:
+    """
+    Args:
+        whole: one ``state_dict``, or a list of them.
+        saved: in the same shape, what the state's rank had of its own.
+        here: in the same shape, what this rank has of its own.
+        merge_one: puts what `saved` and `here` have both into a copy of `whole`.
+    """
+    if not whole:
+        return whole
+    if isinstance(whole, list):
+        return [_merge(*three, merge_one) for three in zip(whole, saved, here, strict=True)]
+    own = {key: value for key, value in (saved or {}).items() if key in (here or {})}
+    return merge_one(whole, own) if own else whole
 
 
-def _with_tensors(saved: Mapping[str, Any], own: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    return {**saved, **own} if own else saved
+def _with_tensors(whole: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**whole, **own}
 
 
-def _with_states(saved: Mapping[str, Any], own: Mapping[int, Any]) -> Mapping[str, Any]:
+def _with_states(whole: Mapping[str, Any], own: Mapping[int, Any]) -> Mapping[str, Any]:
     # An optimizer of another package may keep its state in another form.
-    if not own or _STATE not in saved:
-        return saved
-    return {**saved, _STATE: {**saved[_STATE], **own}}
+    if _STATE not in whole:
+        return whole
+    states = {number: held for number, held in whole[_STATE].items() if number not in own}
+    states |= {number: held for number, held in own.items() if held is not None}
+    return {**whole, _STATE: states}

@@ -81,7 +81,6 @@ class Part:
 
     Attributes:
         state: as `StateAccess.state_dict` returns it, with `LocalRows` in the place of shards.
-        requires_grad: which parameters train.
         buffers: of the modules, see `buffer_values`.
         parameters: those that `state` does not hold, see `unsaved_parameters`.
         gradients: those that a later step of the loop may use; None where none does.
@@ -91,7 +90,6 @@ class Part:
     """
 
     state: dict[str, Any]
-    requires_grad: list[bool]
     buffers: BufferValues
     parameters: list[Any]
     gradients: list[Any] | None
@@ -374,7 +372,6 @@ def _take_rest(worker: StateAccess, taken_in: tuple[int, LoopProgress | None]) -
     run, (call, progress) = worker.run, taken_in
     return Part(
         state={},
-        requires_grad=[parameter.requires_grad for parameter in run.parameters()],
         buffers=buffer_values(run, copy_own_rows),
         parameters=[],
         gradients=None,

@@ -17,6 +17,7 @@ import torch
 
 from lockstep.metrics import TimerCollection
 from lockstep.operator.sync_setup import rejoin
+from lockstep.operator.trained_parameters import restore_trained_parameters
 from lockstep.worker import state_broadcast
 from lockstep.worker.buffer_values import put_buffer_values
 from lockstep.worker.loop_run import LoopRun
@@ -191,9 +192,8 @@ def go_back(worker: Worker, group: Group, restore: StateRestore) -> None:
     else:
         assert restore.rest is not None, "it was read from the disk"
         part = _part_that_was_read(worker, restore.rest)
-    for parameter, flag in zip(worker.run.parameters(), part.requires_grad, strict=True):
-        parameter.requires_grad_(flag)
     # Before the ranks compare their models, and so before the weights are loaded.
+    restore_trained_parameters(worker.run, part.state)
     put_buffer_values(worker.run, part.buffers, worker.operator.device)
     context = worker.operator._lockstep.context
     rejoin(worker.run, context, restore.step, load=partial(_load, worker, part))

@@ -16,6 +16,7 @@ from lockstep.operator.rank_context import shard_order
 from lockstep.operator.registration import registered_parts
 from lockstep.tensor_tree import leaves_of
 from lockstep.worker import state_dict as state_dicts
+from lockstep.worker.buffer_values import buffer_values, put_buffer_values
 from lockstep.worker.data_cursor import Cursor
 from lockstep.worker.dataset_switch import DATASET, DatasetSwitch
 from lockstep.worker.loader_sharding import make_sharded_loader
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lockstep.operator.training_parts import TrainingParts
+    from lockstep.worker.buffer_values import BufferValues
     from lockstep.worker.rollback import Rollback
     from lockstep.worker.spec import WorkerSpec
     from lockstep.worker.user_state_copy import UserStateCopy
@@ -43,7 +45,7 @@ class StateAccess:
     before_call: dict[str, Any] | None
     call_number: int
     incoming: Mapping[str, Any] | None
-    _before_load: tuple[dict[str, Any], int] | None
+    _before_load: tuple[dict[str, Any], BufferValues, int] | None
     _dataset_switch: DatasetSwitch
     _operator: TrainingOperator | None
     _rollback: Rollback | None
@@ -128,7 +130,7 @@ class StateAccess:
         assignment = self.operator._lockstep.context.shard_assignment
         state["seed"], state["num_shards"] = assignment.seed, assignment.num_shards
         if self.run.has_local_tensors:
-            state["local"] = take(self._local_state())
+            state["local"] = take(self.local_state())
         return state
 
     def own_state_dict(
@@ -154,14 +156,21 @@ class StateAccess:
             key = DATASET if self.reads_dataset else "train"
             state["position"][key]["step"] = cursor.window_start
             state["global_step"] -= cursor.step - cursor.window_start
-            states = [*state["models"], state["criterion"]]
-            before = self.operator._lockstep.window.buffers_before
-            if before is not None and cursor.has_open_window:
-                before.put_into(states)
-            if self._rollback is not None and cursor.has_open_window:
-                self._rollback.put_window_start(states)
+            self._put_window_start(state)
             if self._user_state_before is not None:
                 state["operator"] = state_dicts.copy_to_cpu(self._operator_state())
+
+    def _put_window_start(self, state: dict[str, Any]) -> None:
+        """Give the modules' tensors in `state` the values from before an open window."""
+        cursor = self.cursors.get("train")
+        if cursor is None or not cursor.has_open_window:
+            return
+        states = [*state["models"], state["criterion"]]
+        before = self.operator._lockstep.window.buffers_before
+        if before is not None:
+            before.put_into(states)
+        if self._rollback is not None:
+            self._rollback.put_window_start(states)
 
     @property
     def _user_state_before(self) -> UserStateCopy | None:
@@ -191,14 +200,13 @@ class StateAccess:
     @remote_method(Communication.NONE, OnFailure.REPEAT)
     def per_rank_state(self) -> dict[str, Any]:
         """What `state_dict` has under `per_rank_keys`."""
-        taken = {"operator": self._operator_state, "local": self._local_state}
+        taken = {"operator": self._operator_state, "local": self.local_state}
         return {key: state_dicts.copy_to_cpu(taken[key]()) for key in self.per_rank_keys}
 
-    def _local_state(self) -> dict[str, Any]:
+    def local_state(self) -> dict[str, Any]:
+        """This rank's `lockstep.local` tensors; in an open window those of its start."""
         own = local_state(self.run)
-        before = self.operator._lockstep.window.buffers_before
-        if before is not None and "train" in self.cursors and self.cursors["train"].has_open_window:
-            before.put_into([*own["models"], own["criterion"]])
+        self._put_window_start(own)
         return own
 
     def _operator_state(self) -> Any:
@@ -226,7 +234,8 @@ class StateAccess:
         # `before` lies at the start of the open window: batches after it are computed again, and
         # must not be counted again.
         num_counted = self.operator._lockstep.committed - before["global_step"]
-        self._before_load = before, self.num_batches_to_recompute + num_counted
+        buffers = buffer_values(self.run, state_dicts.copy_own_rows)
+        self._before_load = before, buffers, self.num_batches_to_recompute + num_counted
         if self.operator._lockstep.step_log is not None:
             self.operator._lockstep.step_log.rewind_to(0)
         self.load_state(incoming)
@@ -235,7 +244,8 @@ class StateAccess:
     def settle_state(self, keep: bool) -> None:
         held, self._before_load = self._before_load, None
         if not keep and held is not None:
-            before, num_counted = held
+            before, buffers, num_counted = held
+            put_buffer_values(self.run, buffers, self.operator.device)
             self.load_state(before)
             self.num_batches_to_recompute = num_counted
         # Where loading has failed early on some ranks, their positions have not moved.

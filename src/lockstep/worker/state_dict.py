@@ -31,6 +31,13 @@ from lockstep.checkpoint.plain_values import MAPPINGS
 from lockstep.errors import CheckpointError, ConfigurationError, NotAvailableError
 from lockstep.local_rows import LocalRows, first_row
 from lockstep.operator.model_copies import copy_attributes, copy_models
+from lockstep.operator.trained_parameters import KEY as TRAINED_PARAMETERS
+from lockstep.operator.trained_parameters import (
+    changes_since_setup,
+    group_sizes,
+    restore_trained_parameters,
+    unknown_names,
+)
 from lockstep.phases import Phase, in_phase
 from lockstep.sync.optimizer_inspection import load_state
 from lockstep.tensor_copies import is_block, is_expanded, is_shard
@@ -85,6 +92,7 @@ def collect(
     is_module = isinstance(run.criterion, nn.Module)
     state["criterion"] = take(run.plain_criterion().state_dict()) if is_module else None
     state["precision"] = take(operator._lockstep.precision.state_dict())
+    state[TRAINED_PARAMETERS] = changes_since_setup(run)
     state["operator"] = _operators_own_state(operator, take)
     state["global_step"] = operator._lockstep.committed
     state["ran_default_epoch"] = operator._lockstep.ran_default_epoch
@@ -246,9 +254,13 @@ def _problems(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:
     found = _kind_problems(run, state)
     if found:
         return found
+    sizes = group_sizes(run, state)
     for key, (noun, members) in _parts(run).items():
         for index, (member, saved) in enumerate(zip(members, state.get(key) or [], strict=False)):
-            found += _member_problems(f"{noun} {index}", member, saved)
+            found += _member_problems(f"{noun} {index}", member, saved, sizes)
+    found += [
+        f"a parameter group holds {name!r}, unknown here" for name in unknown_names(run, state)
+    ]
     saved_criterion = state.get("criterion")
     if isinstance(run.criterion, nn.Module) and saved_criterion is not None:
         found += _module_problems("criterion", run.plain_criterion(), saved_criterion)
@@ -273,12 +285,16 @@ def _kind_problems(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _member_problems(name: str, member: Any, saved: Mapping[str, Any]) -> list[str]:
+def _member_problems(
+    name: str, member: Any, saved: Mapping[str, Any], sizes: Mapping[int, list[int]]
+) -> list[str]:
     if isinstance(member, nn.Module):
         return _module_problems(name, member, saved)
     if not isinstance(member, torch.optim.Optimizer):
         return []
-    here = [len(group["params"]) for group in member.param_groups]
+    here = sizes.get(id(member.param_groups))
+    if here is None:
+        here = [len(group["params"]) for group in member.param_groups]
     there = [len(group["params"]) for group in saved.get("param_groups", [])]
     if here == there:
         return []
@@ -333,7 +349,8 @@ def check(run: TrainingParts, state: Mapping[str, Any]) -> None:
 @in_phase(Phase.COPYING_STATE)
 def apply(operator: TrainingOperator, run: TrainingParts, state: Mapping[str, Any]) -> None:
     """Load `state` into models, optimizers, schedulers, criterion and operator."""
-    state = with_local_state(state)
+    state = with_local_state(run, state)
+    restore_trained_parameters(run, state)
     of_same_weights = _has_same_dtypes(run, state)
     for key, (_, members) in _parts(run).items():
         if key in _OPTIONAL and not state.get(key):

@@ -30,3 +30,16 @@ def test_an_optimizer_goes_back_in_its_own_groups():
     assert all(map(torch.equal, step(), expected[0]))
     group["lr"] = 0.0
     assert all(map(torch.equal, step(), expected[0]))
+
+
+def test_a_group_that_was_added_since_is_taken_away():
+    torch.manual_seed(0)
+    layer, late = nn.Linear(3, 2), nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(layer.parameters())
+    kept = StateCopy(layer.parameters(), [optimizer])
+    optimizer.add_param_group({"params": late.parameters()})
+    late(layer(torch.ones(1, 3))).sum().backward()
+    optimizer.step()
+    kept.restore()
+    assert [group["params"] for group in optimizer.param_groups] == [list(layer.parameters())]
+    assert not optimizer.state

@@ -6,7 +6,12 @@ import torch
 from tests.unit.trainer.programs import Regression, trainer
 from torch import nn
 
-from lockstep.worker.buffer_values import buffer_values, put_buffer_values
+import lockstep
+from lockstep.worker.buffer_values import (
+    buffer_values,
+    put_buffer_values,
+    with_own_local_buffers,
+)
 from lockstep.worker.state_dict import copy_own_rows
 
 
@@ -36,6 +41,7 @@ class Scales(nn.Module):
         self.inner(torch.arange(6.0).view(2, 3))
         self.scale, self.table, self.seen = torch.tensor(2.0), torch.ones(4), torch.full((3,), 5.0)
         self.inner.register_buffer("late", torch.tensor([7.0]), persistent=False)
+        self.register_buffer("added", torch.tensor([8.0]))
         return self
 
 
@@ -62,6 +68,35 @@ def test_of_a_worker_that_has_not_trained_in_one_that_has():
     assert trained.scale is None
     assert trained.table.shape == trained.seen.shape == (1,)
     trained.load_state_dict(fresh.state_dict())
+
+
+def test_modules_that_share_a_buffer_and_views_of_one_go_on_sharing():
+    class Shares(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("whole", torch.zeros(4))
+            self.register_buffer("part", self.whole[:2])
+            self.register_buffer("one", torch.zeros(1))
+            self.inner = nn.Module()
+            self.inner.register_buffer("same", self.one)
+
+    here, there = Shares(), Shares()
+    there.whole.add_(1)
+    there.one = there.inner.same = torch.ones(3)
+    put_buffer_values(Parts(here), buffer_values(Parts(there)), torch.device("cpu"))
+    here.whole[0] = 5.0
+    assert here.part.tolist() == [5.0, 1.0]
+    assert here.inner.same is here.one
+    assert here.one.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_rank_keeps_what_is_its_own():
+    here, there = Scales().see(), Scales().see()
+    lockstep.local(here.table)
+    there.table, there.seen = torch.ones(1), torch.ones(1)
+    values = with_own_local_buffers(buffer_values(Parts(there)), Parts(here))
+    put_buffer_values(Parts(here), values, torch.device("cpu"))
+    assert (len(here.table), len(here.seen)) == (4, 1)
 
 
 def test_of_a_module_that_is_not_here_the_load_tells():
@@ -102,3 +137,39 @@ def test_a_run_with_such_buffers_is_verified_and_goes_on_from_a_checkpoint(tmp_p
         run.load(path)
         run.train()
         assert torch.equal(run.get_model().weight, expected)
+
+
+class RefusesItsState(Regression):
+    """Its first forward fills a buffer, and it loads nothing that another one has saved."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.model.register_buffer("scale", None)
+        self.model.register_forward_pre_hook(_fill_scale)
+
+    def state_dict(self):
+        return self.config["name"]
+
+    def load_state_dict(self, state):
+        if state != self.config["name"]:
+            raise ValueError("not this one")
+
+
+def _fill_scale(module, given):
+    if module.scale is None:
+        module.scale = torch.full((2,), 3.0, dtype=torch.float64)
+
+
+def test_a_load_that_fails_leaves_buffers_as_they_were():
+    with trainer(RefusesItsState, config={"name": "one"}) as run:
+        run.train(num_steps=2)
+        state = run.state_dict()
+    with trainer(RefusesItsState, config={"name": "other"}) as run:
+        before = run.get_model().state_dict()
+        with pytest.raises(ValueError, match="not this one"):
+            run.load_state_dict(state)
+        assert run.get_local_operator().model.scale is None
+        after = run.get_model().state_dict()
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[key], value) for key, value in before.items())
+        run.train(num_steps=1)

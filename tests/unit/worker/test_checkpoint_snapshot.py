@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a snapshot is due after a recovery, and what becomes of one that nobody has fetched."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
+from lockstep.errors import NotAvailableError
 from lockstep.worker.checkpoint_snapshot import Snapshot, SnapshotTaker
 
 
@@ -26,6 +28,20 @@ def test_one_that_is_not_on_the_disk_is_due_again(committed, last_written, is_du
     )
     taker.forget(last_written)
     assert taker._is_due == is_due
+
+
+@pytest.mark.parametrize("keys", [(), ("local",)])
+def test_one_of_all_ranks_is_refused_where_each_counts_its_own_steps(keys):
+    spec = SimpleNamespace(
+        checkpoint_every=5,
+        num_workers=2,
+        saves_parts=False,
+        options=SimpleNamespace(add_dist_sampler=False),
+    )
+    operator = SimpleNamespace(_lockstep=SimpleNamespace(committed=0))
+    taker = SnapshotTaker(SimpleNamespace(spec=spec, operator=operator, per_rank_keys=keys))
+    with pytest.raises(NotAvailableError) if keys else nullcontext():
+        taker.begin_call()
 
 
 def test_one_that_nobody_has_fetched_is_dropped_and_its_memory_is_free():

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors that `lockstep.local` marks, taken out of a state and put into another rank's."""
 
+import copy
+
 import pytest
 import torch
 from tests.unit.trainer.programs import Regression, loader, trainer
@@ -62,3 +64,27 @@ def test_what_is_loaded_is_the_rank_s_own_and_not_what_lies_among_the_shared_val
         run.load_state_dict({**state, "local_by_rank": [own, own]})
         for name, value in run.get_model().state_dict().items():
             assert torch.equal(value, state["models"][0][name])
+
+
+def test_what_is_not_local_here_stays_that_of_all_ranks():
+    """A file of a program that had marked more."""
+    with trainer(Routed, config={"seed": 0}) as run:
+        run.train()
+        state = run.state_dict()
+        own = copy.deepcopy(state["local"])
+        own["models"][0] |= {"0.weight": torch.zeros(3, 3, dtype=torch.float64)}
+        own["optimizers"][0] |= {0: {"step": torch.tensor(99.0)}}
+        run.load_state_dict({**state, "local_by_rank": [own]})
+        assert torch.equal(run.get_model()[0].weight, state["models"][0]["0.weight"])
+        assert run.state_dict()["optimizers"][0]["state"][0]["step"] == 4
+
+
+def test_a_rank_that_has_no_state_for_its_own_parameter_gets_none():
+    with trainer(Routed, config={"seed": 0}) as run:
+        fresh = run.state_dict()["local"]
+        assert fresh["optimizers"][0] == {2: None, 3: None, 6: None}
+        run.train()
+        state = run.state_dict()
+        own = {**state["local"], "optimizers": fresh["optimizers"]}
+        run.load_state_dict({**state, "local_by_rank": [own]})
+        assert run.state_dict()["optimizers"][0]["state"].keys() == {0, 1, 4, 5}

@@ -35,7 +35,7 @@ def part_of(rank, size):
         for name, whole in TENSORS.items()
     }
     state = {"models": [rows], "operator": {"of": rank, "own": rows["even"]}, "global_step": 7}
-    return Part(state, [True], [], [rows["uneven"]], None, {}, 0, None)
+    return Part(state, [], [rows["uneven"]], None, {}, 0, None)
 
 
 @pytest.mark.parametrize("before", range(1, 6))

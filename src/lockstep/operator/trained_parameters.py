@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`TrainedParameters`: which parameters a run trains, and what of that has changed since `setup`.
+
+A loop may unfreeze layers, and give their parameters to an optimizer (``add_param_group``). A state
+holds these changes: a process that begins with `setup`, as a joining worker and a resumed run do,
+makes them before it loads the optimizers' states, which are numbered through the groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+    from torch import nn
+
+    from lockstep.operator.training_parts import TrainingParts
+
+KEY: Final = "trained_parameters"
+"""The key of the changes in a state. States of earlier versions lack it."""
+
+_UNKNOWN: Final = "?"
+"""Stands for a parameter of no registered module; its optimizer refuses to step."""
+
+
+@dataclass(frozen=True)
+class TrainedParameters:
+    """Which parameters a run trains.
+
+    Attributes:
+        requires_grad: the flag of each parameter, by name.
+        groups: the names in each parameter group, for each optimizer.
+    """
+
+    requires_grad: Mapping[str, bool]
+    groups: Sequence[Sequence[Sequence[str]]]
+
+    @classmethod
+    def of(cls, run: TrainingParts) -> TrainedParameters:
+        """Those of `run` as it is now."""
+        named = run.named_parameters()
+        names = {id(parameter): name for name, parameter in named.items()}
+        return cls(
+            {name: parameter.requires_grad for name, parameter in named.items()},
+            [
+                [[names.get(id(each), _UNKNOWN) for each in group["params"]] for group in groups]
+                for groups in (optimizer.param_groups for optimizer in run.optimizers)
+            ],
+        )
+
+
+def changes_since_setup(run: TrainingParts) -> dict[str, Any]:
+    """What a state holds under `KEY`: the flags that changed, and the names in added groups."""
+    now, before = TrainedParameters.of(run), run.trained_after_setup
+    assert before is not None, "setup has ended"
+    return {
+        "requires_grad": {
+            name: flag
+            for name, flag in now.requires_grad.items()
+            if flag != before.requires_grad.get(name)
+        },
+        "added_groups": [
+            list(groups[len(first) :])
+            for groups, first in zip(now.groups, before.groups, strict=True)
+        ],
+    }
+
+
+def group_sizes(run: TrainingParts, state: Mapping[str, Any]) -> dict[int, list[int]]:
+    """The sizes of the groups that optimizers have once `restore_trained_parameters` returns.
+
+    Returns:
+        By the identity of the list of groups, which an optimizer and one within it may share.
+    """
+    sizes = {}
+    added = (state.get(KEY) or {}).get("added_groups") or [None] * len(run.optimizers)
+    before = run.trained_after_setup
+    for number, (optimizer, names) in enumerate(zip(run.optimizers, added, strict=False)):
+        groups = [group["params"] for group in optimizer.param_groups]
+        if names is not None and before is not None:
+            groups = [*before.groups[number], *names]
+        sizes[id(optimizer.param_groups)] = list(map(len, groups))
+    return sizes
+
+
+def unknown_names(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:
+    """The names in added groups of `state` that no parameter of `run` has."""
+    known = run.named_parameters()
+    added = (state.get(KEY) or {}).get("added_groups") or []
+    return [name for groups in added for names in groups for name in names if name not in known]
+
+
+def restore_trained_parameters(run: TrainingParts, state: Mapping[str, Any]) -> None:
+    """Freeze, unfreeze, and add or remove parameter groups, as the run of `state` had done."""
+    changes, before = state.get(KEY), run.trained_after_setup
+    if changes is None or before is None:
+        return
+    named = run.named_parameters()
+    flags = {**before.requires_grad, **changes["requires_grad"]}
+    for name, parameter in named.items():
+        parameter.requires_grad_(flags.get(name, parameter.requires_grad))
+    now = TrainedParameters.of(run)
+    for number, optimizer in enumerate(run.optimizers):
+        first, added = len(before.groups[number]), changes["added_groups"][number]
+        if list(now.groups[number][first:]) == added:
+            continue
+        del optimizer.param_groups[first:]
+        saved = state["optimizers"][number]["param_groups"][first:]
+        for names, settings in zip(added, saved, strict=True):
+            _add_group(optimizer, [named[name] for name in names], settings)
+
+
+def _add_group(
+    optimizer: torch.optim.Optimizer, params: list[nn.Parameter], settings: Mapping[str, Any]
+) -> None:
+    given: list[Any] = params
+    if "param_names" in settings:  # an optimizer of `named_parameters()` has no other groups
+        given = list(zip(settings["param_names"], params, strict=True))
+    kept = {key: value for key, value in settings.items() if key not in ("params", "param_names")}
+    optimizer.add_param_group({**kept, "params": given})

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer that a run has unfrozen, and given to its optimizer, outlives the death of a worker."""
+
+import pytest
+import torch
+from tests.ray.surviving import digest
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import TorchTrainer, TrainingOperator
+from lockstep.keys import BATCH_SIZE
+from lockstep.testing import Strike, struck
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+BEGINS_AT, STEPS = 3, 8
+
+
+class Unfreezes(TrainingOperator):
+    """A head trains alone until step 3; then the backbone trains as well, at a rate of its own."""
+
+    def setup(self, config):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Sequential(nn.Linear(4, 6)), nn.Sequential(nn.Linear(6, 3)))
+        model.double()[0].requires_grad_(False)
+        self.model, self.optimizer = self.register(
+            models=model,
+            optimizers=torch.optim.Adam(model[1].parameters(), lr=0.05),
+            shard=config["shard"],
+        )
+        features = torch.randn(80, 4, generator=torch.Generator().manual_seed(1)).double()
+        data = TensorDataset(features, features.sum(1).sign().long() + 1)
+        self.register_data(train_loader=DataLoader(data, config[BATCH_SIZE], shuffle=True))
+
+    def train_batch(self, batch, batch_info):
+        if self.global_step == BEGINS_AT:
+            self.model[0].requires_grad_(True)
+            self.optimizer.add_param_group({"params": self.model[0].parameters(), "lr": 0.01})
+        features, classes = batch
+        loss = nn.functional.cross_entropy(self.model(features), classes)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return {"train_loss": loss.item()}
+
+
+def _trainer(sync, shard, strikes=(), **arguments):
+    return TorchTrainer(
+        training_operator_cls=struck(Unfreezes, *strikes) if strikes else Unfreezes,
+        num_workers=2,
+        sync=sync,
+        config={BATCH_SIZE: 8, "shard": shard},
+        spare_workers=1,
+        memory_checkpoint_every=2,
+        **arguments,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sync", "shard"),
+    [
+        ("replicate", "whole"),
+        ("ddp", "whole"),
+        ("parameter_server", "whole"),
+        ("fsdp", "whole"),
+        ("fsdp", [nn.Sequential]),
+    ],
+)
+@pytest.mark.parametrize("step", [BEGINS_AT, BEGINS_AT + 2])
+def test_a_worker_that_joins_trains_what_the_run_trains(sync, shard, step):
+    with _trainer(sync, shard) as trainer:
+        trainer.train(num_steps=STEPS)
+        expected = digest(trainer)
+    with _trainer(sync, shard, [Strike("kill", rank=1, step=step, phase="backward")]) as trainer:
+        trainer.train(num_steps=STEPS)
+        (recovery,) = trainer.status()["recoveries"]
+        assert recovery["lost"]
+        assert digest(trainer) == expected
