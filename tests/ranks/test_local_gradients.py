@@ -134,3 +134,45 @@ def test_a_plain_backward_of_a_borrowed_batch_leaves_nothing(part):
     assert all(grad is None for grad in borrows[0])
     assert all(map(torch.equal, borrows[1], borrows[2]))
     assert all(map(torch.equal, lends[1], lends[2]))
+
+
+def test_a_step_behind_a_validation_whose_last_batch_was_borrowed():
+    """The default loop gives each backward its weight, and says nothing of the batch."""
+    replicas = [reset(Routed(), seed=3) for _ in range(2)]
+
+    def body(group):
+        model = replicas[group.rank]
+        local(model.router)
+        sync = replicate(model, group=group)
+        sync.set_delivered_weight(group.rank - 1.0 and 3.0)
+        with torch.no_grad():
+            model(X[:3])
+        sync.begin_step(0)
+        batch = batches_of(group.rank)[0]
+        sync.backward(model(batch).mean(), weight=len(batch))
+        found = own_gradients(model)
+        sync.detach()
+        return found
+
+    for rank, mine in enumerate(run_ranks(2, body)):
+        for one, true in zip(mine, true_gradients(rank, batches_of(rank)[:1]), strict=True):
+            assert (one - true).abs().max() < 1e-12
+
+
+def test_a_layer_that_a_borrowed_batch_s_loop_unfreezes_gets_nothing():
+    replicas = [reset(Routed(), seed=3) for _ in range(2)]
+
+    def body(group):
+        model = replicas[group.rank]
+        local(model.router).requires_grad_(False)
+        sync = replicate(model, group=group)
+        sync.set_delivered_weight(3.0 * group.rank)
+        model.router.requires_grad_(True)
+        model(X[:3]).mean().backward()
+        found = own_gradients(model)
+        sync.detach()
+        return found
+
+    borrows, owns = run_ranks(2, body)
+    assert all(grad is None for grad in borrows)
+    assert all(grad is not None for grad in owns)

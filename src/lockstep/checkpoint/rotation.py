@@ -173,17 +173,22 @@ class Rotation:
 
     def _set_aside(self, step: int) -> None:
         path = self.path_of(step)
-        aside = _free_name(path)
-        os.rename(path, aside)
+        aside = set_aside(path)
         _log.warning("%s is not of this run, which goes on without it: %s", path, aside)
 
 
-def _free_name(path: str) -> str:
-    """The name under which the checkpoint at `path` is set aside, beside all earlier ones."""
+def set_aside(path: str) -> str:
+    """Rename the file or folder at `path`, beside all that were set aside before it.
+
+    Returns:
+        Its new path.
+    """
     folder, name = os.path.split(path)
     numbers = itertools.chain([""], (f"{number}-" for number in itertools.count(2)))
     names = (os.path.join(folder, f"{_SET_ASIDE}{number}{name}") for number in numbers)
-    return next(each for each in names if not os.path.lexists(each))
+    aside = next(each for each in names if not os.path.lexists(each))
+    os.rename(path, aside)
+    return aside
 
 
 def _one_line_of(error: CheckpointError) -> str:

@@ -149,11 +149,12 @@ def _by_who_checks(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     return [each for each in (shards, others) if each]
 
 
-def _may_overflow(gradients: Iterable[torch.Tensor], rates: Iterable[float], norm: float) -> bool:
+def _may_overflow(gradients: Iterable[torch.Tensor], rates: Sequence[float], norm: float) -> bool:
     """Whether a squared gradient, or one times the learning rate, may leave the dtype's range."""
     # The dtypes of gradients, not of weights: weights in four bits are held as integers.
     dtypes = {gradient.dtype for gradient in gradients}
-    largest = max(norm, 1.0) * max([1.0, *rates])
+    # `max` keeps a NaN or drops it, by its place.
+    largest = max(norm, 1.0) * max([1.0, *rates]) if all(map(math.isfinite, rates)) else math.nan
     return any(not largest < math.sqrt(torch.finfo(dtype).max) for dtype in dtypes)
 
 

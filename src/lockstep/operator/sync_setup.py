@@ -20,6 +20,7 @@ from lockstep.sync import (
     GradientSync,
     ParameterServerSync,
     SingleProcess,
+    agree_on_shapes,
     replica_devices,
 )
 
@@ -64,7 +65,8 @@ def rejoin(
     committed: int,
     load: Callable[[], None] | None = None,
 ) -> None:
-    """Attach to the ranks of a new group, which hold the same values already.
+    """Attach to the ranks of a new group, which hold the same values already, maybe in buffers of
+    different shapes.
 
     Args:
         committed: steps of the run that have happened.
@@ -75,6 +77,7 @@ def rejoin(
     """
     if not context.options.wrap_ddp:
         return
+    agree_on_shapes(context.group, registered.plain_modules())
     if registered.sync is not None and registered.can_join:
         registered.sync.join_group(context.group)
     elif any(True for _ in registered.parameters()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from lockstep.sync.buffer_broadcast import agree_on_shapes as agree_on_shapes
 from lockstep.sync.buffer_broadcast import buffer_places as buffer_places
 from lockstep.sync.buffer_broadcast import copy_buffers as copy_buffers
 from lockstep.sync.buffer_broadcast import put_buffers as put_buffers
@@ -33,6 +34,7 @@ __all__ = [
     "ShardOrder",
     "SingleProcess",
     "Synchroniser",
+    "agree_on_shapes",
     "average_gradients",
     "buffer_places",
     "copy_buffers",

@@ -20,13 +20,14 @@ import torch
 
 from lockstep._torch_compat import buffers_of
 from lockstep.errors import NotAvailableError
+from lockstep.sync.local_parameters import is_local
 from lockstep.sync.tensor_bits import same_bits
 from lockstep.sync.tensor_broadcast import make_block, split_into_messages, unpack_block
 from lockstep.sync.tensor_reference_counts import has_aliases, is_in_graph
 from lockstep.tensor_copies import fits, is_block, write_into
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from lockstep.group import Group
 
@@ -103,6 +104,34 @@ def put_buffers(copies: Copies) -> None:
     """Give buffers the values that they had."""
     for place, value in copies:
         place.put(value)
+
+
+def agree_on_shapes(group: Group, modules: Sequence[torch.nn.Module]) -> None:
+    """Let buffers whose shapes differ between the ranks of a new group be those of rank 0.
+
+    A forward may have given a buffer a shape that other ranks have not seen, as tables of positions
+    grow with the longest text. In a validation no broadcast follows.
+
+    Gradient:
+        None.
+
+    Collective:
+        Every rank. One small all-gather, and two broadcasts for each buffer that differs.
+    """
+    places = {
+        f"{number}.{path}.{key}": BufferPlace(owner, key)
+        for number, module in enumerate(modules)
+        for path, owner in module.named_modules()
+        for key, tensor in buffers_of(owner).items()
+        if not is_local(owner) and not (tensor is not None and is_local(tensor))
+    }
+    shapes = {name: repr(_shape_of(place.tensor())) for name, place in places.items()}
+    everyone = group.exchange(shapes)
+    for name, shape in everyone[0].items():
+        if all(name in other for other in everyone) and any(
+            other[name] != shape for other in everyone
+        ):
+            _broadcast_file(group, places[name], group.device)
 
 
 class BufferBroadcast:

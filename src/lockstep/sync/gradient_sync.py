@@ -342,7 +342,8 @@ class GradientSync:
                 before it communicates.
 
         Gradient:
-            Applied in the buckets, at the reduction.
+            Applied in the buckets, at the reduction. After weight 0, backwards leave the gradients
+            of `lockstep.local` parameters as they are, until the next step or weight.
 
         Collective:
             None.
@@ -351,7 +352,7 @@ class GradientSync:
             WeightError: negative, NaN or infinite.
         """
         self._rounds.weights.deliver(weight)
-        self._rounds.local.begin_batch(is_borrowed=weight == 0.0)
+        self._rounds.local.begin_batch(is_borrowed=self._rounds.weights.is_borrowed)
 
     def begin_step(self, step: int) -> None:
         """Say which optimizer step the backwards from now on belong to; the same on every rank.
@@ -363,6 +364,7 @@ class GradientSync:
         Collective:
             None.
         """
+        self._rounds.local.begin_batch(is_borrowed=False)  # a validation's last may have been
         self._rounds.begin_step(step)
 
     def set_undo_point(self, step: int | None) -> None:

@@ -42,12 +42,17 @@ class LocalGradients:
             hook.remove()
         self._hooks.clear()
         self._before.clear()
-        for parameter in self._parameters:
-            if is_borrowed and parameter.requires_grad:
-                self._hooks += [
-                    parameter.register_hook(partial(self._note, parameter)),
-                    parameter.register_post_accumulate_grad_hook(self._undo),
-                ]
+        for parameter in self._parameters if is_borrowed else ():
+            flag = parameter.requires_grad
+            if not parameter.is_floating_point() and not parameter.is_complex():
+                continue
+            # torch takes no hook of a frozen parameter, and the batch's loop may unfreeze it.
+            parameter.requires_grad_(True)
+            self._hooks += [
+                parameter.register_hook(partial(self._note, parameter)),
+                parameter.register_post_accumulate_grad_hook(self._undo),
+            ]
+            parameter.requires_grad_(flag)
 
     def _note(self, parameter: torch.Tensor, _: torch.Tensor) -> None:
         # Autograd runs this hook for `torch.autograd.grad`, too, which changes nothing here.

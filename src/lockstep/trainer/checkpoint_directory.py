@@ -14,13 +14,13 @@ from lockstep.checkpoint.rotation import Rotation
 from lockstep.errors import (
     CheckpointError,
     ConfigurationError,
-    NotAvailableError,
 )
 from lockstep.operator import TrainingOperator
 from lockstep.trainer.argument_checks import require, require_count
 from lockstep.trainer.checkpoint_writer import CheckpointWriter
 from lockstep.trainer.run_log import RunLog
 from lockstep.trainer.snapshot_files import write_snapshot
+from lockstep.worker.checkpoint_snapshot import uncollectable_state_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -235,9 +235,4 @@ def _refuse_uncollectable_states(spec: WorkerSpec) -> None:
     if spec.checkpoint_every is not None and counts_alone:
         needed = spec.operator_cls._lockstep_overrides(TrainingOperator.state_dict)
         if needed or spec.options.sync == "fsdp":
-            raise NotAvailableError(
-                "checkpoints cannot be taken in the middle of training here",
-                got="add_dist_sampler=False, and a state that no rank knows alone",
-                cause="every rank has steps of its own, so there is none for all to stop at",
-                fix="leave checkpoint_every out, and call save(path) between calls",
-            )
+            raise uncollectable_state_error()

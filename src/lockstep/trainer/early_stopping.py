@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.checkpoint.rotation import set_aside
 from lockstep.errors import ConfigurationError
 from lockstep.metrics.metric_values import as_number
 from lockstep.trainer.argument_checks import require, require_choice, require_count
@@ -151,10 +152,10 @@ class EarlyStopping(MetricMonitor):
 class KeepBest(MetricMonitor):
     """Saves the run whenever the metric is better than ever; `trainer.load(path)` takes it.
 
-    What the file was saved for stands beside it, in ``<path>.json``: a run that goes on from a
-    checkpoint does not replace a better one. A run that begins anew does; so does a run that loads
-    a state of an earlier step than the file's, unless it resumes from its `checkpoint_dir`: the
-    file is of an abandoned continuation then, or of another run that began with this state.
+    The note ``<path>.json`` says what the file was saved for. A run that resumes from its
+    `checkpoint_dir`, or loads a state of the note's step or a later one, keeps the file until it is
+    beaten. A run that loads a state of an earlier step goes on without the file, which may be of
+    another run, and renames it to ``set-aside-...``. A run that begins anew replaces it.
 
     Args:
         path: where `trainer.save` writes to.
@@ -194,14 +195,17 @@ class KeepBest(MetricMonitor):
             # An earlier version has not said of which method its value was.
             self.best, self._method = note.value, note.of or self._method
         else:
+            aside = set_aside(str(self.path))
+            set_aside(str(self._note_path))
             _log.warning(
-                "%s (%s=%g at step %d) is not of this run, which goes on from step %d and"
-                " replaces it",
+                "%s (%s=%g at step %d) is not of this run, which goes on from step %d without it:"
+                " %s",
                 self.path,
                 note.metric,
                 note.value,
                 note.step,
                 trainer._steps.loaded,
+                aside,
             )
 
 
@@ -209,8 +213,8 @@ def _may_be_of_this_run(note: BestNote, trainer: TorchTrainer) -> bool:
     """Whether a run that has loaded a state may have saved what the note is of.
 
     The criterion is that of a run's checkpoints (see `lockstep.checkpoint.rotation`): the steps of
-    a run only grow, so what lies behind a state that was loaded is of another run, or of a
-    continuation that was abandoned. A program that was killed may have saved its best behind its
-    last checkpoint; the run that resumes from the same directory computes those steps again.
+    a run only grow, so a file of a later step than the state that was loaded is of another run, or
+    of a continuation that was abandoned. A program that was killed may have saved its best behind
+    its last checkpoint; the run that resumes from the same directory computes those steps again.
     """
     return trainer._disk.resumes_own or note.step <= trainer._steps.loaded

@@ -26,9 +26,10 @@ def merge_reports(reports: Sequence[Report]) -> dict[str, Any]:
     # 0: one that any of them has changed is the user's on all of them.
     own = set[str]().union(*(each.keys_of_own() for each in passes))
     if any(each.sums is not None for each in passes):
-        # Not the names in the passes: one that a lost worker has interrupted behind its last batch
-        # comes to its end with no batches, and so with no names.
+        # A loop may return nothing on some ranks, or in some epochs. Not the names in the passes:
+        # one that is repeated behind its last batch has none.
         left_out = set[str]().union(*(each.keys_left_out() for each in passes))
+        left_out -= {key for each in passes for key in each.metrics}
         ours = merge([report.sums for report in reports])
         result.update({key: ours[key] for key in ours if key not in own | left_out})
     over_call = set[str]().union(*(each.over_call for each in passes))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lockstep.errors import NotAvailableError
 from lockstep.operator import TrainingOperator
 from lockstep.worker import state_broadcast
 from lockstep.worker.checkpoint_part import CheckpointPart
@@ -26,6 +27,16 @@ if TYPE_CHECKING:
 
     from lockstep.worker.committed_counts import CommittedCounts
     from lockstep.worker.state_access import StateAccess
+
+
+def uncollectable_state_error() -> NotAvailableError:
+    """The error for a state of all ranks, where each rank counts its own steps."""
+    return NotAvailableError(
+        "checkpoints cannot be taken in the middle of training here",
+        got="add_dist_sampler=False, and a state that no rank knows alone",
+        cause="every rank has steps of its own, so there is none for all to stop at",
+        fix="leave checkpoint_every out, and call save(path) between calls",
+    )
 
 
 @dataclass(frozen=True)
@@ -108,6 +119,18 @@ class SnapshotTaker:
         """Count steps from here, at the beginning of a call or of a generation of the group."""
         if self._counted_to is None or self._counted_to > self._committed:
             self._counted_to = self._committed
+
+    def begin_call(self) -> None:
+        """Count steps from here, at the beginning of a call.
+
+        Raises:
+            NotAvailableError: ranks that count their own steps would have to take a copy together.
+        """
+        spec = self._worker.spec
+        counts_alone = spec.num_workers > 1 and not spec.options.add_dist_sampler
+        if spec.checkpoint_every is not None and counts_alone and self._needs_all_ranks:
+            raise uncollectable_state_error()
+        self.begin()
 
     def forget(self, last_written: int | None = None) -> None:
         """Restart the count, because ranks may have taken different snapshots before a recovery.

@@ -460,7 +460,7 @@ class Worker(StateAccess):
         )
         if training:
             self.num_batches_to_recompute = 0
-            self.snapshots.begin()
+            self.snapshots.begin_call()
             state = self.operator._lockstep
             if state.step_log is not None:
                 state.step_log.begin_call(state.committed, request.rows_known)

@@ -222,6 +222,17 @@ def test_a_step_that_overflows_by_itself_is_taken_back(operator, kind):
     assert "the gradients are finite, and the step itself overflowed" in str(caught.value)
 
 
+def test_a_step_with_a_learning_rate_that_is_no_number_is_taken_back():
+    with trainer(Poisoned, config={"bad": 0.5}) as run:
+        run.train(num_steps=1)
+        operator = run.get_local_operator()
+        before = [parameter.detach().clone() for parameter in operator.model.parameters()]
+        operator.optimizer.param_groups[0]["lr"] = float("nan")
+        with pytest.raises(NonFiniteError, match="learning rate nan"):
+            run.train(num_steps=1)
+        assert all(map(torch.equal, before, operator.model.parameters()))
+
+
 def state_of(optimizer):
     return [value.clone() for held in optimizer.state.values() for value in held.values()]
 

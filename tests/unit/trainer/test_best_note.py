@@ -88,3 +88,17 @@ def test_a_run_that_resumes_from_its_own_directory_keeps_a_best_behind_its_check
         step_and_validate(trainer, 1)
     assert keep.best == 1.0
     assert warnings_of(caplog) == []
+
+
+def test_a_best_that_a_run_goes_on_without_is_set_aside(tmp_path):
+    with start([0.1], keep_best(tmp_path)) as trainer:
+        trainer.train(num_steps=2)
+        trainer.save(tmp_path / "last.pt")
+        step_and_validate(trainer, 1)
+    kept = (tmp_path / "best.pt").read_bytes()
+    with start([0.3], keep_best(tmp_path)) as trainer:
+        trainer.load(tmp_path / "last.pt")
+        step_and_validate(trainer, 1)
+    assert (tmp_path / "set-aside-best.pt").read_bytes() == kept
+    for name, value in (("set-aside-best.pt.json", 0.1), ("best.pt.json", 0.3)):
+        assert json.loads((tmp_path / name).read_text())["value"] == value

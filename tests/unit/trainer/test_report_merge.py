@@ -181,3 +181,15 @@ def test_what_a_loop_changes_of_a_mean_over_tokens_stays_one():
         result = scaled.train(num_steps=6)
     for key in ("train_loss", "last_train_loss"):
         assert result[key] == pytest.approx(expected[key] / math.log(2), rel=1e-12)
+
+
+def test_a_loop_that_returns_nothing_on_some_ranks_leaves_nothing_out():
+    """As where rank 0 alone returns what it prints."""
+    reports = []
+    for loss in (1.0, 3.0):
+        meters = AverageMeterCollection()
+        meters.update({"val_loss": loss}, n=8)
+        found = {} if reports else meters.summary()
+        reports.append(_report([PassResult(found, meters.state(), samples=8)], meters.state()))
+    assert merge_reports(reports)["val_loss"] == 2.0
+    assert "val_loss" not in merge_reports(reports[1:])
