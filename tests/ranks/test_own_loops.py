@@ -37,8 +37,8 @@ class OwnRows(TrainingOperator):
         self.register_data(train_loader=loader, validation_loader=loader)
 
 
-def on_workers(operator_cls, purpose, num_steps=None, *, wrap_ddp=True):
-    """The report of each worker's call."""
+def on_workers(operator_cls, purpose, num_steps=None, *, wrap_ddp=True, then=None):
+    """The report of each worker's call; or what `then` makes of its operator behind the call."""
     options = Options(add_dist_sampler=False, wrap_ddp=wrap_ddp)
     spec = WorkerSpec(operator_cls, {}, 2, num_shards=2, seed=0, options=options)
 
@@ -48,7 +48,8 @@ def on_workers(operator_cls, purpose, num_steps=None, *, wrap_ddp=True):
         try:
             worker._build_operator(torch.device("cpu"))
             request = LoopRequest(purpose, num_steps, False, {})
-            return worker.train(request) if purpose == "train" else worker.validate(request)
+            done = worker.train(request) if purpose == "train" else worker.validate(request)
+            return done if then is None else then(worker.operator)
         finally:
             worker.stop()
 
@@ -90,6 +91,36 @@ def test_outside_of_a_batch_every_rank_brings_its_rows():
             assert all(torch.equal(found, EVERYONE) for found in one["around"])
             assert one["mean"] == pytest.approx(EVERYONE.mean().item(), rel=1e-12)
             assert one["places"] == [slice(0, 10), slice(10, 16)][rank]
+
+
+class OwnBatch(OwnRows):
+    def train_batch(self, batch, batch_info):
+        (features,) = batch
+        self.optimizer.zero_grad()
+        self.model(features).square().mean().backward()
+        self.optimizer.step()
+        return {}
+
+    def validate_batch(self, batch, batch_info):
+        (features,) = batch
+        return {"val_loss": self.model(features).square().mean().item()}
+
+
+@pytest.mark.parametrize("purpose", ["train", "validation"])
+def test_between_calls_every_rank_counts_as_one(purpose):
+    """Also where its last batch was borrowed."""
+
+    def computes(operator):
+        model, own = operator.model, FEATURES[operator.world_rank][:3]
+        model.zero_grad()
+        model(own).square().mean().backward()
+        found = [parameter.grad.clone() for parameter in model.parameters()]
+        losses = [model(features[:3]).square().mean() for features in FEATURES]
+        return found, torch.autograd.grad(sum(losses) / 2, list(model.parameters()))
+
+    for found, true in on_workers(OwnBatch, purpose, then=computes):
+        for one, other in zip(found, true, strict=True):
+            assert (one - other).abs().max() < 1e-12
 
 
 class ReadsAhead(OwnRows):

@@ -19,6 +19,7 @@ from harness import assert_same, gradients, outcomes, reset, ring, rows, run_ran
 from lockstep.errors import (
     ConfigurationError,
     GradientNotReducedError,
+    LostUpdateError,
     NotAvailableError,
     PeerLostError,
     ReplicasDifferError,
@@ -108,6 +109,20 @@ def test_different_models_are_refused_on_every_rank_before_any_payload(case):
     run_ranks(3, body)
     for model, values in zip(replicas, before, strict=True):
         assert all(torch.equal(p, v) for p, v in zip(model.parameters(), values, strict=True))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_whose_forward_writes_rows_of_its_batch_trains_on_one_rank_alone(kind):
+    replicas = [kind(4, 3, max_norm=1.0) for _ in range(3)]
+
+    def body(group):
+        with pytest.raises(LostUpdateError, match=r"`weight` with max_norm"):
+            replicate(replicas[group.rank], group=group)
+        replicas[group.rank].requires_grad_(False)
+        replicate(nn.Sequential(replicas[group.rank], nn.Linear(3, 2)), group=group).detach()
+
+    run_ranks(2, body)
+    replicate(replicas[2]).detach()
 
 
 def test_refusals_at_attach():

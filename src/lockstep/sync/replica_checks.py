@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.errors import ReplicasDifferError, WrongTypeError
+from lockstep.errors import LostUpdateError, ReplicasDifferError, WrongTypeError
 from lockstep.sync.tensor_bits import sum_of_bits
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def compare_structures(group: Group, found: SyncedTensors, settings: Mapping[str
     Raises:
         WrongTypeError: this rank's model holds something that cannot be synchronised.
         ReplicasDifferError: the ranks differ; names the first difference and the ranks.
+        LostUpdateError: a forward writes to a weight what depends on the rank's batch.
     """
     global _last_number
     mine = {"refused": found.refused, "settings": {**settings}, "structure": found.structure()}
@@ -52,6 +53,8 @@ def compare_structures(group: Group, found: SyncedTensors, settings: Mapping[str
     first = everyone[0]
     ranks = [rank for rank, other in enumerate(everyone) if other != first]
     if not ranks:
+        if found.renormed and group.size > 1:
+            raise _renormed_error(found.renormed)
         return number
     expected, got = _first_difference(first, everyone[ranks[0]])
     raise ReplicasDifferError(
@@ -61,6 +64,17 @@ def compare_structures(group: Group, found: SyncedTensors, settings: Mapping[str
         got=got,
         cause="something in building the model depends on the rank",
         fix="build the same model on every rank, or mark what differs: lockstep.local(...)",
+    )
+
+
+def _renormed_error(names: list[str]) -> LostUpdateError:
+    return LostUpdateError(
+        "each rank would write other rows of an embedding in its forward",
+        got=f"{', '.join(names)} with max_norm",
+        cause="torch scales down the rows that are in the batch, and a rank has its own rows: the"
+        " ranks' weights would no longer be the same",
+        fix="max_norm=None, and scale all rows in forward or after the optimizer's step:"
+        " torch.renorm(weight, 2, 0, max_norm)",
     )
 
 

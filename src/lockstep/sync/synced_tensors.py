@@ -36,12 +36,14 @@ class SyncedTensors:
         parameters: name to parameter, in registration order.
         buffers: name to place, in registration order.
         refused: what cannot be synchronised at all, one sentence each.
+        renormed: embeddings whose forward writes to the weight, only to the rows of its batch.
         local: the parameters that the program has marked with `local`.
     """
 
     parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, BufferPlace] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
+    renormed: list[str] = field(default_factory=list)
     local: list[torch.nn.Parameter] = field(default_factory=list)
     _structure: list[Entry] | None = field(default=None, init=False)
 
@@ -112,6 +114,8 @@ def find_synced_tensors(modules: Sequence[torch.nn.Module]) -> SyncedTensors:
             refusal = _refuse_module(owner, prefix)
             if refusal:
                 found.refused.append(refusal)
+            if _is_renormed(owner):
+                found.renormed.append(f"`{prefix}weight`")
             _collect(found, owner, prefix, seen)
     if any(param.device.type != "cpu" for param in found.parameters.values()):
         # Buffers that are None stay each rank's own on an accelerator: to learn that rank 0 has
@@ -162,6 +166,19 @@ def _refuse_module(module: torch.nn.Module, name: str) -> str | None:
         where = name.rstrip(".") or "the model"
         return f"{where} is wrapped in DistributedDataParallel, which reduces its gradients already"
     return None
+
+
+def _is_renormed(module: torch.nn.Module) -> bool:
+    """Whether ranks with other rows in their batches would train other weights.
+
+    A frozen embedding is the same on all ranks wherever it is read.
+    """
+    return (
+        isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
+        and module.max_norm is not None
+        and module.weight.requires_grad
+        and not is_local(module.weight)
+    )
 
 
 def _refuse_lazy(kind: str, name: str) -> str:

@@ -7,6 +7,7 @@ sparse tensors cannot be compared at all.
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 _PIECE: Final = 1 << 18
 """Words that `sum_of_bits` adds at a time."""
+
+_FACTOR: Final = 0x9E3779B97F4A7C15
+"""By whose powers the sums of pieces are multiplied: an odd number, 2**64 over the golden ratio."""
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -47,13 +51,26 @@ def _blocks_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def sum_of_bits(tensor: torch.Tensor | None) -> int:
-    """A checksum: tensors with other bits hardly ever have the same one by chance."""
+    """A checksum: tensors with other bits hardly ever have the same one by chance.
+
+    Each word counts by its place: rows in another order, as of a vocabulary that each rank has
+    built from a set, are other bits. Of zeros the sum is 0.
+    """
     if tensor is None:
         return -1
     flat = as_bytes(tensor.to_dense() if tensor.layout is not torch.strided else tensor)
     if flat.storage_offset() % 4:  # a view of small elements may begin in the middle of a word
         flat = flat.clone()
     words = flat.view(torch.int32) if flat.numel() % 4 == 0 else flat
-    # By pieces: torch makes a copy of twice the size to add integers in a wider type.
-    sums = [piece.sum(dtype=torch.int64) for piece in words.split(_PIECE)]
-    return int(torch.stack(sums).sum())
+    places = _odd_numbers(words.device)
+    # By pieces: torch makes a copy of twice the size to multiply integers in a wider type.
+    sums = [(piece * places[: len(piece)]).sum() for piece in words.split(_PIECE)]
+    total = 0
+    for number in torch.stack(sums).tolist():
+        total = total * _FACTOR + number
+    return total % 2**62
+
+
+@cache
+def _odd_numbers(device: torch.device) -> torch.Tensor:
+    return torch.arange(1, 2 * _PIECE, 2, device=device)

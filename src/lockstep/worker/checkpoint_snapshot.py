@@ -176,13 +176,16 @@ class SnapshotTaker:
         # A step ends the window of a loop of the user's own.
         return committed.has_stepped if self._has_own_loop else self._is_between_windows
 
-    def after_call(self) -> bool:
+    def after_call(self, committed: CommittedCounts) -> bool:
         """After a call of `train`, take the snapshot that was not possible within the call.
+
+        Only a user's `train_epoch` knows whether gradients wait in it for the next call.
 
         Returns:
             As `before_batch`.
         """
-        if not self._is_due or not (self._has_own_loop or self._is_between_windows):
+        has_own_epoch = self._worker.operator._lockstep_overrides(TrainingOperator.train_epoch)
+        if not self._is_due or not (has_own_epoch or self.is_settled(committed)):
             return False
         self._copy()
         return True

@@ -214,8 +214,13 @@ class LoopRun:
         averages = self._operator.loss_reduction == "mean"
         reduction = ReductionContext(self._state.context.group, averages=averages)
         with preserve_rng_state(), self._arithmetic(), activate(reduction):
-            while not self.is_over:
-                self.is_over = self._run_pass(reduction)
+            try:
+                while not self.is_over:
+                    self.is_over = self._run_pass(reduction)
+            finally:
+                if self._state.sync is not None:
+                    # That of the last batch is not that of what the user computes between calls.
+                    self._state.sync.set_delivered_weight(None)
         return self.report()
 
     def _run_pass(self, reduction: ReductionContext) -> bool:

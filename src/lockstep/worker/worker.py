@@ -435,7 +435,7 @@ class Worker(StateAccess):
         if request.purpose == "train":
             if self._rollback is not None:
                 self._rollback.end_call()
-            is_saved = self.snapshots.after_call()
+            is_saved = self.snapshots.after_call(self.loop_run.committed)
             if self.memory is not None:
                 self.memory.after_call(is_saved=is_saved)
         return report

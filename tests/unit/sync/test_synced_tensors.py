@@ -53,6 +53,13 @@ def test_the_bits_of_a_view_that_begins_in_the_middle_of_a_word():
     assert sum_of_bits(whole[1:5]) != sum_of_bits(whole[2:6])
 
 
+def test_the_bits_of_rows_in_another_order_are_others():
+    whole = torch.randn(300, 1000)  # of more than one piece
+    for rows in ([1, 0, *range(2, 300)], [*range(1, 300), 0], [299, *range(1, 299), 0]):
+        assert sum_of_bits(whole[rows]) != sum_of_bits(whole)
+    assert sum_of_bits(torch.zeros(300, 1000)) == sum_of_bits(torch.empty(0)) == 0
+
+
 @pytest.mark.parametrize(("device", "buffers"), [("cpu", ["own"]), ("meta", [])])
 def test_a_buffer_that_is_none_is_one_where_ranks_can_tell_each_other_that_it_is_filled(
     device, buffers

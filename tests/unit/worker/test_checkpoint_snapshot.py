@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.errors import NotAvailableError
+from lockstep.operator import TrainingOperator
 from lockstep.worker.checkpoint_snapshot import Snapshot, SnapshotTaker
 
 
@@ -42,6 +43,29 @@ def test_one_of_all_ranks_is_refused_where_each_counts_its_own_steps(keys):
     taker = SnapshotTaker(SimpleNamespace(spec=spec, operator=operator, per_rank_keys=keys))
     with pytest.raises(NotAvailableError) if keys else nullcontext():
         taker.begin_call()
+
+
+@pytest.mark.parametrize("has_own_epoch", [False, True])
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_none_is_taken_behind_a_call_that_ends_within_a_window_of_the_loop(
+    has_own_epoch, has_stepped
+):
+    """The gradients would not be in it; only a `train_epoch` knows whether it keeps any."""
+    overridden = TrainingOperator.train_epoch if has_own_epoch else TrainingOperator.train_batch
+    operator = SimpleNamespace(
+        _lockstep=SimpleNamespace(committed=5),
+        _lockstep_overrides=lambda method: method is overridden,
+        _lockstep_overrides_loop=lambda: True,
+    )
+    spec = SimpleNamespace(checkpoint_every=5, num_workers=1, saves_parts=False)
+    worker = SimpleNamespace(
+        spec=spec, operator=operator, rank=0, call_number=0, state_dict=lambda _: {"global_step": 5}
+    )
+    taker = SnapshotTaker(worker)
+    taker._counted_to = 0
+    taken = taker.after_call(SimpleNamespace(has_stepped=has_stepped))
+    assert taken is (has_own_epoch or has_stepped)
+    assert taker._is_due is not taken
 
 
 def test_one_that_nobody_has_fetched_is_dropped_and_its_memory_is_free():
