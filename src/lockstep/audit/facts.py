@@ -304,10 +304,10 @@ class Parameter:
 class Track:
     """One optimizer: what it holds, and its steps.
 
-    One that comes to hold other parameters has another track for its steps until then, whose key
-    says so behind a space.
-    `meetings` are steps that began after ranks had told one another more than usual: the number,
-    and the hashes of its weights. See `lockstep.audit.probe.meetings`.
+    An optimizer that comes to hold other parameters has another track for its steps until then,
+    whose key says so behind a space.
+    `meetings` are steps that followed more collectives than usual: the step's number, then the
+    hashes of its weights. See `lockstep.audit.probe.meetings`.
     """
 
     key: str

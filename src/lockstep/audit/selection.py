@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 class Selection:
     """Codes, or beginnings (``LS5``): `only` these (all if empty), without those of `ignore`.
 
-    That nothing could be looked at is always told: then no rule has an answer, of those that were
-    asked for neither.
+    LS406 is always selected: if the audit could not look, no other rule has an answer.
     """
 
     only: tuple[str, ...] = ()

@@ -143,8 +143,8 @@ def exchange_records(
 ) -> Sequence[bytes | None]:
     """Every rank's records, one a line; None for a rank that left none.
 
-    That a store fails is the audit's misfortune, and no error of the program that has ended: then
-    this rank's records are all there are, and say so.
+    If the store fails, only this rank's records are judged, and they say why (LS406): the program
+    itself has ended well.
 
     Args:
         ledgers: this rank's own, and those of processes that it started.
@@ -209,7 +209,7 @@ def leave_exchange(store: Any, rank: int, world_size: int) -> None:
 
 
 def _next_exchange(store: Any, rank: int) -> str:
-    """The same on all ranks, as each takes part in all or leaves it."""
+    """The key prefix of this exchange: all ranks have taken part in, or left, as many exchanges."""
     return f"lockstep.audit/{store.add(f'lockstep.audit/of_{rank}', 1)}"
 
 

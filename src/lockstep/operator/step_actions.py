@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class StepActions:
     """The default loop calls each method once per optimizer step, `around_backward` once per shard.
 
-    It does not call `beside_step`, which is there for those that examine steps.
+    `beside_step` alone is called by others: around losses that are computed to examine a step, and
+    not to train.
 
     An integration replaces the actions to call its framework's hooks at the moments at which its
     own loop calls them; what a step computes stays the loop's. A loop of the user's own calls none
@@ -30,9 +31,9 @@ class StepActions:
         optimizer.zero_grad()
 
     def beside_step(self) -> AbstractContextManager[Any]:
-        """A context in which a step's losses are looked at before the loop computes them.
+        """A context for losses that are computed before the step's own.
 
-        What the step has begun must not go on in it, nor anything be counted.
+        They must not clear gradients, and their metrics are not counted.
         """
         return nullcontext()
 

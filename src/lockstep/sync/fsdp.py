@@ -127,7 +127,7 @@ class FSDPSync(GradientSync):
         group = self._rounds.attached_group()
         if group.device.type != "cpu":
             return
-        # A rank may compute for as long as the group waits elsewhere.
+        # A rank may compute longer than `MONITORED_TIMEOUT_S` between two steps.
         places = group.monitored_all_gather([here], "backward or step", max_s=math.inf)
         if any(place != places[0] for place in places):
             raise GradientNotReducedError(

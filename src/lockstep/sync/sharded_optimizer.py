@@ -101,8 +101,8 @@ class ShardedOptimizer:
 
         Collective:
             Every rank: DTensor's collectives where the optimizer takes norms, or reads a number of
-            a shard, and an exchange of the weights' rows. With a closure, one more before each
-            evaluation.
+            a shard, an exchange of the weights' rows, and one all-reduce for each norm or sum that
+            the optimizer keeps. With a closure, one more exchange before each evaluation.
 
         Raises:
             GradientNotReducedError: another rank is at another place; nothing has changed.

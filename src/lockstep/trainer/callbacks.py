@@ -67,9 +67,9 @@ class Callback:
         """The run ends by `error`.
 
         Called once, for the first error that leaves the ``with`` block, ends the workers, or ends
-        the latest call before `shutdown`; at the latest by `shutdown`. Also for an error of another
-        callback's `on_start`, if this one's came before. `on_shutdown` follows only where the
-        latest call came to its end.
+        the latest call before `shutdown`; at the latest by `shutdown`. Also called if a later
+        callback's `on_start` raises. `on_shutdown` follows only where the latest call came to its
+        end.
         """
 
     def on_shutdown(self, trainer: Trainer) -> None:

@@ -86,7 +86,7 @@ class SettingsCopy(LayersCopy):
         for scheduler, state in zip(self._run.schedulers, self._schedulers, strict=True):
             scheduler.load_state_dict(state)
         for optimizer, groups in zip(self._run.optimizers, self._groups, strict=True):
-            # The loop adds those once more that it has added since (`add_param_group`).
+            # The step calls `add_param_group` again when it is repeated.
             del optimizer.param_groups[len(groups) :]
             for group, settings in zip(optimizer.param_groups, groups, strict=False):
                 for new in group.keys() - settings.keys() - {"params"}:

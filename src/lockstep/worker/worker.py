@@ -107,7 +107,7 @@ class Worker(StateAccess):
         self._operator = None
         self.cursors = {}
         self._dataset_switch = DatasetSwitch()
-        self._before_load: tuple[dict[str, Any], int] | None = None
+        self._before_load = None
         self.before_call: dict[str, Any] | None = None
         self.call_number = -1
         self.num_batches_to_recompute = 0

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 _LOOKS: Final = 8
 _MEETINGS: Final = 3
-"""That ranks have gone on with one rank's weights says nothing before: it may have been the best
-replica's turn. Where nobody could compare replicas, and weights were sent, once is enough."""
+"""Steps that must begin with one rank's weights before it counts as lost work: a program may choose
+the best replica. One is enough after a broadcast of weights, if no collective let the ranks compare
+replicas."""
 _CHOOSING: Final = {"MIN", "MAX"}
 
 

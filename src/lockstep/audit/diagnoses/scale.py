@@ -66,13 +66,13 @@ def reduced_again(seen: Seen) -> Finding | None:
         f"{_said(seen, again)} what the average gives",
         "reduce once: what the first reduction leaves is the average over all ranks already",
         # On two ranks gradients that a program halves, or doubles, itself look the same.
-        severity="notice" if size == 2 and not (again > 1.0 and _are_sent_by_hand(seen)) else None,
+        severity="notice" if size == 2 and not (again > 1.0 and _reduces_by_hand(seen)) else None,
         evidence={"ratio": again},
     )
 
 
-def _are_sent_by_hand(seen: Seen) -> bool:
-    """Did the program call collectives of these gradients, or of as many numbers, itself?"""
+def _reduces_by_hand(seen: Seen) -> bool:
+    """Did the program itself reduce these gradients, or as many elements, outside of a backward?"""
     rank, step = next(iter(seen.steps.items()))
     calls = [
         call

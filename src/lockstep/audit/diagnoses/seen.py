@@ -113,7 +113,8 @@ class Seen:
         return factor
 
     def used_norms(self, rank: int) -> Numbers:
-        """(P,), of all gradients that a rank's optimizer used, before such a clip, as scaled."""
+        """(P,), the norms of the gradients that a rank's optimizer used, with the GradScaler's
+        factor and before such a clip."""
         step = self.steps[rank]
         assert step.gradients is not None
         return step.gradients.norms * (step.scale or 1.0) / self.clipped_by

@@ -109,7 +109,10 @@ def _describe(probe: Probe, record: Backward, roots: Any, given: Any) -> None:
 
 
 def _scale_of(probe: Probe, loss: torch.Tensor) -> float:
-    """What a GradScaler multiplied it by, which weighs no sample: it divides by it again."""
+    """The factor by which a GradScaler multiplied this loss, 1 for any other loss.
+
+    It weighs no sample: the scaler divides the gradients by it.
+    """
     known = (scale for reference, scale in probe.scaled if reference() is loss)
     return next(known, 1.0) or 1.0  # 0 where overflows have halved it too often
 

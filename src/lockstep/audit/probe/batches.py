@@ -24,8 +24,8 @@ ROWS: Final = 256
 """Samples that are told from others, at most: of a loader, or of a batch made by hand."""
 _ELEMENTS: Final = 256
 """Of a row, at most, when it is told from others."""
-_DEEP: Final = 4
-"""So far objects are looked into for what a batch holds."""
+_MAX_DEPTH: Final = 4
+"""Levels of nested objects that are searched for a batch's contents."""
 _OF_A_BATCH: Final = 4096
 """Elements of each of its tensors, about."""
 
@@ -94,10 +94,10 @@ def tensors_or_contents(batch: Any, most: int) -> list[torch.Tensor]:
     Graphs are objects with tensors as attributes, texts are lists of strings, and a function that
     collates may leave arrays as they are.
     """
-    return tensors_in(batch, most) or _inside(batch, most, _DEEP)
+    return tensors_in(batch, most) or _contents_of(batch, most, _MAX_DEPTH)
 
 
-def _inside(value: Any, most: int, depth: int) -> list[torch.Tensor]:
+def _contents_of(value: Any, most: int, depth: int) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value] if value.numel() else []
     if isinstance(value, np.ndarray) and value.size and value.dtype.kind in "biuf":
@@ -108,13 +108,13 @@ def _inside(value: Any, most: int, depth: int) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for part in (_parts(value) or _attributes_of(value)) if depth else ():
         if len(found) < most:
-            found.extend(_inside(part, most - len(found), depth - 1))
+            found.extend(_contents_of(part, most - len(found), depth - 1))
     return found
 
 
 def _attributes_of(value: Any) -> Iterable[Any]:
     is_program = isinstance(value, type | torch.nn.Module | ModuleType) or callable(value)
-    # Not by name: an object may compute what it is asked for.
+    # `__dict__` and not `getattr`: a property may run the program's code.
     return () if is_program else list(getattr(value, "__dict__", {}).values())
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where replicas meet between the steps that are looked at in detail, as after a long local round.
+"""Finds the steps before which replicas were averaged, where no step is recorded in detail.
 
-A program that averages its replicas every hundred steps does so where nobody looks: the steps that
-are written down become rarer. So messages are counted in every step. Where ranks have told one
-another more since the last step than they usually do, the weights that the step begins with are
-written down. A broadcast makes ranks equal and averages nothing, so it is no such message.
+After a program's first steps few are recorded, and one that averages its weights every hundred
+steps may do so between them. So collectives are counted in every step. Before a step that follows
+more collectives than the quietest one, the probe hashes the weights. Broadcasts do not count: they
+make replicas equal without averaging them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from lockstep.audit.probe.probe import Probe, Watched
 
 _MOST: Final = 8
-"""So many are written down of an optimizer: each is a look at all weights."""
+"""Steps whose weights are hashed, per optimizer: each hash reads all weights."""
 
 
 def note_message(probe: Probe, op: str, tensor: torch.Tensor | None) -> None:
-    """Count a message of more than one number; those of a backward are gradients."""
+    """Count a collective of more than one number; those within a backward are of gradients."""
     if tensor is None or probe.in_backward or tensor.numel() < 2:
         return
     if op == "broadcast":
@@ -33,7 +33,7 @@ def note_message(probe: Probe, op: str, tensor: torch.Tensor | None) -> None:
 
 
 def before_step(probe: Probe, watched: Watched) -> None:
-    """Before a step: write its weights down, if it comes after more messages than the others."""
+    """Before a step that follows more collectives than others did: hash its weights."""
     messages = probe.messages - watched.messages_before
     is_more = watched.fewest_messages is not None and messages > watched.fewest_messages
     met = watched.track.meetings
@@ -43,7 +43,7 @@ def before_step(probe: Probe, watched: Watched) -> None:
 
 
 def after_step(probe: Probe, watched: Watched) -> None:
-    """After a step: begin to count."""
+    """Update the smallest number of collectives between two steps, and count anew."""
     messages = probe.messages - watched.messages_before
     fewest = watched.fewest_messages
     watched.fewest_messages = messages if fewest is None else min(fewest, messages)
