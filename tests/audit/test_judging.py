@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules that fail, and ranks whose records cannot be laid side by side."""
 
+from types import SimpleNamespace
+
 import numpy as np
 
 from audit.ledgers import of_one_step
@@ -8,6 +10,7 @@ from lockstep.audit.facts import Collective, Step
 from lockstep.audit.judgement import judge
 from lockstep.audit.rules import RULES
 from lockstep.audit.rules.gradients import BYPASSED, _reduced_together
+from lockstep.audit.rules.not_finite import _has_gone_wrong
 from lockstep.audit.world import World
 
 
@@ -49,3 +52,16 @@ def test_a_rule_that_fails_costs_no_other_finding_and_the_report_says_so(monkeyp
     assert [f.code for f in judge(ledgers)] == expected
     assert all("Broken: ZeroDivisionError" in led.facts.unseen[0] for led in ledgers)
     assert all(led.facts.failed_rules == ["LS101"] for led in ledgers)
+
+
+def test_a_sharded_parameter_without_samples_is_not_spoiled_by_a_step_that_was_left_out():
+    """Of a large model the probe takes 256 samples in all."""
+    entry = SimpleNamespace(hashes=[1, 2], samples=np.ones(1))
+    step = SimpleNamespace(entry=entry, exit=entry, not_finite=["bias", "weight"])
+    parameters = [
+        SimpleNamespace(name="bias", samples=0, sharded=True),
+        SimpleNamespace(name="weight", samples=1, sharded=False),
+    ]
+    assert not _has_gone_wrong(SimpleNamespace(parameters=parameters), step)
+    step.exit = SimpleNamespace(hashes=[1, 2], samples=np.full(1, np.nan))
+    assert _has_gone_wrong(SimpleNamespace(parameters=parameters), step)

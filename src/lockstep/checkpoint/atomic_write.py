@@ -38,7 +38,7 @@ _CAUSES: Final = {
 }
 
 
-def publish(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], None]) -> None:
+def publish(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], object]) -> None:
     """Give `path` the content that `fill` writes, in one atomic step.
 
     When the function returns, content and name are on the disk. When `fill` or the file system
@@ -81,7 +81,7 @@ def _make_file(path: str) -> None:
         pass
 
 
-def _write_synced(temporary: str, target: str, fill: Callable[[IO[bytes]], None]) -> None:
+def _write_synced(temporary: str, target: str, fill: Callable[[IO[bytes]], object]) -> None:
     with (
         ThreadPoolExecutor(max_workers=1) as syncer,
         _BackgroundSyncedFile(temporary, syncer) as raw,

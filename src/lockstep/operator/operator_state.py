@@ -140,12 +140,11 @@ class OperatorState:
     def begin_call(self, purpose: str) -> None:
         """Begin a `train` or `validate`: its metrics start from nothing."""
         self.global_batch = GlobalBatchContext(ReductionContext(self.context.group), purpose)
+        self.meters = AverageMeterCollection()
         if not self.is_uncounted:  # a call that goes on has counts from before
-            for each in (self.registered_metrics, *self.further_counts):
-                each.begin_call()
+            self.forget_counts()
         if self.shadow is not None:
             self.shadow.begin_call()
-        self.meters = AverageMeterCollection()
         self.begin_pass()
         self.latest: dict[str, Any] = {}
         self.sync_norms: list[str] | None = None
@@ -156,14 +155,18 @@ class OperatorState:
         self.pass_sums: dict[str, Any] | None = None
         self.names_over_call: frozenset[str] = frozenset()
 
+    @property
+    def _counts(self) -> tuple[Counts, ...]:
+        """What is counted in a call beside its `meters`."""
+        return (self.registered_metrics, *self.further_counts)
+
     def mark_counts(self) -> list[Any]:
         """What has been counted so far, beside the call's `meters`, for `restore_counts`."""
-        return [each.mark() for each in (self.registered_metrics, *self.further_counts)]
+        return [each.mark() for each in self._counts]
 
     def restore_counts(self, marks: list[Any]) -> None:
         """Set back what has been counted since `mark_counts`."""
-        counts = (self.registered_metrics, *self.further_counts)
-        for each, mark in zip(counts, marks, strict=True):
+        for each, mark in zip(self._counts, marks, strict=True):
             each.restore(mark)
 
     def forget_step(self) -> None:
@@ -174,7 +177,7 @@ class OperatorState:
 
     def forget_counts(self) -> None:
         """Drop the counts of the call so far: its batches were counted by an earlier call."""
-        for each in (self.registered_metrics, *self.further_counts):
+        for each in self._counts:
             each.begin_call()
         self.meters.reset()
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import asdict, dataclass
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from lockstep.checkpoint import publish
 
@@ -41,11 +41,7 @@ class BestNote:
             CheckpointWriteError: the file system refused.
         """
         text = json.dumps(asdict(self)) + "\n"
-
-        def fill(file: IO[bytes]) -> None:
-            file.write(text.encode())
-
-        publish(path, fill)
+        publish(path, lambda file: file.write(text.encode()))
 
     @classmethod
     def read(cls, path: Path) -> BestNote | None:

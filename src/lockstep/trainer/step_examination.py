@@ -25,13 +25,12 @@ from lockstep.data.batch_rows import leading_length, slice_rows
 from lockstep.operator.optimizer_step_hooks import OptimizerStepHooks
 from lockstep.operator.preserved_state import preserve_state
 from lockstep.operator.registration import registered_parts
-from lockstep.operator.step_actions import StepActions
 from lockstep.tensor_tree import tree_map
 from lockstep.trainer.step_inspection import StepInspection
 from lockstep.worker import module_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from lockstep.metrics.step_log import StepRecord
     from lockstep.operator.mixed_precision import Precision
@@ -107,6 +106,7 @@ class StepExamination(StepInspection):
         operator = trainer.get_local_operator()
         run, state = registered_parts(operator), operator._lockstep
         compute_loss, actions = operator.compute_loss, state.step_actions
+        actions_step = actions.step
 
         def compute(batch: Any, batch_info: Mapping[str, Any]) -> Any:
             self._compute_samples(operator, compute_loss, batch, batch_info)
@@ -122,15 +122,24 @@ class StepExamination(StepInspection):
             # A loop of the operator's own calls no `StepActions`; it may have clipped already.
             note_norms(optimizer)
 
+        def step(
+            precision: Precision,
+            run: TrainingParts,
+            optimizer: torch.optim.Optimizer,
+            clip_grad_norm: float | None,
+        ) -> None:
+            device = next(run.parameters()).device
+            note_norms(optimizer, float(precision.scale(torch.ones((), device=device))))
+            actions_step(precision, run, optimizer, clip_grad_norm)
+
         operator.compute_loss = compute
-        state.step_actions = _StepActionsAfter(note_norms, actions)
+        actions.step = step
         hooks = OptimizerStepHooks(operator, run)
         hooks.add(before=before_step)
         try:
             yield
         finally:
-            del operator.compute_loss
-            state.step_actions = actions
+            del operator.compute_loss, actions.step
             hooks.close()
 
     def on_record(
@@ -199,34 +208,6 @@ def _in_evaluation(operator: Any) -> Iterator[None]:
 def _copied(leaf: Any) -> Any:
     """A sample of its own: what a program writes into it must not reach the batch."""
     return leaf.clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
-
-
-class _StepActionsAfter(StepActions):
-    """The `actions` of another; before a step it calls `look`.
-
-    `look` gets the optimizer and the scale of its gradients.
-    """
-
-    def __init__(
-        self, look: Callable[[torch.optim.Optimizer, float], None], actions: StepActions
-    ) -> None:
-        self._look = look
-        self._actions = actions
-        self.set_training = actions.set_training  # type: ignore[method-assign]
-        self.zero_grad = actions.zero_grad  # type: ignore[method-assign]
-        self.around_backward = actions.around_backward  # type: ignore[method-assign]
-        self.beside_step = actions.beside_step  # type: ignore[method-assign]
-
-    def step(
-        self,
-        precision: Precision,
-        run: TrainingParts,
-        optimizer: torch.optim.Optimizer,
-        clip_grad_norm: float | None,
-    ) -> None:
-        device = next(run.parameters()).device
-        self._look(optimizer, float(precision.scale(torch.ones((), device=device))))
-        self._actions.step(precision, run, optimizer, clip_grad_norm)
 
 
 def _norms_of(run: TrainingParts, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, float]]:

@@ -39,8 +39,8 @@ def render(
     notices = [f for f in findings if f.severity == "notice"]
     rules = asked.rules(all_codes())
     head = f"lockstep audit: {many(world.steps, 'step')}, {many(world.size, 'rank')}, {rules}"
-    rest = [f"  {words}" for words in [left_out_in_words(left_out)] if words]
-    rest += [f"  {words}" for words in [unseen_in_words(world)] if words]
+    told = (left_out_in_words(left_out), unseen_in_words(world))
+    rest = [f"  {words}" for words in told if words]
     if not graver:
         said = verdict(world, has_left_out=bool(left_out))
         if notices and said == "in lockstep":

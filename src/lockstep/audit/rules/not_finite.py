@@ -53,8 +53,10 @@ def _has_gone_wrong(track: Track, step: Step) -> bool:
     for place, param in enumerate(track.parameters):
         left = after.samples[start : start + param.samples]
         start += param.samples
-        # Elements of a piece that other ranks have are NaN.
-        is_spoiled = np.isnan(left).all() if param.sharded else not np.isfinite(left).all()
+        # Elements of a piece that other ranks have are NaN; of a large model not each parameter has
+        # samples.
+        spoils = np.isnan(left).all() if param.sharded else not np.isfinite(left).all()
+        is_spoiled = left.size > 0 and spoils
         is_changed = before.hashes[place] != after.hashes[place]
         if param.name in step.not_finite and (is_changed or is_spoiled):
             return True
