@@ -58,6 +58,11 @@ class RandomState:
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return cls(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
 
+    @classmethod
+    def capture_host(cls) -> RandomState:
+        """Of the generators on the host alone, for a process without this one's devices."""
+        return cls(torch.get_rng_state(), [], np.random.get_state(), random.getstate())
+
     def has_torch_state_of(self, other: RandomState) -> bool:
         """Whether nothing was drawn from torch's generators between the two captures.
 

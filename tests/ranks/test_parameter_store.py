@@ -10,6 +10,7 @@ from tests.procs.odd_optimizers import Lookahead
 from torch import nn
 
 from lockstep.errors import ReplicasDifferError
+from lockstep.randomness import RandomState
 from lockstep.sync.optimizer_inspection import inner_optimizers
 from lockstep.sync.parameter_server.messages import Message, OptimizerRequest
 from lockstep.sync.parameter_server.parameter_store import ParameterStore
@@ -259,3 +260,41 @@ def test_who_comes_after_rank_0_has_left_is_refused():
     store.leave(0)
     assert store.handle(1, Message("attach"))[1].kind == "error"
     assert store.is_idle
+
+
+class Noisy(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.add_(torch.randn_like(param) * 0.1)
+
+
+def test_a_step_draws_at_the_server_what_it_would_draw_at_rank_0():
+    """Whatever the server's own generators have drawn before; they stay where they were."""
+    run = Run(lambda params: Noisy(params, lr=0.1))
+    held = [run.parameters[number] for number in run.numbers[0]]
+    answers = []
+    for seed in (1, 2):
+        torch.manual_seed(7)
+        here = RandomState.capture_host()
+        torch.manual_seed(seed)
+        run.attach(run.pickle_optimizers)
+        for rank in (1, 0):
+            request = run.request("step", 0, None, with_gradient=run.numbers[0])
+            if rank == 0:
+                request.tensors = [torch.ones_like(each) for each in held]
+                request.body.random_state = here
+            answer = run.store.handle(rank, request)
+        answers.append(answer[0].tensors)
+        assert torch.equal(
+            torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(seed))
+        )
+    torch.manual_seed(7)
+    for param in held:
+        param.grad = torch.ones_like(param)
+    Noisy(held, lr=0.1).step()
+    for one, other, expected in zip(*answers, held, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, expected)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from lockstep.randomness import RandomState
+
 Groups = list[tuple[dict[str, Any], list[int]]]
 """An optimizer's parameter groups: their settings, and the numbers of their parameters."""
 
@@ -59,6 +61,7 @@ class OptimizerRequest:
         inner: whose state is asked for, or to be loaded: the place of an optimizer among those
             within it; None: its own.
         undo_point: steps of the run to which an interruption leads back; None: to none.
+        random_state: the state of rank 0's generators, from which a step draws at the server.
     """
 
     number: int
@@ -68,6 +71,7 @@ class OptimizerRequest:
     state: Any = None
     inner: int | None = None
     undo_point: int | None = None
+    random_state: RandomState | None = None
 
 
 class Channel(Protocol):

@@ -20,6 +20,7 @@ from lockstep.errors import (
     ReplicasDifferError,
     WorkerFailedError,
 )
+from lockstep.randomness import preserve_rng_state
 from lockstep.serialization import dumps_exception
 from lockstep.sync.optimizer_inspection import inner_optimizers, load_state, optimizer_parameters
 from lockstep.sync.parameter_server.messages import Message
@@ -156,7 +157,10 @@ class ParameterStore:
         for number, gradient in zip(request.with_gradient, gradients, strict=True):
             self._parameters[number].grad = gradient
         before = [_settings(group) for group in optimizer.param_groups]
-        optimizer.step()
+        with preserve_rng_state():
+            if request.random_state is not None:
+                request.random_state.restore()
+            optimizer.step()
         for param in held:
             param.grad = None
         changed = [

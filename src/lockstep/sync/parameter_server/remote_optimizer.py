@@ -17,6 +17,7 @@ import cloudpickle
 import torch
 
 from lockstep.errors import NotAvailableError, NotPicklableError
+from lockstep.randomness import RandomState
 from lockstep.sync.local_parameters import is_local
 from lockstep.sync.optimizer_inspection import (
     inner_optimizers,
@@ -115,6 +116,8 @@ class RemoteOptimizer:
         if self._server_weights is not None:
             gradients = [param.grad for param in graded if param.grad is not None]
             request.tensors = [*request.tensors, *gradients]
+            # A step that draws (Langevin noise) draws what it would draw here.
+            request.body.random_state = RandomState.capture_host()
         answer = self._channel.ask(request)
         for each in self._inner.values():
             each.state.clear()  # the server has stepped it
