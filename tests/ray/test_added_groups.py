@@ -22,7 +22,7 @@ class Unfreezes(TrainingOperator):
     def setup(self, config):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Sequential(nn.Linear(4, 6)), nn.Sequential(nn.Linear(6, 3)))
-        model.double()[0].requires_grad_(False)
+        self.backbone = model.double()[0].requires_grad_(False)
         self.model, self.optimizer = self.register(
             models=model,
             optimizers=torch.optim.Adam(model[1].parameters(), lr=0.05),
@@ -34,8 +34,8 @@ class Unfreezes(TrainingOperator):
 
     def train_batch(self, batch, batch_info):
         if self.global_step == BEGINS_AT:
-            self.model[0].requires_grad_(True)
-            self.optimizer.add_param_group({"params": self.model[0].parameters(), "lr": 0.01})
+            self.backbone.requires_grad_(True)
+            self.optimizer.add_param_group({"params": self.backbone.parameters(), "lr": 0.01})
         features, classes = batch
         loss = nn.functional.cross_entropy(self.model(features), classes)
         self.optimizer.zero_grad()

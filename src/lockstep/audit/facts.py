@@ -17,7 +17,7 @@ class Term:
 
     `kind` is ``mean`` or ``sum``, of a sum that the program divided itself by `count` as well a
     ``mean``; `op` is the operation. `may_be_masked`: elements may have been made zero before they
-    were added up.
+    were added up. `images`: how many of them the elements are of; None if they are of none.
     """
 
     kind: str
@@ -25,6 +25,7 @@ class Term:
     count: float
     op: str
     may_be_masked: bool
+    images: int | None = None
 
 
 @dataclass

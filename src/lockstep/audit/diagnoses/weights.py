@@ -45,16 +45,20 @@ def uneven(seen: Seen) -> Finding | None:
         said, unit = {f"rank {r}": n for r, n in of_ranks.items()}, "rank"
     else:
         return None
+    # Images of other sizes, as many on each rank: they may be meant to count the same.
+    images = [term.images for term in terms]
+    count_alike = None not in images and are_equal([float(each or 0) for each in images])
     ratio = float(weights.max() / weights.min())
     listed = ", ".join(f"{count:.0f} on {place}" for place, count in list(said.items())[:4])
     return seen.finding(
         UNEVEN,
         f"the loss is a mean over {listed}, and each {unit} counts the same: one element weighs "
-        f"up to {ratio:.3g} times as much as another",
+        f"up to {ratio:.3g} times as much as another"
+        f"{', though each image counts the same' if count_alike else ''}",
         "weigh every element the same: divide the sum of the losses by the number of elements on "
         "all ranks (and in all micro-batches of the step) and multiply by the number of ranks, or "
         "`gradients.backward(loss, weight=count)` of lockstep.replicate",
-        severity="error" if ratio >= _SEVERE else "warning",
+        severity="notice" if count_alike else "error" if ratio >= _SEVERE else "warning",
         evidence={"unit": unit, "counts": said, "weights": weights.tolist(), "op": terms[0].op},
         where=seen.backwards[0].where,
     )

@@ -174,11 +174,22 @@ def _reduction(node: Any, factor: float, divisors: _Divisors) -> Term | None:
         return None
     op = name.removesuffix("0").removesuffix("Backward")
     if reduction == _MEAN:
-        return Term("mean", factor / elements, elements, op, False) if elements else None
+        if not elements:
+            return None
+        return Term("mean", factor / elements, elements, op, False, _images(saved(node, "self")))
     term = Term("sum", factor, elements, op, False)
     if op.startswith("Nll"):
         return _as_divided(term, divisors)
     return _as_divided_rows(term, divisors, list(saved(node, "self").shape))
+
+
+def _images(given: torch.Tensor | None) -> int | None:
+    """How many images a loss was computed of; None of anything else.
+
+    A cross entropy of texts, (N, C, L), is one of images of height 1 to torch.
+    """
+    are_images = given is not None and given.dim() == 4 and min(given.shape[2:]) > 1
+    return len(given) if are_images and given is not None else None
 
 
 def _as_divided(term: Term, divisors: _Divisors) -> Term:
