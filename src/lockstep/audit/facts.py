@@ -426,8 +426,9 @@ class ProcessFacts:
     it was audited by itself, and what other ranks saw cannot be asked for. `scales` are those of
     the k-th steps of GradScalers, and `subgroups` the ranks of groups smaller than the world, None
     where a mesh made them. `unseen` are errors of the audit's own, and `failed_rules` the codes of
-    rules that raised one. `accelerate` is the number of
-    processes that it counts; `looked`: a step was written down in the last call of a trainer.
+    rules that raised one. `accelerate` is the number of processes that it counts, and `fsdp_ranks`
+    that of the ranks over which `fully_shard` shards and copies models; `looked`: a step was
+    written down in the last call of a trainer.
     """
 
     accelerate: int | None = None
@@ -440,6 +441,7 @@ class ProcessFacts:
     died: str | None = None
     failed_rules: list[str] = field(default_factory=list)
     fsdp: bool = False
+    fsdp_ranks: int | None = None
     fullgraph: bool = False
     joins: bool = False
     leaves_out_padding: bool = False

@@ -145,7 +145,10 @@ class World:
     def is_model_parallel(self) -> bool:
         """Ranks that share one sample's work read the same samples on purpose."""
         held = [p for led in self.ledgers.values() for t in led.tracks for p in t.parameters]
-        sharded = not any(f.fsdp for f in self.facts) and any(p.sharded for p in held)
+        # Fully sharded within a row of a mesh whose other axis cuts layers up.
+        within = any(f.fsdp_ranks is not None and f.fsdp_ranks < self.size for f in self.facts)
+        is_cut = within or not any(f.fsdp for f in self.facts)
+        sharded = is_cut and any(p.sharded for p in held)
         smaller = any(
             ranks is not None and 1 < len(ranks) < self.size
             for facts in self.facts

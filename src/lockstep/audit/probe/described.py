@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.facts import Parameter
 from lockstep.audit.prints import samples_per_tensor
-from lockstep.audit.probe.fully_sharded import names_of_pieces
+from lockstep.audit.probe.fully_sharded import names_of_pieces, ranks_of_mesh
 from lockstep.audit.probe.names import living_modules, parameter_names
 from lockstep.audit.probe.shards import (
     is_fully_sharded,
@@ -83,6 +83,7 @@ def _named(probe: Probe, held: list[torch.Tensor]) -> tuple[dict[int, str], set[
     probe.living = [weakref.ref(module) for module in modules]
     pieces = pieces_of_flat_parameters(modules)
     probe.ledger.facts.fsdp = bool(pieces) or any(map(is_fully_sharded, modules))
+    probe.ledger.facts.fsdp_ranks = ranks_of_mesh(modules)
     return _names_in(modules), pieces
 
 

@@ -90,6 +90,14 @@ def _groups(modules: Iterable[torch.nn.Module]) -> Iterator[Any]:
             yield from getattr(state, "_fsdp_param_groups", None) or ()
 
 
+def ranks_of_mesh(modules: Iterable[torch.nn.Module]) -> int | None:
+    """How many ranks shard or copy the fully sharded modules; None without any."""
+    meshes = (
+        getattr(getattr(group, "mesh_info", None), "mesh", None) for group in _groups(modules)
+    )
+    return max((mesh.size() for mesh in meshes if mesh is not None), default=None)
+
+
 def _state_of(module: torch.nn.Module) -> Any:
     get = getattr(type(module), "_get_fsdp_state", None)
     try:
