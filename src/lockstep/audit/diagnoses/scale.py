@@ -197,7 +197,8 @@ def _changed_again(seen: Seen) -> float | None:
         places = [shared.index[rank] for shared in seen.parameters]
         if after is None or step.gradients is None or not np.nan_to_num(after.norms[places]).any():
             return _grown_by_a_sum(seen)
-        left.append(seen.used_norms(rank)[places] / after.norms[places])
+        with np.errstate(divide="ignore", invalid="ignore"):  # of gradients that are zero
+            left.append(seen.used_norms(rank)[places] / after.norms[places])
         hashes.add(tuple(after.hashes[places].tolist()))
     ratios = np.concatenate(left)
     ratios = ratios[np.isfinite(ratios)]
