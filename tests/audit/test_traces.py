@@ -24,7 +24,9 @@ def _told(program):
 
 @pytest.mark.parametrize("program", [pytest.param(p, id=p.stem) for p in PROGRAMS])
 def test_a_trace_is_judged_as_its_program_says(program):
-    findings = judge(read_trace(trace_of(program)))
+    ledgers = read_trace(trace_of(program))
+    findings = judge(ledgers)
+    assert not any(ledger is not None and ledger.facts.failed_rules for ledger in ledgers)
     told = _told(program)
     if told is None:
         assert [(f.code, f.message) for f in findings if f.severity != "notice"] == []
