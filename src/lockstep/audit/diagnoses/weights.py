@@ -12,6 +12,7 @@ from lockstep.audit.rules.base import Code
 
 if TYPE_CHECKING:
     from lockstep.audit.diagnoses.seen import Seen
+    from lockstep.audit.equations import Numbers
     from lockstep.audit.finding import Finding
 
 UNEVEN: Final = Code("LS203", "a plain mean over unequal counts")
@@ -48,6 +49,7 @@ def uneven(seen: Seen) -> Finding | None:
     # Images of other sizes, as many on each rank: they may be meant to count the same.
     images = [term.images for term in terms]
     count_alike = None not in images and are_equal([float(each or 0) for each in images])
+    is_remainder = unit == "micro-batch" and _end_shorter(seen, counts)
     ratio = float(weights.max() / weights.min())
     listed = ", ".join(f"{count:.0f} on {place}" for place, count in list(said.items())[:4])
     return seen.finding(
@@ -58,9 +60,30 @@ def uneven(seen: Seen) -> Finding | None:
         "weigh every element the same: divide the sum of the losses by the number of elements on "
         "all ranks (and in all micro-batches of the step) and multiply by the number of ranks, or "
         "`gradients.backward(loss, weight=count)` of lockstep.replicate",
-        severity="notice" if count_alike else "error" if ratio >= _SEVERE else "warning",
+        severity="notice"
+        if count_alike or is_remainder
+        else "error"
+        if ratio >= _SEVERE
+        else "warning",
         evidence={"unit": unit, "counts": said, "weights": weights.tolist(), "op": terms[0].op},
         where=seen.backwards[0].where,
+    )
+
+
+def _end_shorter(seen: Seen, counts: Numbers) -> bool:
+    """Is the last micro-batch shorter, as the rest of an epoch is, no other, and by rank the same?
+
+    One process that accumulates weighs it the same. Tokens are as many on no two ranks.
+    """
+    of_ranks: dict[int, list[float]] = {}
+    for column, count in zip(seen.columns, counts.tolist(), strict=True):
+        of_ranks.setdefault(column.rank, []).append(count)
+    first, *others = of_ranks.values()
+    *before, last = first
+    return (
+        all(other == first for other in others)
+        and are_equal(before)
+        and last < max(before, default=0.0)
     )
 
 
