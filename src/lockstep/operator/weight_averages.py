@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _DEFAULT_DECAY: Final = 0.999
 
+_RUNNING_STATISTICS: Final = frozenset({"running_mean", "running_var"})
+"""Torch's names for the buffers of its norm layers, which layers of other packages use as well."""
+
 
 def make_weight_averages(
     given: Any, models: Sequence[nn.Module], device: torch.device
@@ -73,7 +76,8 @@ class _ExponentialAverage(AveragedModel):
 
     Torch's update pairs tensors by their order, so that a buffer that is set later shifts all
     behind it, and with ``use_buffers=True`` averages every buffer: an infinity of an attention
-    mask becomes NaN, and positions of tokens, which are integers, become other positions.
+    mask becomes NaN, positions of tokens, which are integers, become other positions, and the
+    singular vectors of spectral norm become shorter than 1, so that its weights come out too large.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -117,15 +121,20 @@ class _ExponentialAverage(AveragedModel):
             own = buffers_of(own_modules[path]) if path in own_modules else {}
             for key, theirs in buffers_of(part).items():
                 if theirs is not None and id(theirs) not in taken:
-                    taken[id(theirs)] = _average_buffer(own.get(key), theirs.detach(), weight)
+                    share = weight if key in _RUNNING_STATISTICS else 1.0
+                    taken[id(theirs)] = _mix_buffer(own.get(key), theirs.detach(), share)
                 own[key] = None if theirs is None else taken[id(theirs)]
 
 
-def _average_buffer(mine: torch.Tensor | None, theirs: torch.Tensor, weight: float) -> torch.Tensor:
-    """Mix `theirs` into `mine` in place; a copy of `theirs` if its shape or dtype has changed."""
+def _mix_buffer(mine: torch.Tensor | None, theirs: torch.Tensor, weight: float) -> torch.Tensor:
+    """Mix `theirs` into `mine` in place; a copy of `theirs` if its shape or dtype has changed.
+
+    Args:
+        weight: of `theirs`; 1 writes `theirs` as it is.
+    """
     if mine is None or not fits(theirs, mine):
         return theirs.clone()
-    if mine.is_floating_point():
+    if mine.is_floating_point() and weight != 1:
         mixed = mine.lerp(theirs, weight)
         theirs = torch.where(mixed.isfinite(), mixed, theirs)
     write_into(mine, theirs)
