@@ -122,7 +122,11 @@ class BufferSnapshot:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._by_module = [
-            {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+            # A `state_dict` has a buffer that modules share under each of its names.
+            {
+                name: buffer.detach().clone()
+                for name, buffer in module.named_buffers(remove_duplicate=False)
+            }
             for module in modules
         ]
 

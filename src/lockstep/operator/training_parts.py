@@ -11,7 +11,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lockstep._torch_compat import compiled_from
 from lockstep.errors import UnknownParameterError
-from lockstep.sync import DataParallelModel, is_local
+from lockstep.sync import DataParallelModel, is_local, named_local_tensors
 from lockstep.sync.optimizer_inspection import optimizers_with_state
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class TrainingParts:
     @property
     def has_local_tensors(self) -> bool:
         """Whether each rank has weights or buffers of its own (`lockstep.local`)."""
-        return any(map(is_local, (*self.parameters(), *self.buffers())))
+        return any(True for module in self.modules() for _ in named_local_tensors(module))
 
     def inner_optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers within the registered ones (SAM's) that have a state of their own."""

@@ -14,7 +14,9 @@ from lockstep.sync.data_parallel import replica_devices as replica_devices
 from lockstep.sync.gradient_sync import GradientSync as GradientSync
 from lockstep.sync.gradient_sync import replicate as replicate
 from lockstep.sync.local_parameters import is_local as is_local
+from lockstep.sync.local_parameters import is_local_buffer as is_local_buffer
 from lockstep.sync.local_parameters import local as local
+from lockstep.sync.local_parameters import named_local_tensors as named_local_tensors
 from lockstep.sync.manual_average import average_gradients as average_gradients
 from lockstep.sync.parameter_server.server_connection import ServerAddress as ServerAddress
 from lockstep.sync.parameter_server.server_loop import ParameterServer as ParameterServer
@@ -39,7 +41,9 @@ __all__ = [
     "buffer_places",
     "copy_buffers",
     "is_local",
+    "is_local_buffer",
     "local",
+    "named_local_tensors",
     "put_buffers",
     "replica_devices",
     "replicate",

@@ -20,7 +20,7 @@ import torch
 
 from lockstep._torch_compat import buffers_of
 from lockstep.errors import NotAvailableError
-from lockstep.sync.local_parameters import is_local
+from lockstep.sync.local_parameters import is_local_buffer
 from lockstep.sync.tensor_bits import same_bits
 from lockstep.sync.tensor_broadcast import make_block, split_into_messages, unpack_block
 from lockstep.sync.tensor_reference_counts import has_aliases, is_in_graph
@@ -122,8 +122,8 @@ def agree_on_shapes(group: Group, modules: Sequence[torch.nn.Module]) -> None:
         f"{number}.{path}.{key}": BufferPlace(owner, key)
         for number, module in enumerate(modules)
         for path, owner in module.named_modules()
-        for key, tensor in buffers_of(owner).items()
-        if not is_local(owner) and not (tensor is not None and is_local(tensor))
+        for key in buffers_of(owner)
+        if not is_local_buffer(owner, key)
     }
     shapes = {name: repr(_shape_of(place.tensor())) for name, place in places.items()}
     everyone = group.exchange(shapes)

@@ -33,7 +33,7 @@ from lockstep.errors import (
     NotAvailableError,
     SparseGradientError,
 )
-from lockstep.sync.local_parameters import is_local
+from lockstep.sync.local_parameters import is_local, named_local_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence
@@ -112,7 +112,7 @@ class DDPWrapper(DistributedDataParallel):
         carrier: Carrier,
         arguments: Mapping[str, Any],
     ) -> None:
-        names = [name for name, item in _named_tensors(module) if is_local(item)]
+        names = [name for name, _ in named_local_tensors(module)]
         if names:
             ignore_in_ddp(type(self), module, names)
         _refuse_sparse(module)
@@ -256,11 +256,6 @@ def copy_from_view(view: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _refuse_sparse(module: torch.nn.Module) -> None:

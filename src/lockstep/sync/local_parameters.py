@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`local`: marks parameters, buffers and modules that differ between ranks by design."""
+"""`local`: marks parameters, buffers and modules that differ between ranks by design.
+
+A parameter carries its mark itself, because optimizers hold it without its module. A buffer's mark
+is with its module and its name: a forward may put another tensor in the place of the marked one
+(``self.h = h.detach()``).
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from lockstep._torch_compat import buffers_of, parameters_of
 from lockstep.errors import WrongTypeError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 _MARK = "_lockstep_local"
+
+_BUFFER_NAMES = "_lockstep_local_buffers"
+"""The attribute of a module with the names of those of its buffers that were marked alone."""
 
 Owned = TypeVar("Owned", torch.Tensor, torch.nn.Module)
 
@@ -22,7 +31,8 @@ def local(parameter_or_module: Owned) -> Owned:
 
     It is not compared at attach, not broadcast, its gradients are not reduced, and an
     optimizer may hold it. Mark it before a `GradientSync` is attached; a parameter that is marked
-    alone, and not with its module, has to be marked again in a deep copy of the model.
+    alone, and not with its module, has to be marked again in a deep copy of the model. A buffer
+    stays each rank's own when a forward puts another tensor in its place.
 
     A checkpoint of `TorchTrainer` holds those of every rank. Where another number of workers goes
     on from it, all begin with rank 0's; and a worker that replaces a lost one begins with those of
@@ -64,13 +74,51 @@ def local(parameter_or_module: Owned) -> Owned:
 
 def mark_copies(modules: Iterable[torch.nn.Module]) -> None:
     """Mark the tensors of local modules again: a deep copy of a module keeps its mark, and a deep
-    copy of a parameter does not."""
-    for module in modules:
-        for part in module.modules():
-            if is_local(part):
-                local(part)
+    copy of a parameter does not. And note on its module each buffer that was marked alone, before
+    a forward replaces it."""
+    parts = dict.fromkeys(part for module in modules for part in module.modules())
+    for part in parts:
+        if is_local(part):
+            local(part)
+    for part in parts:
+        held = buffers_of(part).items()
+        marked = {key for key, buffer in held if buffer is not None and is_local(buffer)}
+        if marked - _noted_in(part):
+            setattr(part, _BUFFER_NAMES, _noted_in(part) | marked)
+
+
+def _noted_in(module: torch.nn.Module) -> frozenset[str]:
+    noted: frozenset[str] = vars(module).get(_BUFFER_NAMES, frozenset())
+    return noted
 
 
 def is_local(parameter_or_module: torch.Tensor | torch.nn.Module) -> bool:
     """Whether the program has marked the tensor or module with `local`."""
     return getattr(parameter_or_module, _MARK, False)
+
+
+def is_local_buffer(owner: torch.nn.Module, key: str) -> bool:
+    """Whether the program has marked the buffer `key` of `owner`, whichever tensor it is now.
+
+    Also of a buffer that is None in this step, so that the ranks answer alike.
+    """
+    if is_local(owner) or key in _noted_in(owner):
+        return True
+    buffer = buffers_of(owner).get(key)
+    return buffer is not None and is_local(buffer)
+
+
+def named_local_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """The local parameters and buffers in `module`; one with several names under each of them.
+
+    Yields:
+        Name and tensor; None for a buffer that no forward has filled.
+    """
+    for path, owner in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for key, parameter in parameters_of(owner).items():
+            if parameter is not None and is_local(parameter):
+                yield prefix + key, parameter
+        for key, buffer in buffers_of(owner).items():
+            if is_local_buffer(owner, key):
+                yield prefix + key, buffer

@@ -18,7 +18,7 @@ import torch
 from lockstep._torch_compat import buffers_of, parameters_of, storage_key
 from lockstep.errors import NotAvailableError, WrongTypeError
 from lockstep.sync.buffer_broadcast import BufferPlace, may_be_filled
-from lockstep.sync.local_parameters import is_local, mark_copies
+from lockstep.sync.local_parameters import is_local, is_local_buffer, mark_copies
 from lockstep.tensor_copies import fresh_strides, is_block
 
 if TYPE_CHECKING:
@@ -145,12 +145,12 @@ def _collect(found: SyncedTensors, owner: torch.nn.Module, prefix: str, seen: se
         else:
             found.parameters[prefix + key] = param
     for key, buffer in buffers_of(owner).items():
+        if id(buffer) in seen or is_local_buffer(owner, key):
+            continue
         if buffer is None:
             # The first forward may fill it, on each rank from its own rows.
-            if may_be_filled(owner) and not is_local(owner):
+            if may_be_filled(owner):
                 found.buffers[prefix + key] = BufferPlace(owner, key)
-            continue
-        if id(buffer) in seen or is_local(buffer):
             continue
         seen.add(id(buffer))
         if isinstance(buffer, torch.nn.parameter.UninitializedBuffer):

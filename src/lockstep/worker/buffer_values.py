@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from lockstep._torch_compat import buffers_of, is_persistent
-from lockstep.sync import is_local
+from lockstep.sync import is_local_buffer
 from lockstep.tensor_copies import fits, write_into
 
 if TYPE_CHECKING:
@@ -50,9 +50,11 @@ def with_own_local_buffers(values: BufferValues, run: TrainingParts) -> BufferVa
     """Another rank's `values`, with this rank's in the place of those that are each rank's own."""
     own = {
         path: {
-            key: held for key, held in table.items() if held[0] is not None and is_local(held[0])
+            key: (value, is_persistent(owner, key))
+            for key, value in buffers_of(owner).items()
+            if is_local_buffer(owner, key)
         }
-        for path, table in buffer_values(run).items()
+        for path, owner in _owners(run)
     }
     return {path: {**table, **own.get(path, {})} for path, table in values.items()}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.sync import is_local
+from lockstep.sync import is_local, named_local_tensors
 from lockstep.sync.optimizer_inspection import optimizer_parameters
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ def local_state(run: TrainingParts) -> dict[str, Any]:
 
     Returns:
         Under the keys of a state for each module its tensors by name, and for each optimizer the
-        states of its parameters by number; None for a parameter without a state.
+        states of its parameters by number; None for a buffer that no forward has filled, and for a
+        parameter without a state.
     """
     modules = [_tensors_in(module) for module in run.plain_modules()]
     has_criterion = len(modules) > len(run.models)
@@ -58,16 +59,22 @@ def with_local_state(run: TrainingParts, state: Mapping[str, Any]) -> Mapping[st
     return merged
 
 
-def _tensors_in(module: nn.Module) -> dict[str, torch.Tensor]:
+def _tensors_in(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    # An unfilled buffer has its place here: in a file of a later step it is filled.
     saved = module.state_dict().keys()
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    return {name: each.detach() for name, each in tensors if name in saved and is_local(each)}
+    return {
+        name: None if held is None else held.detach()
+        for name, held in named_local_tensors(module)
+        if held is None or name in saved
+    }
 
 
-def _averages_of(run: TrainingParts, modules: list[dict[str, torch.Tensor]]) -> Iterator[Any]:
+def _averages_of(
+    run: TrainingParts, modules: list[dict[str, torch.Tensor | None]]
+) -> Iterator[Any]:
     for average, own in zip(run.averages, modules, strict=False):
         saved = average.state_dict()
-        yield {name: saved[name] for name in map("module.{}".format, own)}
+        yield {name: saved.get(name) for name in map("module.{}".format, own)}
 
 
 def _states_in(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[dict[int, Any]]:
@@ -79,27 +86,35 @@ def _states_in(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[dict[int
         }
 
 
-def _merge(whole: Any, saved: Any, here: Any, merge_one: Callable[[Any, Any], Any]) -> Any:
+def _merge(whole: Any, saved: Any, here: Any, merge_one: Callable[..., Any]) -> Any:
     """
     Args:
         whole: one ``state_dict``, or a list of them.
         saved: in the same shape, what the state's rank had of its own.
         here: in the same shape, what this rank has of its own.
-        merge_one: puts what `saved` and `here` have both into a copy of `whole`.
+        merge_one: puts what `saved` and `here` have both into a copy of `whole`; is given `here`
+            as well.
     """
     if not whole:
         return whole
     if isinstance(whole, list):
         return [_merge(*three, merge_one) for three in zip(whole, saved, here, strict=True)]
     own = {key: value for key, value in (saved or {}).items() if key in (here or {})}
-    return merge_one(whole, own) if own else whole
+    return merge_one(whole, own, here) if own else whole
 
 
-def _with_tensors(whole: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**whole, **own}
+def _with_tensors(
+    whole: Mapping[str, Any], own: Mapping[str, Any], here: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    # A buffer that this rank had not filled stays empty: rank 0's value is not its own.
+    empty = {name for name, value in own.items() if value is None and here[name] is None}
+    filled = {name: value for name, value in own.items() if value is not None}
+    return {**{name: value for name, value in whole.items() if name not in empty}, **filled}
 
 
-def _with_states(whole: Mapping[str, Any], own: Mapping[int, Any]) -> Mapping[str, Any]:
+def _with_states(
+    whole: Mapping[str, Any], own: Mapping[int, Any], here: Mapping[int, Any]
+) -> Mapping[str, Any]:
     # An optimizer of another package may keep its state in another form.
     if _STATE not in whole:
         return whole

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from lockstep._torch_compat import buffers_of, parameters_of
 from lockstep.metrics.step_log import StepLog
 from lockstep.operator.registration import registered_parts
-from lockstep.sync import is_local
+from lockstep.sync import named_local_tensors
 from lockstep.tensor_copies import is_shard
 from lockstep.weight_hashes import NUM_PARTS, TensorSlot, WeightHashes
 
@@ -58,12 +58,13 @@ def weight_slots(run: TrainingParts) -> list[TensorSlot]:
     """
     slots: dict[int, TensorSlot] = {}
     for number, module in enumerate(run.plain_modules()):
+        own = {id(tensor) for _, tensor in named_local_tensors(module)}
         for prefix, owner in module.named_modules(prefix=module_prefix(run, module, number)):
             for tensors in (parameters_of(owner), buffers_of(owner)):
                 for key, tensor in tensors.items():
                     if is_shard(tensor):
                         return []
-                    if tensor is not None and not is_local(tensor):
+                    if tensor is not None and id(tensor) not in own:
                         name = f"{prefix}.{key}" if prefix else key
                         slots.setdefault(id(tensor), TensorSlot(name, tensors, key))
     return [*slots.values()]

@@ -7,6 +7,8 @@ from tests.unit.trainer.programs import Regression, linear, loader, sgd, trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lockstep.operator.shard_buffers import BufferSnapshot
+
 
 class Scaled(nn.Module):
     """The first batch sets its scale, and says so."""
@@ -82,3 +84,16 @@ def test_a_batch_whose_targets_are_all_ignored_leaves_the_statistics():
     for part in (ROWS[:4], ROWS[8:]):
         norm(part)
     assert (found - norm.running_mean).abs().max() <= 1e-12
+
+
+def test_the_start_of_a_window_has_a_shared_buffer_under_each_of_its_names():
+    """A load writes both values into one tensor, so that the last one stays."""
+    module = nn.Module()
+    module.register_buffer("one", torch.zeros(2))
+    module.register_buffer("same", module.one)
+    before = BufferSnapshot([module])
+    module.one.add_(1)
+    state = dict(module.state_dict())
+    before.put_into([state])
+    assert not state["one"].any()
+    assert not state["same"].any()

@@ -7,6 +7,7 @@ from tests.unit.trainer.programs import Regression, trainer
 from torch import nn
 
 import lockstep
+from lockstep.sync.local_parameters import mark_copies
 from lockstep.worker.buffer_values import (
     buffer_values,
     put_buffer_values,
@@ -97,6 +98,17 @@ def test_a_rank_keeps_what_is_its_own():
     values = with_own_local_buffers(buffer_values(Parts(there)), Parts(here))
     put_buffer_values(Parts(here), values, torch.device("cpu"))
     assert (len(here.table), len(here.seen)) == (4, 1)
+
+
+def test_a_rank_keeps_what_its_forwards_have_put_in_the_place_of_its_own():
+    here, there = Scales(), Scales().see()
+    lockstep.local(here.table)
+    mark_copies([here])
+    here.see()
+    here.table = torch.full((2,), 3.0)
+    values = with_own_local_buffers(buffer_values(Parts(there)), Parts(here))
+    put_buffer_values(Parts(here), values, torch.device("cpu"))
+    assert here.table.tolist() == [3.0, 3.0]
 
 
 def test_of_a_module_that_is_not_here_the_load_tells():
