@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from lockstep._torch_compat import buffers_of, is_persistent, schedulers_within
 from lockstep.errors import ConfigurationError, UnknownParameterError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP_MANUAL
+from lockstep.operator.shadow import refuse_local_tensors
 from lockstep.operator.sync_setup import attach, check_shard_size, is_in_units
 from lockstep.operator.trained_parameters import TrainedParameters
 from lockstep.operator.training_parts import TrainingParts
@@ -248,8 +249,8 @@ def _refuse_foreign_schedulers(registered: TrainingParts) -> None:
 
 
 def conclude_setup(operator: Operator, registered: TrainingParts, returned: Any) -> None:
-    """Refuse a value that `setup` returned, take over a scheduler that it left in `self`, and note
-    which parameters train."""
+    """Refuse a value that `setup` returned, and a model whose shards have no shadow; take over a
+    scheduler that it left in `self`, and note which parameters train."""
     if returned is not None:
         raise WrongTypeError(
             "setup returned something, which nobody reads",
@@ -258,6 +259,8 @@ def conclude_setup(operator: Operator, registered: TrainingParts, returned: Any)
             got=f"{type(returned).__name__}: {returned!r:.60}",
             fix="self.register(models=..., optimizers=...) and self.register_data(...)",
         )
+    if operator._lockstep.shadow is not None:
+        refuse_local_tensors(registered.plain_modules())
     _take_scheduler(operator, registered)
     registered.trained_after_setup = TrainedParameters.of(registered)
 

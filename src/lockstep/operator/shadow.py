@@ -31,10 +31,13 @@ from lockstep.data import shards_of
 from lockstep.errors import NotAvailableError, SilentDataCorruptionError
 from lockstep.hardware import describe_hardware
 from lockstep.operator.object_transfer import transfer
+from lockstep.sync import named_local_tensors
 from lockstep.tensor_tree import tree_map
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch import nn
 
     from lockstep.group import Group
     from lockstep.operator.rank_context import RankContext
@@ -43,6 +46,26 @@ if TYPE_CHECKING:
     from lockstep.sync.ordered_reducer import ShardGradient
 
 _log = logging.getLogger("lockstep.shadow")
+
+
+def refuse_local_tensors(modules: Iterable[nn.Module]) -> None:
+    """Refuse to compare bits where each worker computes a shard with tensors of its own.
+
+    Raises:
+        NotAvailableError: names them; on every rank, which have marked the same.
+    """
+    names = [name for module in modules for name, _ in named_local_tensors(module)]
+    if not names:
+        return
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    raise NotAvailableError(
+        "shadow_every cannot compare shards of a model that lockstep.local leaves to each worker",
+        expected="weights and buffers that are equal on all workers",
+        got=", ".join(f"`{name}`" for name in names[:5]) + more,
+        cause="a second worker computes the shard with its own values of these, and so other bits,"
+        " on hardware that does not err",
+        fix="leave shadow_every out",
+    )
 
 
 @dataclass(frozen=True)

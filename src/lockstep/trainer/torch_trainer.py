@@ -98,7 +98,8 @@ class TorchTrainer:
             are computed again (more if both die). "auto": so that the copies take 1 % of the time.
             None: no copies, and a death ends the run.
         shadow_every: in each so many-th step another worker computes one shard as well, with
-            ``reproducible=True``; bits that differ are hardware that errs (LS313). 0: in none.
+            ``reproducible=True``; bits that differ are hardware that errs (LS313). Refused with
+            tensors that `lockstep.local` marks. 0: in none.
         shadow_limit: a worker that was wrong so often is replaced as if it had died.
         audit: how often ranks are compared: "watch" (the first steps more often, then every 64th),
             "full" (every step, slower), "off".

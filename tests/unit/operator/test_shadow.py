@@ -6,11 +6,12 @@ import torch
 from torch import nn
 
 from harness import run_ranks
-from lockstep import TorchTrainer
+from lockstep import TorchTrainer, local
 from lockstep.data import ShardAssignment
 from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.operator import Options, RankContext, TrainingOperator
 from lockstep.operator import shadow as module
+from lockstep.operator.registration import conclude_setup, registered_parts
 from lockstep.operator.shadow import Shadow, right_bits
 
 
@@ -49,6 +50,37 @@ def test_where_there_is_nothing_to_compare_it_is_refused(arguments, fix):
     with pytest.raises(ConfigurationError, match="shadow_every") as refused:
         TorchTrainer(training_operator_cls=Linear, shadow_every=10, **arguments)
     assert fix in str(refused.value)
+
+
+class HasItsOwn(TrainingOperator):
+    """Each worker has a layer of the criterion, or a buffer of the model, for itself."""
+
+    def setup(self, config):
+        model, criterion = nn.BatchNorm1d(2), nn.Sequential(nn.Linear(2, 1))
+        parameters = [*model.parameters(), *criterion.parameters()]
+        local({"buffer": model.running_mean, "layer": criterion[0]}[config["local"]])
+        self.register(
+            models=model, optimizers=torch.optim.SGD(parameters, lr=0.1), criterion=criterion
+        )
+
+
+@pytest.mark.parametrize(
+    ("marked", "names"), [("buffer", "`running_mean`"), ("layer", "`0.weight`, `0.bias`")]
+)
+def test_a_model_with_tensors_of_each_worker_s_own_is_refused_when_setup_has_ended(marked, names):
+    """Each worker's bits of a shard would differ, and sound hardware would be accused."""
+    for every in (0, 1):
+        options = Options(reproducible=True, shadow_every=every)
+        operator = HasItsOwn({"local": marked}, RankContext(options=options))
+        operator.setup(operator.config)
+        run = registered_parts(operator)
+        run.sync.detach()
+        if every == 0:
+            conclude_setup(operator, run, None)
+            continue
+        with pytest.raises(NotAvailableError, match=r"lockstep\.local") as refused:
+            conclude_setup(operator, run, None)
+        assert names in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["shadow_every", "shadow_limit"])
