@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import checkpoint
 from lockstep.errors import CheckpointWriteError
+from lockstep.worker import add_every_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -52,7 +53,6 @@ def write_snapshot(
 
 def _state_of(parts: Sequence[WrittenPart]) -> dict[str, Any]:
     """The state of the run, as `TorchTrainer.state_dict` has it, from those of the ranks."""
-    state = dict(parts[0].state)
-    for key in parts[0].own:
-        state[f"{key}_by_rank"] = [part.state[key] for part in parts]
-    return state
+    return add_every_rank(
+        parts[0].state, [{key: part.state[key] for key in parts[0].own} for part in parts]
+    )

@@ -20,7 +20,15 @@ from lockstep.operator import TrainingOperator
 from lockstep.tensor_tree import leaves_of
 from lockstep.trainer.checkpoint_directory import refuse_another_run
 from lockstep.trainer.snapshot_files import write_snapshot
-from lockstep.worker import Snapshot, Worker, begin_load, hold_part, position, receive_state
+from lockstep.worker import (
+    Snapshot,
+    Worker,
+    add_every_rank,
+    begin_load,
+    hold_part,
+    position,
+    receive_state,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,7 +78,7 @@ class StateTransfer:
         has_own = spec.operator_cls._lockstep_overrides(TrainingOperator.state_dict)
         if spec.num_workers > 1 and (has_own or "local" in state):
             everyone = self._workers.call(Worker.per_rank_state.with_args())
-            state |= {f"{key}_by_rank": [each[key] for each in everyone] for key in everyone[0]}
+            state = add_every_rank(state, everyone)
         return state
 
     def _state_of_rank_0(self, call: RemoteCall[Worker, dict[str, Any]]) -> dict[str, Any]:

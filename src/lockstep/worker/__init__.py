@@ -20,6 +20,7 @@ from lockstep.worker.memory_recovery import (
     replay,
 )
 from lockstep.worker.parity_trial import Trial, verify
+from lockstep.worker.per_rank_state import add_every_rank
 from lockstep.worker.position_queries import items_ahead, position, samples_of
 from lockstep.worker.prediction import Prediction, predict
 from lockstep.worker.process_group import Rendezvous, arrival_key
@@ -72,6 +73,7 @@ __all__ = [
     "Worker",
     "WorkerSpec",
     "WorkerStatus",
+    "add_every_rank",
     "add_rank",
     "arrival_key",
     "begin_load",

@@ -19,6 +19,7 @@ from lockstep.errors import NotAvailableError
 from lockstep.operator import TrainingOperator
 from lockstep.worker import state_broadcast
 from lockstep.worker.checkpoint_part import CheckpointPart
+from lockstep.worker.per_rank_state import add_every_rank
 from lockstep.worker.state_dict import copy_to_cpu
 from lockstep.worker.tensor_pool import TensorPool
 
@@ -245,8 +246,7 @@ class SnapshotTaker:
         if self._needs_all_ranks:
             keys = worker.per_rank_keys
             own = {key: state[key] for key in keys} if state else worker.per_rank_state()
-            everyone = self._by_rank(own)
-            state |= {f"{key}_by_rank": [each[key] for each in everyone] for key in keys}
+            state = add_every_rank(state, self._by_rank(own))
         if worker.rank == 0:
             snapshot = Snapshot(state["global_step"], state, self._pool, worker.call_number)
             self._keep(snapshot)

@@ -38,8 +38,9 @@ from lockstep.local_rows import LocalRows
 from lockstep.phases import Phase, in_phase
 from lockstep.tensor_tree import leaves_of, tree_map
 from lockstep.worker.buffer_values import buffer_values
+from lockstep.worker.per_rank_state import PER_RANK
 from lockstep.worker.state_broadcast import from_messages, messages_of
-from lockstep.worker.state_dict import PER_RANK, copy_own_rows, unsaved_parameters
+from lockstep.worker.state_dict import copy_own_rows, unsaved_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

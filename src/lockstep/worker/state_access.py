@@ -21,6 +21,7 @@ from lockstep.worker.data_cursor import Cursor
 from lockstep.worker.dataset_switch import DATASET, DatasetSwitch
 from lockstep.worker.loader_sharding import make_sharded_loader
 from lockstep.worker.local_state import local_state
+from lockstep.worker.per_rank_state import PER_RANK, part_of_rank
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ class StateAccess:
             "operator": self.operator._lockstep_overrides(TrainingOperator.state_dict),
             "local": self.run.has_local_tensors,
         }
-        return tuple(key for key in state_dicts.PER_RANK if has[key])
+        return tuple(key for key in PER_RANK if has[key])
 
     @remote_method(Communication.NONE, OnFailure.REPEAT)
     def per_rank_state(self) -> dict[str, Any]:
@@ -309,13 +310,7 @@ class StateAccess:
         return (mesh.shard_rank, mesh.shard_size) if has_units else (0, 1)
 
     def _own_part(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`state`, with what this rank had of its own among as many ranks; else rank 0's."""
-        own = dict(state)
-        for key in state_dicts.PER_RANK:
-            by_rank = own.pop(f"{key}_by_rank", None)
-            if by_rank is not None and len(by_rank) == self.spec.num_workers:
-                own[key] = by_rank[self.rank]
-        return own
+        return part_of_rank(state, self.rank, self.spec.num_workers)
 
     @remote_method(Communication.NONE, OnFailure.REPEAT)
     def room_for_models(self) -> tuple[int, float]:

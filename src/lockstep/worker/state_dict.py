@@ -48,10 +48,6 @@ if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
     from lockstep.operator.training_parts import TrainingParts
 
-PER_RANK: Final = ("operator", "local")
-"""The keys of what each rank may have of its own: what the user's ``state_dict`` returned, and what
-`lockstep.local` marks. ``<key>_by_rank`` holds that of all ranks, where it differs."""
-
 _AVERAGES: Final = "ema"
 """The key of the averages, which a state may lack: averages then begin at the state's weights."""
 
