@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the mean of torch's criterions for classes is over: targets, and not samples.
 
-``CrossEntropyLoss`` and ``NLLLoss`` divide by the number of targets that are not `ignore_index`,
-each counted by the `weight` of its class (torch's documentation of both). The default loop weighs
-the losses of its shards by the same number; weighed by samples they would be another objective.
+``CrossEntropyLoss``, ``NLLLoss`` and ``LinearCrossEntropyLoss`` divide by the number of targets
+that are not `ignore_index`, each counted by the `weight` of its class (torch's documentation of
+them). The default loop weighs the losses of its shards by the same number; weighed by samples they
+would be another objective.
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lockstep._torch_compat import compiled_from
+from lockstep.operator.training_parts import without_wrapper
 
 _FUNCTIONS: Final = (functional.cross_entropy, functional.nll_loss)
-_FORWARDS: Final = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+_WITH_LAYER: Final[tuple[Any, ...]] = tuple(
+    getattr(nn, name) for name in ("LinearCrossEntropyLoss",) if hasattr(nn, name)
+)
+"""Criterions that compute scores from features with a layer of their own; new in torch 2.13."""
+
+_FORWARDS: Final = tuple(each.forward for each in (nn.CrossEntropyLoss, nn.NLLLoss, *_WITH_LAYER))
 _IGNORED: Final = -100
-"""The default `ignore_index` of both."""
+"""The default `ignore_index` of all of them; ``LinearCrossEntropyLoss`` writes it as None."""
 
 
 class CriterionCall(NamedTuple):
@@ -46,6 +52,11 @@ def count_targets(call: CriterionCall) -> float | None:
     return float(weight.to(target.device, torch.float64)[target[counted]].sum())
 
 
+def computes_scores(criterion: Any) -> bool:
+    """Whether `criterion` holds the layer that makes scores of classes from a model's output."""
+    return isinstance(criterion, nn.Module) and isinstance(without_wrapper(criterion), _WITH_LAYER)
+
+
 def is_counted(criterion: Any, target: torch.Tensor) -> torch.Tensor:
     """For each of the targets that are classes, whether `criterion` does not ignore it."""
     settings = _settings(criterion)
@@ -68,11 +79,14 @@ def ignores_all(criterion: Any, batch: Any) -> bool:
 def _settings(criterion: Any) -> tuple[torch.Tensor | None, int] | None:
     """`weight` and `ignore_index`, of a criterion that is a mean over targets."""
     if isinstance(criterion, nn.Module):
-        plain: Any = compiled_from(criterion)
+        plain: Any = without_wrapper(criterion)
         # A subclass with a `forward` of its own (a focal loss) may take another mean.
         is_torchs = getattr(plain.forward, "__func__", None) in _FORWARDS
         is_mean = is_torchs and plain.reduction == "mean"
-        return (plain.weight, plain.ignore_index) if is_mean else None
+        if not is_mean:
+            return None
+        ignored = plain.ignore_index
+        return plain.weight, _IGNORED if ignored is None else ignored
     given = criterion.keywords if isinstance(criterion, partial) else {}
     function = criterion.func if isinstance(criterion, partial) else criterion
     if function not in _FUNCTIONS or given.get("reduction", "mean") != "mean":
@@ -83,4 +97,5 @@ def _settings(criterion: Any) -> tuple[torch.Tensor | None, int] | None:
 def reduction_of(criterion: Any) -> Any:
     """The `reduction` of a criterion, of torch's or another one; None if it tells of none."""
     given = criterion.keywords.get("reduction") if isinstance(criterion, partial) else None
-    return given or getattr(criterion, "reduction", None)
+    plain = without_wrapper(criterion) if isinstance(criterion, nn.Module) else criterion
+    return given or getattr(plain, "reduction", None)

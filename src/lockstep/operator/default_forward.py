@@ -8,7 +8,12 @@ from typing import Any, Final
 import torch
 
 from lockstep.errors import ConfigurationError
-from lockstep.operator.criterion_targets import CriterionCall, is_counted, reduction_of
+from lockstep.operator.criterion_targets import (
+    CriterionCall,
+    computes_scores,
+    is_counted,
+    reduction_of,
+)
 from lockstep.operator.loop_protocols import Operator
 from lockstep.operator.registration import registered_parts
 
@@ -107,8 +112,11 @@ def class_accuracy(criterion: Any, output: Any, target: Any) -> dict[str, torch.
 
     Class targets are integers of the output's shape without its dimension 1, which counts
     the classes: output (N, C, ...), target (N, ...). Without this test a regression target
-    (N, 1) broadcasts against (N,) predictions into N times N comparisons.
+    (N, 1) broadcasts against (N,) predictions into N times N comparisons. Nothing, too, where the
+    criterion makes the scores: the output holds features, which may be as many as the classes.
     """
+    if computes_scores(criterion):
+        return {}
     if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
         return {}
     if target.is_floating_point() or target.is_complex() or output.dim() < 2:

@@ -109,16 +109,16 @@ class TrainingParts:
 
     def plain_models(self) -> list[nn.Module]:
         """The models without a wrapper of the user's own, or of ``torch.compile``."""
-        return [_unwrap(model) for model in self.models]
+        return [without_wrapper(model) for model in self.models]
 
     def plain_modules(self) -> list[nn.Module]:
         """`modules()` without wrappers."""
-        return [_unwrap(module) for module in self.modules()]
+        return [without_wrapper(module) for module in self.modules()]
 
     def plain_criterion(self) -> Any:
         """The criterion without a wrapper."""
         is_module = isinstance(self.criterion, nn.Module)
-        return _unwrap(self.criterion) if is_module else self.criterion
+        return without_wrapper(self.criterion) if is_module else self.criterion
 
     def replace_modules(self, modules: Sequence[nn.Module]) -> None:
         """Put wrappers of `modules()` in their place, in the same order."""
@@ -165,7 +165,8 @@ class TrainingParts:
             module.train(training)
 
 
-def _unwrap(model: nn.Module) -> nn.Module:
+def without_wrapper(model: nn.Module) -> nn.Module:
+    """The module within wrappers (data parallelism's, ``torch.compile``'s), or `model` itself."""
     # A wrapper's names for the weights ("module.", "_orig_mod.") must not get into checkpoints.
     while True:
         if isinstance(model, DistributedDataParallel | DataParallel | DataParallelModel):

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from tests.torch_versions import needs_linear_cross_entropy
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -204,3 +205,53 @@ def test_a_compiled_criterion_counts_as_the_one_that_was_compiled():
         "assert count_targets(CriterionCall(made, torch.tensor([0, 1, 1]))) == 2"
     )  # in a process of its own: it imports the compiler
     subprocess.run([sys.executable, "-c", program], check=True, timeout=50)
+
+
+FOUR_AND_ONE = torch.tensor([0, 1, 1, 0, 1, -100, -100, -100])
+
+
+def with_layer(**options):
+    """Features of as many columns as there are classes, and the criterion that holds the layer."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    return model, nn.LinearCrossEntropyLoss(2, 2, dtype=torch.float64, **options)
+
+
+class WithLayer(TrainingOperator):
+    def setup(self, config):
+        model, criterion = with_layer(**config["options"])
+        both = [*model.parameters(), *criterion.parameters()]
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=torch.optim.SGD(both, lr=0.5), criterion=criterion
+        )
+        loader = DataLoader(TensorDataset(X[:8], FOUR_AND_ONE), config[BATCH_SIZE])
+        self.register_data(train_loader=loader, validation_loader=loader)
+
+
+@needs_linear_cross_entropy
+@pytest.mark.parametrize("sync", ["replicate", "ddp"])
+@pytest.mark.parametrize("options", [{}, {"weight": WEIGHT}], ids=["plain", "class weights"])
+def test_a_criterion_with_a_layer_weighs_as_its_targets(sync, options):
+    """Under "ddp" the criterion is in a wrapper, for the gradients of its layer."""
+    arguments = {"config": {BATCH_SIZE: 8, "options": options}, "num_shards": 2, "sync": sync}
+    model, criterion = with_layer(**options)
+    loss = criterion(model(X[:8]), FOUR_AND_ONE)
+    loss.backward()
+    with TorchTrainer(training_operator_cls=WithLayer, **arguments) as trainer:
+        validated = trainer.validate()
+        trainer.train()
+        found = trainer.get_model().weight.detach()
+    assert validated["val_loss"] == pytest.approx(loss.item(), rel=1e-12)
+    assert "val_accuracy" not in validated
+    expected = model.weight.detach() - 0.5 * model.weight.grad
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@needs_linear_cross_entropy
+def test_a_sum_in_a_wrapper_contradicts_a_mean():
+    config = {BATCH_SIZE: 8, "options": {"reduction": "sum"}}
+    with (
+        TorchTrainer(training_operator_cls=WithLayer, sync="ddp", config=config) as trainer,
+        pytest.raises(ConfigurationError, match="the criterion is a sum"),
+    ):
+        trainer.train()
