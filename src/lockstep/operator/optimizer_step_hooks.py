@@ -29,10 +29,11 @@ from lockstep.operator.loop_protocols import Operator
 from lockstep.operator.step_seed import StepSeed
 from lockstep.randomness import derive_seed, preserve_rng_state
 from lockstep.sync.optimizer_inspection import (
+    given_closure,
     inner_optimizers,
-    is_given_closure,
     optimizer_parameters,
     share_parameters,
+    with_closure,
 )
 
 if TYPE_CHECKING:
@@ -115,18 +116,20 @@ class OptimizerStepHooks:
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self._begun and not _is_step_running(self._begun):
             self._begun.clear()
         if self._is_within_another_step(optimizer):
             self._begun.append(optimizer)
-            return
+            return None
         for listener in self._before:
             listener(optimizer, args, kwargs)
         self._begun.append(optimizer)
-        # A closure computes losses, and draws for the samples of its rank.
-        if self.seed is not None and not is_given_closure(args, kwargs):
-            self.seed.begin()
+        if self.seed is None:
+            return None
+        closure = given_closure(args, kwargs)
+        self.seed.begin(keeps_draws=closure is not None)
+        return None if closure is None else with_closure(args, kwargs, self.seed.outside(closure))
 
     def _after_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

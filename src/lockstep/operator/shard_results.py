@@ -12,10 +12,7 @@ it for all of its shards or for none.
 from __future__ import annotations
 
 import math
-import numbers
 from typing import TYPE_CHECKING, Any, Final
-
-import torch
 
 from lockstep.errors import (
     ConfigurationError,
@@ -24,7 +21,7 @@ from lockstep.errors import (
     WeightError,
 )
 from lockstep.keys import NUM_SAMPLES, WEIGHT
-from lockstep.metrics.metric_values import addable
+from lockstep.metrics.metric_values import addable, as_number, is_scalar
 from lockstep.operator.criterion_targets import count_targets, is_counted
 
 if TYPE_CHECKING:
@@ -189,7 +186,7 @@ def mean_over_shards(results: Sequence[tuple[Mapping[str, Any], float]]) -> dict
     merged: dict[str, Any] = {}
     for key in dict.fromkeys(key for metrics, _ in results for key in metrics):
         values = [(metrics[key], weight) for metrics, weight in results if key in metrics]
-        if all(_is_scalar(value) for value, _ in values):
+        if all(_is_number(value) for value, _ in values):
             total = sum(weight for _, weight in values)
             merged[key] = sum(addable(value) * (weight / total) for value, weight in values)
         else:
@@ -213,10 +210,9 @@ def partial_weights(results: Sequence[tuple[Mapping[str, Any], float]]) -> dict[
     }
 
 
-def _is_scalar(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, numbers.Real)
+def _is_number(value: Any) -> bool:
+    # As the mean over the steps has it; but a tensor's number is not read, which may be a wait.
+    return is_scalar(value) or as_number(value) is not None
 
 
 def _parse_weight(operator: Operator, given: Any) -> float:

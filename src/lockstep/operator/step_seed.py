@@ -4,16 +4,22 @@
 A step may draw random numbers (Langevin noise, stochastic rounding). They go into weights that
 ranks share, and the generators of each rank stand where its own samples have left them. So a step
 has a seed of its own, the same on every rank.
+
+A closure that a step calls computes a loss, and draws for the samples of its rank, as the loop
+around the step does. What the step itself draws, before and behind the closure, has the step's
+seed.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import NotAvailableError
 from lockstep.randomness import RandomState, derive_seed, seed_all
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from lockstep.operator.loop_protocols import Operator
@@ -34,14 +40,50 @@ class StepSeed:
         self._restores = operator._lockstep_overrides_loop()
         self._before: RandomState | None = None
         self._seeded: RandomState | None = None
+        self._has_drawn = False
 
-    def begin(self) -> None:
-        """Seed the step that begins now."""
+    def begin(self, *, keeps_draws: bool = False) -> None:
+        """Seed the step that begins now.
+
+        Args:
+            keeps_draws: whether the step calls a closure, which goes on where the loop's draws are.
+        """
+        self._has_drawn = False
+        self._enter(keeps_draws=keeps_draws)
+
+    def outside(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """`closure` for the step that has begun; it goes on with the draws of the loop."""
+        num_calls = 0
+
+        def evaluate() -> Any:
+            nonlocal num_calls
+            self._leave()
+            has_drawn = self._has_drawn  # an optimizer may step within the closure
+            loss = closure()
+            num_calls += 1
+            self._has_drawn = has_drawn
+            # Another seed than before the call: a step would draw the same numbers once more.
+            self._enter(num_calls, keeps_draws=True)
+            return loss
+
+        return evaluate
+
+    def _enter(self, *calls: int, keeps_draws: bool) -> None:
+        """Seed what the step draws next, after so many `calls` of its closure, if any."""
         number = len(self._state.global_batch.stepped_optimizers)
         run_seed = self._state.context.shard_assignment.seed
-        self._before = RandomState.capture() if self._restores else None
-        seed_all(derive_seed(run_seed, "step", self._state.committed, number))
+        self._before = RandomState.capture() if self._restores or keeps_draws else None
+        seed_all(derive_seed(run_seed, "step", self._state.committed, number, *calls))
         self._seeded = RandomState.capture() if self._is_in_shards else None
+
+    def _leave(self) -> None:
+        """Let the loop, or a closure, go on to draw where it was."""
+        before, self._before = self._before, None
+        seeded, self._seeded = self._seeded, None
+        if seeded is not None:
+            self._has_drawn |= not RandomState.capture().has_torch_state_of(seeded)
+        if before is not None:
+            before.restore()
 
     def end(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the loop go on to draw where it was.
@@ -52,13 +94,9 @@ class StepSeed:
         Raises:
             NotAvailableError: the step has drawn, and each rank has stepped other rows.
         """
-        before, self._before = self._before, None
-        seeded, self._seeded = self._seeded, None
-        has_drawn = seeded is not None and not RandomState.capture().has_torch_state_of(seeded)
-        if before is not None:
-            before.restore()
+        self._leave()
         group = self._state.context.group
-        if has_drawn and not group.is_alone:
+        if self._has_drawn and not group.is_alone:
             raise NotAvailableError(
                 "an optimizer that draws random numbers cannot step shards",
                 where=group.place,

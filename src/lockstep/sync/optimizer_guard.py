@@ -25,7 +25,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lockstep.compiler_disable import disable_dynamo
 from lockstep.errors import ConfigurationError, GradientNotReducedError, UnknownParameterError
 from lockstep.sync.local_parameters import is_local
-from lockstep.sync.optimizer_inspection import optimizer_parameters
+from lockstep.sync.optimizer_inspection import (
+    given_closure,
+    optimizer_parameters,
+    with_closure,
+)
 from lockstep.sync.tensor_bits import sum_of_bits
 
 if TYPE_CHECKING:
@@ -158,10 +162,8 @@ def _before_step(
     if not watch.slots:
         _refuse_unknown(watch)
         return None
-    # Bound methods of a patched `step` pass the optimizer itself as the first argument.
-    positional = args[1:] if args and args[0] is optimizer else args
-    closure = kwargs.get("closure") or (positional[0] if positional else None)
-    if not callable(closure):  # an optimizer of the user's own may take something else
+    closure = given_closure(args, kwargs)
+    if closure is None:
         _check(watch)
         watch.steps += 1
         return None
@@ -187,10 +189,7 @@ def _before_step(
                 judge_losses(owner.attached_group().exchange(value), owner.place)
         return loss
 
-    if kwargs.get("closure") is not None:
-        return args, {**kwargs, "closure": evaluate_and_check}
-    head = args[: len(args) - len(positional)]
-    return (*head, evaluate_and_check, *positional[1:]), kwargs
+    return with_closure(args, kwargs, evaluate_and_check)
 
 
 def _gradients_of(slots: list[Slot]) -> list[torch.Tensor | None]:

@@ -15,7 +15,7 @@ from lockstep.tensor_copies import is_shard
 from lockstep.tensor_tree import leaves_with_path, tree_map_with_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch.optim import Optimizer
 
@@ -100,6 +100,24 @@ def is_given_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     # The hooks of some versions of torch are given the optimizer among the arguments.
     given = [each for each in (*args, kwargs.get("closure")) if each is not None]
     return any(callable(each) and not isinstance(each, torch.optim.Optimizer) for each in given)
+
+
+def given_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
+    """The closure among these arguments of an optimizer's hook; None: the step has none."""
+    # Bound methods of a patched `step` pass the optimizer itself as the first argument.
+    positional = [each for each in args[:2] if not isinstance(each, torch.optim.Optimizer)]
+    found = kwargs.get("closure") or (positional[0] if positional else None)
+    return found if callable(found) else None  # an optimizer may take something else
+
+
+def with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """These arguments of an optimizer's hook, with another closure in the place of the given."""
+    if kwargs.get("closure") is not None:
+        return args, {**kwargs, "closure": closure}
+    position = int(isinstance(args[0], torch.optim.Optimizer))
+    return (*args[:position], closure, *args[position + 1 :]), kwargs
 
 
 def load_state(stepper: Any, state: Mapping[str, Any], *, of_same_weights: bool = True) -> None:

@@ -3,6 +3,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from tests.tokens import (
@@ -271,3 +272,18 @@ def test_as_many_targets_as_samples_are_targets_all_the_same(num_shards):
         assert validated["val_loss"] == pytest.approx(loss, rel=1e-12)
         assert validated["val_accuracy"] == pytest.approx(hits, rel=1e-12)
         assert trained.train()["train_loss"] == pytest.approx(loss, rel=1e-12)
+
+
+@pytest.mark.parametrize("of_numpy", [np.float32, np.bool_, lambda value: np.array([value])])
+def test_a_metric_of_numpy_is_the_mean_over_the_shards_of_a_worker(of_numpy):
+    class Measures(Tokens):
+        def compute_loss(self, batch, batch_info):
+            loss, _ = super().compute_loss(batch, batch_info)
+            return loss.nan_to_num(), {"seen": of_numpy(float(batch[0].mean() > 0))}
+
+    # Batches of 5 are shards of 3 and 2, and the last one of 4 is two of 2.
+    cut = problem()[0].split([3, 2, 3, 2, 3, 2, 2, 2])
+    expected = sum(len(part) * float(part.mean() > 0) for part in cut) / len(LENGTHS)
+    assert 0 < expected < 1
+    with trainer(Measures, num_shards=2) as trained:
+        assert trained.validate()["seen"] == pytest.approx(expected, rel=1e-12)

@@ -77,3 +77,69 @@ def test_a_loop_goes_on_to_draw_as_if_the_step_had_not():
             one.train()
             behind.append(one.get_local_operator().drawn_behind)
     assert behind[0] == behind[1]
+
+
+class DrawsAroundItsClosure(torch.optim.SGD):
+    """Langevin noise before and behind each evaluation of the loss."""
+
+    num_draws = 1
+
+    def step(self, closure=None):
+        for _ in range(2):
+            self.drawn = [*getattr(self, "drawn", []), *torch.rand(self.num_draws).tolist()]
+            with torch.enable_grad():
+                loss = closure()
+            self.drawn += torch.rand(self.num_draws).tolist()
+        super().step()
+        return loss
+
+
+class EvaluatesTwice(DrawsAroundItsClosure):
+    num_draws = 0
+
+
+class StepsWithAClosure(DropsInItsOwnLoop):
+    optimizer_cls = DrawsAroundItsClosure
+
+    def train_batch(self, batch, batch_info):
+        def evaluate():
+            self._optimizer.zero_grad()
+            loss = self.compute_loss(batch, batch_info)
+            loss.backward()
+            self.drawn_behind.append(torch.rand(()).item())
+            return loss
+
+        loss = self._optimizer.step(evaluate)
+        self.drawn_behind.append(torch.rand(()).item())
+        return {"train_loss": loss.item()}
+
+
+class ClosureDrawsLess(StepsWithAClosure):
+    def compute_loss(self, batch, batch_info):
+        features, targets = batch
+        return nn.functional.mse_loss(self.model(features), targets)
+
+
+class NobodyElseDraws(StepsWithAClosure):
+    optimizer_cls = EvaluatesTwice
+
+
+def test_a_step_draws_the_same_whatever_its_closure_has_drawn():
+    found = []
+    for operator_cls in (StepsWithAClosure, ClosureDrawsLess):
+        with trainer(operator_cls) as one:
+            one.train(num_steps=STEPS)
+            found.append(one.get_local_operator()._optimizer.drawn)
+    assert found[0] == found[1]
+    # Behind the first evaluation and before the second one nothing is drawn in between.
+    assert len(set(found[0])) == len(found[0]) == 4 * STEPS
+
+
+def test_a_closure_goes_on_to_draw_as_if_the_step_had_not():
+    behind = []
+    for operator_cls in (StepsWithAClosure, NobodyElseDraws):
+        with trainer(operator_cls) as one:
+            one.train()
+            behind.append(one.get_local_operator().drawn_behind)
+    assert behind[0] == behind[1]
+    assert len(set(behind[0])) == len(behind[0])
