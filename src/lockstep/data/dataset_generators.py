@@ -67,6 +67,11 @@ class DatasetGenerators:
             else:
                 waiting += ((f"{place}.{name}", inner) for name, inner in _inside(value))
 
+    def are_among(self, others: DatasetGenerators) -> bool:
+        """Whether `others` hold each of these generators, at the same place."""
+        known = {place: one.generator for place, one in others._found.items()}
+        return all(known.get(place) is one.generator for place, one in self._found.items())
+
     def seed(self, seed: int) -> None:
         """Seed each anew, by `seed` and by where it is held."""
         for place, one in self._found.items():

@@ -37,11 +37,13 @@ class HeldGenerator:
     """A generator that a user's object holds: torch's, numpy's or Python's, behind one interface.
 
     Attributes:
+        generator: the object itself.
         origin: the seed with which the user made the generator, or a digest of its first state.
         seed: seeds the generator anew.
         get, set: read the generator's whole state, and put it back.
     """
 
+    generator: Any
     origin: Callable[[], int | str]
     seed: Callable[[int], object]
     get: Callable[[], Any]
@@ -53,23 +55,26 @@ def as_held_generator(value: Any) -> HeldGenerator | None:
     kind = type(value)  # not `isinstance`, which asks an object of any class for its `__class__`
     if issubclass(kind, torch.Generator):
         return HeldGenerator(
-            value.initial_seed, value.manual_seed, value.get_state, value.set_state
+            value, value.initial_seed, value.manual_seed, value.get_state, value.set_state
         )
     if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
         get = value.getstate
-        return HeldGenerator(lambda: _digest(get()), value.seed, get, value.setstate)
+        return HeldGenerator(value, lambda: _digest(get()), value.seed, get, value.setstate)
     if issubclass(kind, np.random.Generator):
-        return _from_numpy_generator(value.bit_generator)
+        return _from_numpy_generator(value)
     if issubclass(kind, np.random.RandomState):
         return _from_random_state(value)
     return None
 
 
-def _from_numpy_generator(bits: np.random.BitGenerator) -> HeldGenerator:
+def _from_numpy_generator(generator: np.random.Generator) -> HeldGenerator:
+    bits = generator.bit_generator
+
     def put(state: Any) -> None:
         bits.state = state
 
     return HeldGenerator(
+        generator,
         lambda: _digest(bits.state),
         lambda seed: put(_new_bit_generator(bits, seed).state),
         lambda: bits.state,
@@ -87,7 +92,7 @@ def _from_random_state(generator: np.random.RandomState) -> HeldGenerator:
         fresh = np.random.RandomState(_new_bit_generator(generator._bit_generator, seed))
         generator.set_state(fresh.get_state(legacy=False))
 
-    return HeldGenerator(lambda: _digest(get()), start, get, generator.set_state)
+    return HeldGenerator(generator, lambda: _digest(get()), start, get, generator.set_state)
 
 
 def _new_bit_generator(bits: np.random.BitGenerator, seed: int) -> Any:

@@ -104,6 +104,7 @@ class SeededDataset(Dataset[Any]):
         self._may_select_rows = kind is ItemKind.SAMPLE_INDEX and collate is default_collate
         self._may_draw = may_draw(dataset) or not any(collate is one for one in _DRAW_NOTHING)
         self._generators: tuple[object, DatasetGenerators] = None, DatasetGenerators()
+        self._has_read_first = False  # of those requests for which `_generators` were found
 
     def __getitems__(self, request: Request) -> Any:
         # In a loader's worker process no other code draws from the generators.
@@ -129,7 +130,8 @@ class SeededDataset(Dataset[Any]):
         return getattr(self.dataset, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_generators": (None, DatasetGenerators())}
+        nothing = {"_generators": (None, DatasetGenerators()), "_has_read_first": False}
+        return {**vars(self), **nothing}
 
     def _held_generators(self, epoch: int) -> DatasetGenerators:
         """Those of this process: a loader's worker has copies, or ones of its ``worker_init_fn``.
@@ -141,6 +143,7 @@ class SeededDataset(Dataset[Any]):
         here = epoch, None if info is None else info.id
         if self._generators[0] != here:
             self._generators = here, DatasetGenerators(self.dataset, self._collate)
+            self._has_read_first = False
         return self._generators[1]
 
     def _batch(self, request: Request) -> Any:
@@ -149,6 +152,28 @@ class SeededDataset(Dataset[Any]):
             rows = select_batch(self.dataset, request.items)
             if rows is not None:
                 return rows
+        batch = self._read_seeded(request)
+        if self._may_draw and self._has_made_generators(request.epoch):
+            # A process that has them already draws for these samples from seeded ones.
+            return self._read_seeded(request)
+        return batch
+
+    def _has_made_generators(self, epoch: int) -> bool:
+        """Whether the first request that a process has read in an epoch made generators.
+
+        A dataset may make one as it is read first, so that it is not copied to other processes.
+        The answer is not asked of later requests: a search takes some milliseconds.
+        """
+        before = self._held_generators(epoch)
+        if self._has_read_first:
+            return False
+        found = DatasetGenerators(self.dataset, self._collate)
+        self._generators = self._generators[0], found
+        self._has_read_first = True
+        return not found.are_among(before) and not self._kind.is_data
+
+    def _read_seeded(self, request: Request) -> Any:
+        """Read and collate a request, each shard with its own seed."""
         pieces: list[Any] = []
         for segment in request.segments:
             if self._may_draw:

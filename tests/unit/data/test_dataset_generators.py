@@ -2,6 +2,7 @@
 """Generators that a dataset holds draw for a sample the same numbers, whoever reads it."""
 
 import functools
+import os
 import pickle
 import random
 
@@ -120,3 +121,57 @@ def test_what_is_held_deep_within_is_found_by_where_it_is():
         "0.dataset.Noisy.of_all",
         "1.arguments.0",
     }
+
+
+class Late(Dataset):
+    """Makes its generator where it is read, from the operating system's entropy."""
+
+    rng = None
+
+    def __len__(self):
+        return 26
+
+    def __getitem__(self, index):
+        if self.rng is None:
+            self.rng = np.random.default_rng()
+        return torch.tensor([float(index), self.rng.random(), random.random()])
+
+
+class OfItsProcess(Late):
+    """Replaces what it was copied with, as programs do that know of loader workers."""
+
+    def __init__(self):
+        self.rng, self.owner = np.random.default_rng(0), None
+
+    def __getitem__(self, index):
+        if self.owner != os.getpid():
+            self.rng, self.owner = np.random.default_rng(), os.getpid()
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("dataset", [Late, OfItsProcess])
+def test_a_generator_that_the_first_read_of_a_process_makes_is_seeded(dataset):
+    """Without `persistent_workers` each epoch has new processes, which make it anew."""
+    read = {
+        num_workers: by_shard(
+            share_out(lambda: DataLoader(dataset(), 3, num_workers=num_workers), 2, 1)  # noqa: B023
+        )
+        for num_workers in (0, 2)
+    }
+    assert read[2] == read[0]
+    assert len({row[1] for batch in read[0].values() for row in batch}) == 26
+
+
+def test_a_request_is_read_twice_only_where_it_has_made_a_generator():
+    reads = []
+
+    class Counted(Late):
+        def __getitem__(self, index):
+            reads.append(index)
+            return super().__getitem__(index)
+
+    seeded = SeededDataset(Counted(), ItemKind.SAMPLE_INDEX, torch.stack, seed=1)
+    for step in range(3):
+        seeded.__getitems__(Request(0, step, (Segment(0, [step]),)))
+    seeded.__getitems__(Request(1, 0, (Segment(0, [3]),)))
+    assert reads == [0, 0, 1, 2, 3]
