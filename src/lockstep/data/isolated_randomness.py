@@ -27,7 +27,7 @@ from torch.utils.data import Sampler
 from lockstep.randomness import RandomState, derive_seed, seed_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 T = TypeVar("T")
 
@@ -106,11 +106,11 @@ def _digest(state: object) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def find_generators(*holders: object) -> list[HeldGenerator]:
-    """The generators among `holders` and in the attributes of the samplers among them."""
+def find_generators(*holders: object) -> dict[int | str, HeldGenerator]:
+    """The generators among `holders` and in the attributes of the samplers among them, numbered."""
     found: dict[int, HeldGenerator] = {}
     _collect_generators(holders, found, set())
-    return list(found.values())
+    return dict(enumerate(found.values()))
 
 
 def _collect_generators(
@@ -143,12 +143,13 @@ class IsolatedRandomness:
 
     Args:
         seed: the first seed of the global generators.
-        held: generators from `find_generators`.
+        held: generators from `find_generators` or `find_data_generators`.
     """
 
-    def __init__(self, seed: int, held: Sequence[HeldGenerator] = ()) -> None:
+    def __init__(self, seed: int, held: Mapping[int | str, HeldGenerator]) -> None:
         self._seed = seed
-        self._generators = held
+        self._places = held
+        self._generators = list(held.values())
         self._inside: tuple[RandomState, list[Any]] | None = None
 
     @contextmanager
@@ -166,8 +167,8 @@ class IsolatedRandomness:
 
     def _start(self) -> None:
         seed_all(self._seed)
-        for number, one in enumerate(self._generators):
-            one.seed(derive_seed(self._seed, "held", number, one.origin()))
+        for place, one in self._places.items():
+            one.seed(derive_seed(self._seed, "held", place, one.origin()))
 
     def _capture(self) -> tuple[RandomState, list[Any]]:
         return RandomState.capture(), [one.get() for one in self._generators]
