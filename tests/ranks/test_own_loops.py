@@ -4,6 +4,7 @@
 Workers are threads over real gloo, and read loaders of their own (``add_dist_sampler=False``).
 """
 
+from contextlib import nullcontext
 from typing import ClassVar
 
 import pytest
@@ -285,3 +286,62 @@ def test_statistics_stay_where_worker_0_has_run_out_of_data():
     for found in NormalisedFirst.trained.values():
         assert (found - norm.running_mean).abs().max() <= 1e-12
     assert set(NormalisedFirst.trained) == {0, 1}
+
+
+ROWS_OF_NINE = 2 * 8 + 1
+"""Of each rank: eight batches of two rows, and one of one."""
+NINE = [rows(ROWS_OF_NINE, 4, seed=40 + rank) for rank in range(2)]
+PER_WINDOW = 4
+
+
+class PlainWindows(OwnRows):
+    """Windows with plain backwards, under `no_sync` but for the last one."""
+
+    def setup(self, config):
+        super().setup(config)
+        loader = DataLoader(TensorDataset(NINE[self.world_rank]), PER_BATCH)
+        self.register_data(train_loader=loader)
+
+    def train_epoch(self, iterator, info):
+        self.optimizer.zero_grad()
+        for number, (features,) in enumerate(iterator, 1):
+            is_last = number % PER_WINDOW == 0 or number == 9
+            with nullcontext() if is_last else self.no_sync():
+                self.model(features).square().mean().backward()
+            if is_last:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return {"weights": [weight.detach().clone() for weight in self.model.parameters()]}
+
+
+def test_a_smaller_last_batch_that_is_a_window_of_its_own_weighs_what_it_holds():
+    """Also where the windows before it were of plain backwards, which no reduction followed."""
+    model = reset(mlp(), 7)
+    optimizer = sgd(model)
+    cut = [features.split(PER_BATCH) for features in NINE]
+    for window in (range(4), range(4, 8), range(8, 9)):
+        optimizer.zero_grad()
+        losses = [model(torch.cat(batches)).square().mean() for batches in zip(*cut, strict=True)]
+        sum(losses[number] for number in window).backward()
+        optimizer.step()
+    for report in on_workers(PlainWindows, "train"):
+        (done,) = report.passes
+        for found, expected in zip(done.metrics["weights"], model.parameters(), strict=True):
+            torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-12)
+
+
+class ReadsAheadOfPlainWindows(PlainWindows):
+    def train_epoch(self, iterator, info):
+        batches = iter(iterator)
+        following = next(batches)
+        for number in range(1, 10):
+            (features,), following = following, next(batches, None)
+            with nullcontext() if number % PER_WINDOW == 0 or number == 9 else self.no_sync():
+                self.model(features).square().mean().backward()
+        return {}
+
+
+def test_a_loop_that_reads_one_batch_ahead_is_still_refused():
+    """The eighth batch is trained on when the smaller one has been read."""
+    with pytest.raises(WeightError, match=r"batches of \[2, 1\] samples, read and not yet trained"):
+        on_workers(ReadsAheadOfPlainWindows, "train")

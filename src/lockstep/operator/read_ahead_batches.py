@@ -46,7 +46,7 @@ class ReadAheadBatches:
         self._unused: list[_Unused] = []  # the oldest first
         self._latest: ShardBatch | None = None
         self._is_repeated = False  # the latest one is the same object as the one before
-        self._rounds = 0
+        self._progress = 0
         self._has_run = False  # whether a backward has run since the latest read
         self._has_ended = False
         self._has_guessed = False
@@ -76,9 +76,14 @@ class ReadAheadBatches:
         """Whether the batch in hand may be a borrowed one, and may be this worker's own."""
         return self.has_borrowed_batch and (self._has_guessed or not self.are_borrowed)
 
-    def note_read(self, read: ShardBatch, rounds: int) -> None:
-        """Note that the batch `read` was read, after `rounds` reductions of the run."""
-        self._note_trained(rounds)
+    def note_read(self, read: ShardBatch, progress: int) -> None:
+        """Note that the batch `read` was read.
+
+        Args:
+            progress: of the gradients' synchronisation, see `GradientSync.progress`. A backward
+                under `no_sync` is no reduction, and trains on a batch all the same.
+        """
+        self._note_trained(progress)
         rows: int | None = None
         with suppress(NotShardableError):
             rows = leading_length(read.batch)
@@ -86,17 +91,17 @@ class ReadAheadBatches:
         self._is_repeated = self._latest is not None and self._latest.batch is read.batch
         self._latest = read
 
-    def note_end(self, rounds: int) -> None:
+    def note_end(self, progress: int) -> None:
         """Note that the iterator has ended; the loop may still train on batches it has read."""
-        self._note_trained(rounds)
+        self._note_trained(progress)
         self._has_ended = True
         if not self._unused:
             self._latest = None  # nothing will be made from it
 
-    def _note_trained(self, rounds: int) -> None:
-        if self._unused and (self._has_run or rounds > self._rounds):
+    def _note_trained(self, progress: int) -> None:
+        if self._unused and (self._has_run or progress != self._progress):
             del self._unused[0]
-        self._rounds = rounds
+        self._progress = progress
         self._has_run = False
 
     def note_backward(self) -> None:

@@ -64,12 +64,14 @@ class AccumulationWindow:
         """Note a backward of `kind`, and the weight of its batch.
 
         Args:
+            weights: counts the backward, and says what its batch weighs.
             where: for the error.
 
         Raises:
             MixedWeightsError: the window holds backwards of the other kind.
             WeightError: the program has given the batch a bad weight.
         """
+        weights.num_backwards += 1
         if kind == WEIGHTED:
             self._enter(WEIGHTED, where)
         elif weights.averages:

@@ -303,6 +303,11 @@ class GradientSync:
         return self._rounds.num_rounds
 
     @property
+    def progress(self) -> int:
+        """Another number after each reduction and each backward, those under `no_sync` as well."""
+        return self._rounds.num_rounds + self._rounds.weights.num_backwards
+
+    @property
     def has_open_window(self) -> bool:
         """Whether gradients have arrived since the last round."""
         return self._rounds.has_open_window
@@ -368,9 +373,7 @@ class GradientSync:
         self._rounds.begin_step(step)
 
     def set_undo_point(self, step: int | None) -> None:
-        """Say to which step of the run an interruption from now on leads back.
-
-        Here each rank keeps its own optimizers' state for that.
+        """Say where an interruption from now on leads back to; each rank keeps a state for that.
 
         Args:
             step: steps of the run that had happened; None: the present step stays.
@@ -414,13 +417,12 @@ class GradientSync:
         Raises:
             PeerLostError: another rank went away.
         """
-        group = self._rounds.attached_group()
+        group, slots = self._rounds.attached_group(), self._rounds.slots
         mine = {id(weight) for weight in written}
-        told = group.exchange(
-            [has_written, [slot.number for slot in self._rounds.slots if id(slot.param) in mine]]
-        )
+        named = [slot.number for slot in slots if id(slot.param) in mine]
+        told = group.exchange([has_written, named])
         numbers = {number for _, theirs in told for number in theirs}
-        weights = [slot.param for slot in self._rounds.slots if slot.number in numbers]
+        weights = [slot.param for slot in slots if slot.number in numbers]
         source = next((rank for rank, (has_run, _) in enumerate(told) if has_run), 0)
         if weights:
             broadcast_tensors(group, weights, cap_bytes=self._cap_bytes, source=source)
@@ -449,13 +451,12 @@ class GradientSync:
             Whether the sync can `join_group`, which depends on the transport. Otherwise
             it is detached, and a new one has to be made.
         """
-        if not self._rounds.listener.is_listening:
-            return False
-        if self._rounds.transport.can_rejoin:
+        can_rejoin = self._rounds.listener.is_listening and self._rounds.transport.can_rejoin
+        if can_rejoin:
             self._rounds.leave()
-            return True
-        self.detach()
-        return False
+        else:
+            self.detach()
+        return can_rejoin
 
     def join_group(self, group: Group) -> None:
         """Belong to `group`, whose ranks hold the same values, after `leave_group` returned True.

@@ -109,10 +109,14 @@ class BatchWeights:
         num_shards: a step's batches are those of so many shards; None: one for each rank.
         averages: False if the losses are sums over their batches: of a weight only its being
             zero or not matters, and the unit is 1.
+
+    Attributes:
+        num_backwards: how many backwards of these batches have begun.
     """
 
     def __init__(self, group: Group, num_shards: int | None, *, averages: bool) -> None:
         self.averages = averages
+        self.num_backwards = 0
         self._place = group.place
         self._num_batches = num_shards or group.size
         # With a fixed order of shards no number may depend on the number of ranks.

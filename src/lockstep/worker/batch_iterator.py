@@ -21,6 +21,7 @@ from lockstep.operator.shard_batch import ShardBatch
 from lockstep.operator.shard_results import BY_SAMPLES
 from lockstep.operator.weight_averages import update_averages
 from lockstep.randomness import derive_seed, seed_all
+from lockstep.sync import GradientSync
 
 if TYPE_CHECKING:
     from lockstep.data import Step
@@ -244,7 +245,8 @@ class BatchIterator:
         ahead = self._read_ahead
         if ahead is None:
             return read.num_samples
-        ahead.note_read(read, sync.rounds)
+        assert isinstance(sync, GradientSync), "with peers"
+        ahead.note_read(read, sync.progress)
         if ahead.has_equal_batches:
             return read.num_samples
         if ahead.has_borrowed_batch:
@@ -252,9 +254,9 @@ class BatchIterator:
         return ahead.unknown_weight_error()
 
     def _note_end_of_data(self) -> None:
-        ahead = self._read_ahead
-        if ahead is not None and self._state.sync is not None:
-            ahead.note_end(self._state.sync.rounds)
+        ahead, sync = self._read_ahead, self._state.sync
+        if ahead is not None and isinstance(sync, GradientSync):
+            ahead.note_end(sync.progress)
         if ahead is None or not ahead.is_behind:
             # What is drawn after the last batch, of which each rank had another shard.
             place = self._purpose, "end", self._cursor.epoch, self._cursor.step

@@ -26,7 +26,7 @@ def reading_ahead(*read):
     """The context of the last of the batches that were `read`, of which none was trained on."""
     ahead = ReadAheadBatches(lambda: "rank 1, step 3")
     for each in read:
-        ahead.note_read(each, rounds=0)
+        ahead.note_read(each, progress=0)
     return step(read[-1], is_joint=True, read_ahead=ahead), ahead
 
 
@@ -121,9 +121,19 @@ def test_a_backward_in_a_loop_that_reads_ahead_is_noted():
     first = ShardBatch(ROWS, 3, seed=1)
     context, ahead = reading_ahead(first)
     assert context.weight_of_backward(None) == 3
-    ahead.note_read(ShardBatch(ROWS[:2], 2, seed=2), rounds=0)
+    ahead.note_read(ShardBatch(ROWS[:2], 2, seed=2), progress=0)
     # The first batch has had its backward: only the second one is open, and counts for 2.
     assert ahead.has_equal_batches
+
+
+def test_a_plain_backward_under_no_sync_trains_on_a_batch():
+    """It is no reduction; the batches of a window would be taken for batches read ahead."""
+    _, ahead = reading_ahead(ShardBatch(ROWS, 3, seed=1))
+    for progress in (1, 2):
+        ahead.note_read(ShardBatch(ROWS[:progress], progress, seed=2), progress=progress)
+        assert ahead.has_equal_batches
+    ahead.note_read(ShardBatch(ROWS, 3, seed=1), progress=2)
+    assert not ahead.has_equal_batches
 
 
 def test_a_batch_from_before_a_borrowed_one_is_refused():
@@ -160,7 +170,7 @@ def test_batches_read_ahead_whose_rows_are_no_samples_are_exact_or_refused():
     alike, short = ShardBatch(ROWS * 2, 2, seed=2), ShardBatch(ROWS * 3, 1, seed=3)
     context, ahead = reading_ahead(ShardBatch(ROWS, 2, seed=1), alike)
     assert [each.num_samples for each in context.shards_in(ROWS)] == [2]
-    ahead.note_read(short, rounds=0)
+    ahead.note_read(short, progress=0)
     with pytest.raises(WeightError, match="reads ahead"):
         context.shards_in(ROWS)
 
@@ -175,7 +185,7 @@ def test_batches_read_ahead_of_as_many_samples_and_other_lengths_are_refused():
 def test_a_loss_that_weighs_nothing_may_be_of_any_batch():
     """All were read before the first backward, and each holds rows of this worker's own."""
     _, ahead = reading_ahead(ShardBatch(ROWS, 3, seed=1), ShardBatch(ROWS[:1], 1, seed=2))
-    ahead.note_end(rounds=0)
+    ahead.note_end(progress=0)
     assert ahead.resolve_weight(0) == 0
     assert ahead.resolve_weight(1) == 1
 
@@ -184,7 +194,7 @@ def test_a_loss_that_weighs_nothing_may_be_of_any_batch():
 def test_whether_the_batch_in_hand_counts_is_unknown_before_and_after_a_guess(weights):
     """Of two batches that were read, the second is borrowed."""
     _, ahead = reading_ahead(ShardBatch(ROWS, 3, seed=1), ShardBatch(ROWS[:1], 0, seed=2))
-    ahead.note_end(rounds=0)
+    ahead.note_end(progress=0)
     for weight in weights:
         assert ahead.resolve_weight(weight) == weight
     assert ahead.may_be_borrowed
@@ -198,12 +208,12 @@ def test_a_borrowed_batch_that_was_read_alone_is_known_to_be_one():
 
 def test_a_borrowed_batch_that_is_trained_on_after_the_end_counts_nothing():
     context, ahead = reading_ahead(ShardBatch(ROWS, 0, seed=1))
-    ahead.note_end(rounds=0)
+    ahead.note_end(progress=0)
     after = context.between_batches()
     assert after.is_borrowed
     assert [each.num_samples for each in after.shards_in(ROWS)] == [0]
     assert after.num_samples_of({NUM_SAMPLES: 3}) == 0
     assert after.weight_of_backward(5.0) == 0
-    ahead.note_end(rounds=1)
+    ahead.note_end(progress=1)
     assert not after.is_borrowed
     assert [each.num_samples for each in after.shards_in(ROWS)] == [3]
