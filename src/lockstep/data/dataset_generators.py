@@ -101,10 +101,12 @@ def find_data_generators(source: object, *holders: object) -> dict[int | str, He
         source: a dataset, a loader or an iterable of batches; it is searched in its depth.
         holders: what `find_generators` searches; its numbers stay.
     """
-    numbered = find_generators(*holders)
-    known = {id(one.generator) for one in numbered.values()}
-    found = DatasetGenerators(source, *holders)._found.items()
-    return {**numbered, **{place: one for place, one in found if id(one.generator) not in known}}
+    found = find_generators(*holders)
+    numbered = {id(one.generator) for one in found.values()}
+    for place, one in DatasetGenerators(source, *holders)._found.items():
+        if id(one.generator) not in numbered:
+            found[place] = one
+    return found
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:

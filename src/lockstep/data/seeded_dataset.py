@@ -130,7 +130,10 @@ class SeededDataset(Dataset[Any]):
         return getattr(self.dataset, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        nothing = {"_generators": (None, DatasetGenerators()), "_has_read_first": False}
+        nothing: dict[str, Any] = {
+            "_generators": (None, DatasetGenerators()),
+            "_has_read_first": False,
+        }
         return {**vars(self), **nothing}
 
     def _held_generators(self, epoch: int) -> DatasetGenerators:
