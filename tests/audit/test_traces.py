@@ -9,7 +9,7 @@ from tests.audit.traces import FOLDERS, is_current, programs, read_trace, trace_
 from lockstep.audit.judgement import judge
 
 # A report stands behind what the program has printed, and a judge's warnings do not.
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 PROGRAMS = [program for folder in FOLDERS for program in programs(folder)]
 

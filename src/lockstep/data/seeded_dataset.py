@@ -168,12 +168,12 @@ class SeededDataset(Dataset[Any]):
         The answer is not asked of later requests: a search takes some milliseconds.
         """
         before = self._held_generators(epoch)
-        if self._has_read_first:
+        if self._has_read_first or self._kind.is_data:
             return False
         found = DatasetGenerators(self.dataset, self._collate)
         self._generators = self._generators[0], found
         self._has_read_first = True
-        return not found.are_among(before) and not self._kind.is_data
+        return not found.are_among(before)
 
     def _read_seeded(self, request: Request) -> Any:
         """Read and collate a request, each shard with its own seed."""

@@ -69,27 +69,46 @@ def changes_since_setup(run: TrainingParts) -> dict[str, Any]:
     }
 
 
+def _added_groups(run: TrainingParts, state: Mapping[str, Any], number: int) -> list[Sequence[str]]:
+    """The names in the groups of an optimizer of `state` beyond those that `setup` makes here.
+
+    A later program may make in its `setup` what an earlier one has added.
+    """
+    before = run.trained_after_setup
+    assert before is not None, "setup has ended"
+    names = list(state[KEY]["added_groups"][number])
+    saved = state["optimizers"][number].get("param_groups", [])
+    missing = max(len(saved) - len(before.groups[number]), 0)
+    return names[max(len(names) - missing, 0) :] if missing else []
+
+
 def group_sizes(run: TrainingParts, state: Mapping[str, Any]) -> dict[int, list[int]]:
     """The sizes of the groups that optimizers have once `restore_trained_parameters` returns.
+
+    Args:
+        run: after its `setup`.
+        state: of as many optimizers.
 
     Returns:
         By the identity of the list of groups, which an optimizer and one within it may share.
     """
-    sizes = {}
-    added = (state.get(KEY) or {}).get("added_groups") or [None] * len(run.optimizers)
     before = run.trained_after_setup
-    for number, (optimizer, names) in enumerate(zip(run.optimizers, added, strict=False)):
+    sizes = {}
+    for number, optimizer in enumerate(run.optimizers):
         groups = [group["params"] for group in optimizer.param_groups]
-        if names is not None and before is not None:
-            groups = [*before.groups[number], *names]
+        if before is not None and state.get(KEY) is not None:
+            # Of those that `setup` has made, a loop may have changed the lists.
+            groups = [*groups[: len(before.groups[number])], *_added_groups(run, state, number)]
         sizes[id(optimizer.param_groups)] = list(map(len, groups))
     return sizes
 
 
 def unknown_names(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:
     """The names in added groups of `state` that no parameter of `run` has."""
+    if state.get(KEY) is None or run.trained_after_setup is None:
+        return []
     known = run.named_parameters()
-    added = (state.get(KEY) or {}).get("added_groups") or []
+    added = (_added_groups(run, state, number) for number in range(len(run.optimizers)))
     return [name for groups in added for names in groups for name in names if name not in known]
 
 
@@ -104,7 +123,7 @@ def restore_trained_parameters(run: TrainingParts, state: Mapping[str, Any]) -> 
         parameter.requires_grad_(flags.get(name, parameter.requires_grad))
     now = TrainedParameters.of(run)
     for number, optimizer in enumerate(run.optimizers):
-        first, added = len(before.groups[number]), changes["added_groups"][number]
+        first, added = len(before.groups[number]), _added_groups(run, state, number)
         if list(now.groups[number][first:]) == added:
             continue
         del optimizer.param_groups[first:]

@@ -127,11 +127,16 @@ def agree_on_shapes(group: Group, modules: Sequence[torch.nn.Module]) -> None:
     }
     shapes = {name: repr(_shape_of(place.tensor())) for name, place in places.items()}
     everyone = group.exchange(shapes)
+    # Modules that share a buffer go on sharing it.
+    replaced: dict[torch.Tensor, torch.Tensor | None] = {}
     for name, shape in everyone[0].items():
-        if all(name in other for other in everyone) and any(
-            other[name] != shape for other in everyone
-        ):
-            _broadcast_file(group, places[name], group.device)
+        known = [other[name] for other in everyone if name in other]
+        if len(known) == len(everyone) and any(other != shape for other in known):
+            place = places[name]
+            before = place.tensor()
+            _broadcast_file(group, place, group.device)
+            if before is not None and place.tensor() is not before:
+                buffers_of(place.owner)[place.key] = replaced.setdefault(before, place.tensor())
 
 
 class BufferBroadcast:

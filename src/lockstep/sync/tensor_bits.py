@@ -67,8 +67,8 @@ def sum_of_bits(tensor: torch.Tensor | None) -> int:
     sums = [(piece * places[: len(piece)]).sum() for piece in words.split(_PIECE)]
     total = 0
     for number in torch.stack(sums).tolist():
-        total = total * _FACTOR + number
-    return total % 2**62
+        total = (total * _FACTOR + number) % 2**62
+    return total
 
 
 @cache

@@ -130,7 +130,8 @@ class BatchIterator:
             # Without an open batch as well: a loop may step once more after its last one.
             stepped, global_batch.stepped_optimizers = global_batch.stepped_optimizers, []
             update_averages(state.registered, stepped)
-            self._committed.has_stepped = bool(stepped)
+            if stepped or self._num_open_samples is not None:  # else the loop's end, after a batch
+                self._committed.has_stepped = bool(stepped)
         if self._num_open_samples is None:
             return
         if training:

@@ -15,7 +15,7 @@ import torch
 
 from lockstep._torch_compat import buffers_of, is_persistent
 from lockstep.sync import is_local_buffer
-from lockstep.tensor_copies import fits, write_into
+from lockstep.tensor_copies import fits, is_expanded, write_into
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -63,6 +63,8 @@ def with_own_local_buffers(values: BufferValues, run: TrainingParts) -> BufferVa
 def put_buffer_values(run: TrainingParts, values: BufferValues, device: torch.device) -> None:
     """Let the buffers be `values`, of a worker that has the same modules, and no others.
 
+    One that a forward has registered since goes: the forward will do so again.
+
     Args:
         device: of buffers that `setup` has not made here.
     """
@@ -79,7 +81,7 @@ def put_buffer_values(run: TrainingParts, values: BufferValues, device: torch.de
                 buffers_of(owner)[key] = None
             elif mine is None:
                 owner.register_buffer(key, value.to(device, copy=True), persistent)
-            elif fits(value, mine):
+            elif fits(value, mine) and not is_expanded(mine):
                 write_into(mine, value)  # views of it see the value
             else:
                 if mine not in replaced:

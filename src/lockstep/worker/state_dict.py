@@ -345,8 +345,8 @@ def check(run: TrainingParts, state: Mapping[str, Any]) -> None:
 @in_phase(Phase.COPYING_STATE)
 def apply(operator: TrainingOperator, run: TrainingParts, state: Mapping[str, Any]) -> None:
     """Load `state` into models, optimizers, schedulers, criterion and operator."""
-    state = with_local_state(run, state)
     restore_trained_parameters(run, state)
+    state = with_local_state(run, state)  # by the numbers that parameters have in the groups now
     of_same_weights = _has_same_dtypes(run, state)
     for key, (_, members) in _parts(run).items():
         if key in _OPTIONAL and not state.get(key):
