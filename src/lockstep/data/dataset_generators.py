@@ -6,9 +6,7 @@ copies would draw the same numbers, for other samples, and which numbers a sampl
 on how many processes there are. So lockstep seeds them as it seeds the global generators.
 
 The generators of samplers have a narrower search (`find_generators`): it numbers them, and orders
-of samples that states of earlier versions go on with follow from these numbers. Where to draw an
-item is to read data (a stream, an iterable around a loader), an order may come from a generator
-anywhere within: `find_data_generators`.
+of samples that states of earlier versions go on with follow from these numbers.
 """
 
 from __future__ import annotations
@@ -23,11 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from lockstep.data.isolated_randomness import (
-    HeldGenerator,
-    as_held_generator,
-    find_generators,
-)
+from lockstep.data.isolated_randomness import HeldGenerator, as_held_generator
 from lockstep.randomness import derive_seed
 
 if TYPE_CHECKING:
@@ -92,21 +86,6 @@ class DatasetGenerators:
         finally:
             for one, state in zip(self._found.values(), before, strict=True):
                 one.set(state)
-
-
-def find_data_generators(source: object, *holders: object) -> dict[int | str, HeldGenerator]:
-    """The generators from which an iteration over `source` may draw.
-
-    Args:
-        source: a dataset, a loader or an iterable of batches; it is searched in its depth.
-        holders: what `find_generators` searches; its numbers stay.
-    """
-    found = find_generators(*holders)
-    numbered = {id(one.generator) for one in found.values()}
-    for place, one in DatasetGenerators(source, *holders)._found.items():
-        if id(one.generator) not in numbered:
-            found[place] = one
-    return found
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:

@@ -25,7 +25,6 @@ from torch.utils.data import (
 )
 
 from lockstep.data.batch_rows import leading_length
-from lockstep.data.dataset_generators import find_data_generators
 from lockstep.data.isolated_randomness import IsolatedRandomness, find_generators
 from lockstep.data.shard_batch_size import ShardBatchSize
 from lockstep.data.shuffled_order import ShuffledOrder
@@ -195,12 +194,8 @@ class GlobalBatches:
         note_first: Callable[[list[Any]], None] | None,
     ) -> Iterator[GlobalBatch]:
         """Global batches of items that have to be drawn one after the other."""
-        holders = (self.source, *self.held)
         isolated = IsolatedRandomness(
-            derive_seed(seed, "order", epoch),
-            find_data_generators(self.source, *holders)
-            if self.kind.is_data
-            else find_generators(*holders),
+            derive_seed(seed, "order", epoch), find_generators(self.source, *self.held)
         )
         chunk = self.per_step
         if not self.kind.is_data:

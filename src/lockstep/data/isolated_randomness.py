@@ -27,7 +27,7 @@ from torch.utils.data import Sampler
 from lockstep.randomness import RandomState, derive_seed, seed_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 T = TypeVar("T")
 
@@ -106,11 +106,11 @@ def _digest(state: object) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def find_generators(*holders: object) -> dict[int | str, HeldGenerator]:
-    """The generators among `holders` and in the attributes of the samplers among them, numbered."""
+def find_generators(*holders: object) -> list[HeldGenerator]:
+    """The generators among `holders` and in the attributes of the samplers among them."""
     found: dict[int, HeldGenerator] = {}
     _collect_generators(holders, found, set())
-    return dict(enumerate(found.values()))
+    return list(found.values())
 
 
 def _collect_generators(
@@ -143,13 +143,12 @@ class IsolatedRandomness:
 
     Args:
         seed: the first seed of the global generators.
-        held: generators from `find_generators` or `find_data_generators`.
+        held: generators from `find_generators`.
     """
 
-    def __init__(self, seed: int, held: Mapping[int | str, HeldGenerator]) -> None:
+    def __init__(self, seed: int, held: Sequence[HeldGenerator] = ()) -> None:
         self._seed = seed
-        self._places = held
-        self._generators = list(held.values())
+        self._generators = held
         self._inside: tuple[RandomState, list[Any]] | None = None
 
     @contextmanager
@@ -167,8 +166,8 @@ class IsolatedRandomness:
 
     def _start(self) -> None:
         seed_all(self._seed)
-        for place, one in self._places.items():
-            one.seed(derive_seed(self._seed, "held", place, one.origin()))
+        for number, one in enumerate(self._generators):
+            one.seed(derive_seed(self._seed, "held", number, one.origin()))
 
     def _capture(self) -> tuple[RandomState, list[Any]]:
         return RandomState.capture(), [one.get() for one in self._generators]

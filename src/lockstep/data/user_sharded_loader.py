@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lockstep.data.batch_rows import count_samples, leading_length
-from lockstep.data.dataset_generators import find_data_generators
 from lockstep.data.global_batches import (
     announce_epoch,
     check_reiterable,
     is_exactly,
     length_or_none,
 )
-from lockstep.data.isolated_randomness import IsolatedRandomness
+from lockstep.data.isolated_randomness import IsolatedRandomness, find_generators
 from lockstep.data.sharded_loader import LoadedPart, Step
 from lockstep.errors import DataOrderError, NotShardableError
 from lockstep.randomness import derive_seed
@@ -159,7 +158,7 @@ class UserShardedLoader:
         first = self._shards[0] if self._shards else -1
         isolation = IsolatedRandomness(
             derive_seed(self.assignment.seed, "unsharded", epoch, first),
-            find_data_generators(self._loader, *self._holders),
+            find_generators(*self._holders),
         )
         iterator = isolation.open(self._loader)
         while drawn := isolation.draw(iterator, 1):

@@ -143,62 +143,6 @@ def test_an_object_that_shuffles_in_iter_is_the_same_everywhere() -> None:
     assert by_shard(share_out(Batches, 2, 2, epoch=1)) != by_shard(alone)
 
 
-class OnDevice:
-    """An iterable around a loader, as programs write one to move batches."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(3)
-        self.loader = DataLoader(range(12), 2, shuffle=True, generator=generator)
-
-    def __iter__(self) -> object:
-        yield from self.loader
-
-    @property
-    def generator(self) -> torch.Generator:
-        return self.loader.generator
-
-
-class Jittered(IterableDataset):
-    """A stream whose transform draws from a generator of its own."""
-
-    class Jitter:
-        generator = None
-
-        def __call__(self, value: int) -> float:
-            return value + float(torch.rand((), generator=self.generator))
-
-    def __init__(self) -> None:
-        self.jitter = self.Jitter()
-        self.jitter.generator = torch.Generator().manual_seed(3)
-
-    def __iter__(self) -> object:
-        return map(self.jitter, range(12))
-
-    @property
-    def generator(self) -> torch.Generator:
-        return self.jitter.generator
-
-
-def _of_jittered() -> DataLoader:
-    return DataLoader(Jittered(), batch_size=1)
-
-
-@pytest.mark.parametrize("make", [OnDevice, _of_jittered])
-def test_generators_deep_within_are_seeded_and_left_as_they_were(make: object) -> None:
-    """A run that goes on in the middle of an epoch would skip batches of another order."""
-    read = make()
-    held = getattr(read, "dataset", read).generator
-    before = held.get_state()
-    whole = by_shard(share_out(lambda: read, 2, 1))
-    assert torch.equal(held.get_state(), before)
-    held.manual_seed(3), torch.rand(5, generator=held)
-    for again in (read, make()):
-        rest = by_shard(share_out(lambda: again, 2, 1, start_step=1))  # noqa: B023
-        assert rest == {place: batch for place, batch in whole.items() if place[0] >= 1}
-    assert by_shard(share_out(make, 2, 2)) == whole
-    assert by_shard(share_out(make, 2, 1, epoch=1)) != whole
-
-
 class _Map(Dataset):
     def __len__(self) -> int:
         return 4

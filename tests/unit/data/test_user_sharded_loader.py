@@ -146,18 +146,3 @@ def test_one_worker_has_nobody_to_agree_with() -> None:
         assert one.train()["batch_count"] == 4
         one.train(num_steps=6)
         assert same(weights(one.get_model()), by_hand(10))
-
-
-def test_a_generator_within_a_wrapper_is_seeded_for_each_epoch() -> None:
-    class Moved:
-        def __init__(self) -> None:
-            generator = torch.Generator().manual_seed(3)
-            self.loader = DataLoader(range(12), 2, shuffle=True, generator=generator)
-
-        def __iter__(self) -> object:
-            yield from self.loader
-
-    used = Moved()
-    whole = _steps(used, 0)
-    assert _steps(used, 0, 2) == _steps(Moved(), 0, 2) == whole[2:]
-    assert _steps(used, 1) != whole
