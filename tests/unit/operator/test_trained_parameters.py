@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers that a run has unfrozen, and given to its optimizer, come back with its state."""
 
+import copy
+
 import pytest
 import torch
 from tests.ray.surviving import SAM
 from tests.unit.trainer.programs import linear, loader, sgd, trainer
 from torch import nn
 
+import lockstep
 from lockstep import TrainingOperator
 from lockstep.errors import CheckpointError
 
@@ -106,6 +109,83 @@ def test_groups_and_flags_are_those_of_the_state():
             (held,) = run.apply_all_operators(lambda operator: operator)
             assert [group["lr"] for group in held.optimizer.param_groups] == rates
             assert held.model[0].weight.requires_grad is flag
+
+
+class Begins(Unfreezes):
+    """A program for the second stage: its `setup` makes what the first one's loop has added."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.model[0].requires_grad_(True)
+        self.optimizer.add_param_group({"params": self.model[0].parameters(), "lr": 0.01})
+
+    def train_batch(self, batch, batch_info):
+        features, targets = batch
+        loss = nn.functional.mse_loss(self.model(features), targets)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return {"train_loss": loss.item()}
+
+
+def test_a_group_that_setup_makes_here_is_not_added_once_more():
+    with trainer(Unfreezes) as run:
+        run.train(num_steps=5)
+        state = run.state_dict()
+        run.train(num_steps=3)
+        expected = _weights(run)
+    with trainer(Begins) as run:
+        run.load_state_dict(state)
+        run.train(num_steps=3)
+        _assert_same(_weights(run), expected)
+
+
+class Extends(Begins):
+    """The loop puts the parameters into a group that is there."""
+
+    def setup(self, config):
+        Unfreezes.setup(self, config)
+        self.model[0].requires_grad_(True)
+
+    def train_batch(self, batch, batch_info):
+        if self.global_step == BEGINS_AT:
+            self.optimizer.param_groups[0]["params"].extend(self.model[0].parameters())
+        return super().train_batch(batch, batch_info)
+
+
+def test_a_run_that_has_extended_a_group_loads_its_own_state():
+    with trainer(Extends) as run:
+        run.train(num_steps=5)
+        state = run.state_dict()
+        run.train(num_steps=2)
+        expected = _weights(run)
+        run.load_state_dict(state)
+        run.train(num_steps=2)
+        _assert_same(_weights(run), expected)
+
+
+class OfItsOwn(Unfreezes):
+    """The layer that is added is each rank's own."""
+
+    def setup(self, config):
+        super().setup(config)
+        lockstep.local(self.model[0])
+
+
+def test_states_of_a_rank_s_own_parameters_in_an_added_group_are_the_rank_s():
+    with trainer(OfItsOwn) as run:
+        run.train(num_steps=5)
+        state = run.state_dict()
+        own = copy.deepcopy(state["local"])
+    assert own["optimizers"][0].keys() == {2, 3}
+    for held in own["optimizers"][0].values():
+        held["momentum_buffer"].fill_(7.0)
+    with trainer(OfItsOwn) as run:
+        run.load_state_dict({**state, "local_by_rank": [own]})
+        states = run.state_dict()["optimizers"][0]["state"]
+        assert [states[number]["momentum_buffer"].unique().tolist() for number in (2, 3)] == [
+            [7.0]
+        ] * 2
 
 
 def test_a_state_of_a_version_that_wrote_no_changes_leaves_them_alone():

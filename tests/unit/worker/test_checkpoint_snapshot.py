@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from tests.unit.trainer.programs import Regression, trainer
 
 from lockstep.errors import NotAvailableError
 from lockstep.operator import TrainingOperator
@@ -66,6 +67,35 @@ def test_none_is_taken_behind_a_call_that_ends_within_a_window_of_the_loop(
     taken = taker.after_call(SimpleNamespace(has_stepped=has_stepped))
     assert taken is (has_own_epoch or has_stepped)
     assert taker._is_due is not taken
+
+
+class OwnBatch(Regression):
+    """Steps behind every second batch."""
+
+    def train_batch(self, batch, batch_info):
+        features, targets = batch
+        loss = self.criterion(self.model(features), targets)
+        loss.backward()
+        if self.global_step % 2:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return {"train_loss": loss.item()}
+
+    def state_dict(self):
+        return 1
+
+    def load_state_dict(self, state): ...
+
+
+@pytest.mark.parametrize(("num_steps", "found"), [(2, [2]), (3, []), (4, [4])])
+def test_one_is_written_behind_a_call_whose_last_batch_was_stepped(num_steps, found, tmp_path):
+    """The end of a pass is no batch."""
+    arguments = {"checkpoint_dir": tmp_path, "checkpoint_every": num_steps}
+    with trainer(OwnBatch, **arguments) as run:
+        run.train(num_steps=num_steps)
+        steps = [int(path.stem.split("-")[1]) for path in tmp_path.glob("*/step-*")]
+        steps += [int(path.stem.split("-")[1]) for path in tmp_path.glob("step-*")]
+        assert steps == found
 
 
 def test_one_that_nobody_has_fetched_is_dropped_and_its_memory_is_free():
