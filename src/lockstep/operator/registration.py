@@ -19,7 +19,6 @@ from lockstep.errors import ConfigurationError, UnknownParameterError, WrongType
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator.shadow import refuse_local_tensors
 from lockstep.operator.sync_setup import attach, check_shard_size, is_in_units
-from lockstep.operator.trained_parameters import TrainedParameters
 from lockstep.operator.training_parts import TrainingParts
 from lockstep.operator.weight_averages import make_weight_averages
 from lockstep.sync import is_local
@@ -262,7 +261,7 @@ def conclude_setup(operator: Operator, registered: TrainingParts, returned: Any)
     if operator._lockstep.shadow is not None:
         refuse_local_tensors(registered.plain_modules())
     _take_scheduler(operator, registered)
-    registered.trained_after_setup = TrainedParameters.of(registered)
+    registered.trained_after_setup = registered.trained_parameters()
 
 
 def _take_scheduler(operator: Operator, registered: TrainingParts) -> None:

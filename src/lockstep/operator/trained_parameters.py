@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TrainedParameters`: which parameters a run trains, and what of that has changed since `setup`.
+"""What a run has changed, since `setup`, of which parameters it trains.
 
 A loop may unfreeze layers, and give their parameters to an optimizer (``add_param_group``). A state
 holds these changes: a process that begins with `setup`, as a joining worker and a resumed run do,
@@ -8,7 +8,6 @@ makes them before it loads the optimizers' states, which are numbered through th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -22,39 +21,10 @@ if TYPE_CHECKING:
 KEY: Final = "trained_parameters"
 """The key of the changes in a state. States of earlier versions lack it."""
 
-_UNKNOWN: Final = "?"
-"""Stands for a parameter of no registered module; its optimizer refuses to step."""
-
-
-@dataclass(frozen=True)
-class TrainedParameters:
-    """Which parameters a run trains.
-
-    Attributes:
-        requires_grad: the flag of each parameter, by name.
-        groups: the names in each parameter group, for each optimizer.
-    """
-
-    requires_grad: Mapping[str, bool]
-    groups: Sequence[Sequence[Sequence[str]]]
-
-    @classmethod
-    def of(cls, run: TrainingParts) -> TrainedParameters:
-        """Those of `run` as it is now."""
-        named = run.named_parameters()
-        names = {id(parameter): name for name, parameter in named.items()}
-        return cls(
-            {name: parameter.requires_grad for name, parameter in named.items()},
-            [
-                [[names.get(id(each), _UNKNOWN) for each in group["params"]] for group in groups]
-                for groups in (optimizer.param_groups for optimizer in run.optimizers)
-            ],
-        )
-
 
 def changes_since_setup(run: TrainingParts) -> dict[str, Any]:
     """What a state holds under `KEY`: the flags that changed, and the names in added groups."""
-    now, before = TrainedParameters.of(run), run.trained_after_setup
+    now, before = run.trained_parameters(), run.trained_after_setup
     assert before is not None, "setup has ended"
     return {
         "requires_grad": {
@@ -121,7 +91,7 @@ def restore_trained_parameters(run: TrainingParts, state: Mapping[str, Any]) -> 
     flags = {**before.requires_grad, **changes["requires_grad"]}
     for name, parameter in named.items():
         parameter.requires_grad_(flags.get(name, parameter.requires_grad))
-    now = TrainedParameters.of(run)
+    now = run.trained_parameters()
     for number, optimizer in enumerate(run.optimizers):
         first, added = len(before.groups[number]), _added_groups(run, state, number)
         if list(now.groups[number][first:]) == added:

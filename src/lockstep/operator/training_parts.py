@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.optim.swa_utils import AveragedModel
 
-    from lockstep.operator.trained_parameters import TrainedParameters
     from lockstep.sync import Synchroniser
     from lockstep.sync.shard_units import ShardPolicy
 
@@ -49,6 +48,20 @@ class SyncOptions:
     mp_policy: MixedPrecisionPolicy | None = None
     dp_shard_size: int | None = None
     resume_step: int | None = None
+
+
+@dataclass(frozen=True)
+class TrainedParameters:
+    """Which parameters a run trains.
+
+    Attributes:
+        requires_grad: the flag of each parameter, by name.
+        groups: for each optimizer the names in each parameter group; "?" for a parameter of no
+            registered module.
+    """
+
+    requires_grad: Mapping[str, bool]
+    groups: Sequence[Sequence[Sequence[str]]]
 
 
 @dataclass
@@ -142,6 +155,17 @@ class TrainingParts:
             for name, parameter in module.named_parameters():
                 names.setdefault(parameter, f"{position}.{name}")
         return {name: parameter for parameter, name in names.items()}
+
+    def trained_parameters(self) -> TrainedParameters:
+        """Which parameters train as things stand."""
+        named = self.named_parameters()
+        names = {id(parameter): name for name, parameter in named.items()}
+        groups = [
+            [[names.get(id(each), "?") for each in group["params"]] for group in groups]
+            for groups in (optimizer.param_groups for optimizer in self.optimizers)
+        ]
+        flags = {name: parameter.requires_grad for name, parameter in named.items()}
+        return TrainedParameters(flags, groups)
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """All buffers, those included that are not persistent, which a checkpoint omits."""
