@@ -91,6 +91,15 @@ def test_modules_that_share_a_buffer_and_views_of_one_go_on_sharing():
     assert here.one.tolist() == [1.0, 1.0, 1.0]
 
 
+def test_an_expanded_buffer_becomes_what_a_forward_has_put_there():
+    here, there = nn.Module(), nn.Module()
+    for module in (here, there):
+        module.register_buffer("mask", torch.zeros(1).expand(4), persistent=False)
+    there.mask = torch.arange(4.0)
+    put_buffer_values(Parts(here), buffer_values(Parts(there)), torch.device("cpu"))
+    assert here.mask.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
 def test_a_rank_keeps_what_is_its_own():
     here, there = Scales().see(), Scales().see()
     lockstep.local(here.table)
