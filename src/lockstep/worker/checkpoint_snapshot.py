@@ -86,6 +86,7 @@ class SnapshotTaker:
         self._worker = worker
         self._counted_to: int | None = None
         self._is_requested = False
+        self._has_seen_step = False
         self._lock = threading.Lock()
         self._latest: Snapshot | None = None
         self._pool = TensorPool()
@@ -161,6 +162,7 @@ class SnapshotTaker:
             Whether a copy was taken from which training goes on.
         """
         is_settled = self.is_settled(committed)
+        self._has_seen_step |= committed.has_stepped
         if self._is_requested and not self._needs_all_ranks:
             self._take_requested_snapshot(is_settled)
         if not self._is_due or not is_settled or (self._has_own_loop and self._needs_all_ranks):
@@ -182,14 +184,28 @@ class SnapshotTaker:
 
         Only a user's `train_epoch` knows whether gradients wait in it for the next call.
 
+        Collective:
+            Where `_needs_all_ranks`, when a copy is due: every rank.
+
         Returns:
             As `before_batch`.
         """
+        self._has_seen_step |= committed.has_stepped
         has_own_epoch = self._worker.operator._lockstep_overrides(TrainingOperator.train_epoch)
-        if not self._is_due or not (has_own_epoch or self.is_settled(committed)):
+        if not self._is_due or not (has_own_epoch or self._is_settled_after_call(committed)):
             return False
         self._copy()
         return True
+
+    def _is_settled_after_call(self, committed: CommittedCounts) -> bool:
+        if not self._has_own_loop or committed.has_stepped:
+            return self.is_settled(committed)
+        # A loop that steps no optimizer, but writes weights itself, has no windows. A worker that
+        # has joined may not have seen the steps that the others have.
+        steps = self._has_seen_step
+        if self._needs_all_ranks:
+            steps = any(self._worker.operator._lockstep.context.group.exchange(steps))
+        return not steps
 
     @property
     def _committed(self) -> int:

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tests.unit.trainer.programs import Regression, trainer
 
 from lockstep.errors import NotAvailableError
@@ -64,6 +65,7 @@ def test_none_is_taken_behind_a_call_that_ends_within_a_window_of_the_loop(
     )
     taker = SnapshotTaker(worker)
     taker._counted_to = 0
+    taker._has_seen_step = True  # of earlier calls
     taken = taker.after_call(SimpleNamespace(has_stepped=has_stepped))
     assert taken is (has_own_epoch or has_stepped)
     assert taker._is_due is not taken
@@ -96,6 +98,21 @@ def test_one_is_written_behind_a_call_whose_last_batch_was_stepped(num_steps, fo
         steps = [int(path.stem.split("-")[1]) for path in tmp_path.glob("*/step-*")]
         steps += [int(path.stem.split("-")[1]) for path in tmp_path.glob("step-*")]
         assert steps == found
+
+
+class WritesWeights(Regression):
+    """Steps no optimizer."""
+
+    def train_batch(self, batch, batch_info):
+        with torch.no_grad():
+            self.model.weight.mul_(0.9)
+        return {}
+
+
+def test_one_is_written_behind_a_call_of_a_loop_that_steps_no_optimizer(tmp_path):
+    with trainer(WritesWeights, checkpoint_dir=tmp_path, checkpoint_every=2) as run:
+        run.train(num_steps=3)
+        assert len([*tmp_path.glob("**/step-*3.ckpt")]) == 1
 
 
 def test_one_that_nobody_has_fetched_is_dropped_and_its_memory_is_free():
