@@ -265,7 +265,8 @@ class ReplicasDifferError(LockstepError, ValueError):
 
 
 class LostUpdateError(LockstepError, RuntimeError):
-    """A forward wrote to a replica of the model, or for one shard of several: it would be lost."""
+    """A forward writes to the model what the other replicas, shards or ranks do not: it would be
+    lost, or differ by rank."""
 
     code = "LS310"
 

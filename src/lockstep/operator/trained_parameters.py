@@ -16,16 +16,20 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from lockstep.operator.training_parts import TrainingParts
+    from lockstep.operator.training_parts import TrainedParameters, TrainingParts
 
 KEY: Final = "trained_parameters"
 """The key of the changes in a state. States of earlier versions lack it."""
 
 
+def _after_setup(run: TrainingParts) -> TrainedParameters:
+    assert run.trained_after_setup is not None, "setup has ended"
+    return run.trained_after_setup
+
+
 def changes_since_setup(run: TrainingParts) -> dict[str, Any]:
     """What a state holds under `KEY`: the flags that changed, and the names in added groups."""
-    now, before = run.trained_parameters(), run.trained_after_setup
-    assert before is not None, "setup has ended"
+    now, before = run.trained_parameters(), _after_setup(run)
     return {
         "requires_grad": {
             name: flag
@@ -44,11 +48,9 @@ def _added_groups(run: TrainingParts, state: Mapping[str, Any], number: int) -> 
 
     A later program may make in its `setup` what an earlier one has added.
     """
-    before = run.trained_after_setup
-    assert before is not None, "setup has ended"
     names = list(state[KEY]["added_groups"][number])
     saved = state["optimizers"][number].get("param_groups", [])
-    missing = max(len(saved) - len(before.groups[number]), 0)
+    missing = max(len(saved) - len(_after_setup(run).groups[number]), 0)
     return names[max(len(names) - missing, 0) :] if missing else []
 
 
@@ -62,20 +64,20 @@ def group_sizes(run: TrainingParts, state: Mapping[str, Any]) -> dict[int, list[
     Returns:
         By the identity of the list of groups, which an optimizer and one within it may share.
     """
-    before = run.trained_after_setup
     sizes = {}
     for number, optimizer in enumerate(run.optimizers):
         groups = [group["params"] for group in optimizer.param_groups]
-        if before is not None and state.get(KEY) is not None:
+        if KEY in state:
             # Of those that `setup` has made, a loop may have changed the lists.
-            groups = [*groups[: len(before.groups[number])], *_added_groups(run, state, number)]
+            made = groups[: len(_after_setup(run).groups[number])]
+            groups = [*made, *_added_groups(run, state, number)]
         sizes[id(optimizer.param_groups)] = list(map(len, groups))
     return sizes
 
 
 def unknown_names(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:
     """The names in added groups of `state` that no parameter of `run` has."""
-    if state.get(KEY) is None or run.trained_after_setup is None:
+    if KEY not in state:
         return []
     known = run.named_parameters()
     added = (_added_groups(run, state, number) for number in range(len(run.optimizers)))
@@ -84,11 +86,10 @@ def unknown_names(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:
 
 def restore_trained_parameters(run: TrainingParts, state: Mapping[str, Any]) -> None:
     """Freeze, unfreeze, and add or remove parameter groups, as the run of `state` had done."""
-    changes, before = state.get(KEY), run.trained_after_setup
-    if changes is None or before is None:
+    if KEY not in state:
         return
-    named = run.named_parameters()
-    flags = {**before.requires_grad, **changes["requires_grad"]}
+    before, named = _after_setup(run), run.named_parameters()
+    flags = {**before.requires_grad, **state[KEY]["requires_grad"]}
     for name, parameter in named.items():
         parameter.requires_grad_(flags.get(name, parameter.requires_grad))
     now = run.trained_parameters()

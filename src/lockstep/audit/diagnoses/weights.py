@@ -47,10 +47,12 @@ def uneven(seen: Seen) -> Finding | None:
     else:
         return None
     # Images of other sizes, as many on each rank: they may be meant to count the same.
-    images = [term.images for term in terms]
-    count_alike = None not in images and are_equal([float(each or 0) for each in images])
-    is_remainder = unit == "micro-batch" and _end_shorter(seen, counts)
+    images = {term.images for term in terms}
+    count_alike = len(images) == 1 and None not in images
     ratio = float(weights.max() / weights.min())
+    severity = "error" if ratio >= _SEVERE else "warning"
+    if count_alike or (unit == "micro-batch" and _only_the_last_is_shorter(seen, counts)):
+        severity = "notice"
     listed = ", ".join(f"{count:.0f} on {place}" for place, count in list(said.items())[:4])
     return seen.finding(
         UNEVEN,
@@ -60,20 +62,17 @@ def uneven(seen: Seen) -> Finding | None:
         "weigh every element the same: divide the sum of the losses by the number of elements on "
         "all ranks (and in all micro-batches of the step) and multiply by the number of ranks, or "
         "`gradients.backward(loss, weight=count)` of lockstep.replicate",
-        severity="notice"
-        if count_alike or is_remainder
-        else "error"
-        if ratio >= _SEVERE
-        else "warning",
+        severity=severity,
         evidence={"unit": unit, "counts": said, "weights": weights.tolist(), "op": terms[0].op},
         where=seen.backwards[0].where,
     )
 
 
-def _end_shorter(seen: Seen, counts: Numbers) -> bool:
-    """Is the last micro-batch shorter, as the rest of an epoch is, no other, and by rank the same?
+def _only_the_last_is_shorter(seen: Seen, counts: Numbers) -> bool:
+    """Does each rank have the same counts, equal but for a smaller last one?
 
-    One process that accumulates weighs it the same. Tokens are as many on no two ranks.
+    That is the rest of an epoch, which one process that accumulates weighs in the same way. Counts
+    of tokens differ between ranks as well.
     """
     of_ranks: dict[int, list[float]] = {}
     for column, count in zip(seen.columns, counts.tolist(), strict=True):
