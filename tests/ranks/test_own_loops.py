@@ -17,7 +17,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from harness import reset, rows
 from lockstep import TrainingOperator
-from lockstep.errors import NotAvailableError, PeerLostError, WeightError
+from lockstep.errors import (
+    GradientNotReducedError,
+    NotAvailableError,
+    PeerLostError,
+    WeightError,
+)
 from lockstep.operator import Options
 from lockstep.worker import LoopRequest, Worker, WorkerSpec
 from ranks.table import as_threads
@@ -345,3 +350,37 @@ def test_a_loop_that_reads_one_batch_ahead_is_still_refused():
     """The eighth batch is trained on when the smaller one has been read."""
     with pytest.raises(WeightError, match=r"batches of \[2, 1\] samples, read and not yet trained"):
         on_workers(ReadsAheadOfPlainWindows, "train")
+
+
+class StepsOneOfTwo(TrainingOperator):
+    """In batch `differ_in` each worker steps another one of two optimizers."""
+
+    differ_in: ClassVar = 1
+
+    def setup(self, config):
+        models = [reset(mlp(), seed) for seed in (7, 8)]
+        self.pair, self.optimizers = self.register(
+            models=models, optimizers=[sgd(model) for model in models]
+        )
+        loader = DataLoader(TensorDataset(FEATURES[self.world_rank]), PER_BATCH)
+        self.register_data(train_loader=loader)
+
+    def train_batch(self, batch, info):
+        (features,) = batch
+        loss = sum(model(features).square().mean() for model in self.pair)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.backward(loss)
+        chosen = self.world_rank if info["batch_idx"] == self.differ_in else 0
+        self.optimizers[chosen].step()
+        return {}
+
+
+class StepsTheSame(StepsOneOfTwo):
+    differ_in = None
+
+
+def test_workers_that_step_different_optimizers_are_refused_before_the_next_step():
+    with pytest.raises(GradientNotReducedError, match="stepped another optimizer"):
+        on_workers(StepsOneOfTwo, "train", 3)
+    on_workers(StepsTheSame, "train", 3)

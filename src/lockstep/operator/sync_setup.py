@@ -22,6 +22,7 @@ from lockstep.sync import (
     SingleProcess,
     agree_on_shapes,
     replica_devices,
+    tell_apart,
 )
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def _compare(registered: TrainingParts, context: RankContext) -> None:
     registered.attached = tuple(registered.parameters())
     try:
         compare_optimizers(context.group, registered)
+        tell_apart(registered.optimizers)
     except BaseException:
         # `register` fails and returns nothing; the hooks would stay on the user's parameters.
         registered.sync.detach()

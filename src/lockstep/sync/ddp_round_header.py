@@ -92,9 +92,9 @@ def exchange_headers(group: Group, own: Header, mine: Contribution) -> Header:
             "the ranks came with gradients of different models, or of different steps",
             where=group.place,
             expected="every rank in the same backward of the same step",
-            cause="one rank ran more backwards than another, left one out, took a branch that"
-            " leaves a whole model out, or froze other layers",
-            fix="run the same backwards on every rank in every step; put modules between which"
+            cause="one rank ran more backwards than another, left one out, stepped another"
+            " optimizer, took a branch that leaves a whole model out, or froze other layers",
+            fix="run the same backwards and steps on every rank; put modules between which"
             ' branches choose into one module; or leave out sync="ddp"',
         )
     round_checks.judge(sums, mine, group, together=True)

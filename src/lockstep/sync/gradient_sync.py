@@ -363,7 +363,7 @@ class GradientSync:
         """Say which optimizer step the backwards from now on belong to; the same on every rank.
 
         Gradient:
-            A round of ranks at different steps, or whose optimizers have stepped more or less
+            A round of ranks at different steps, or of which other optimizers have stepped, or more
             often, is refused on all of them: it would average what does not belong together.
 
         Collective:

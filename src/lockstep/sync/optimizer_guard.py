@@ -33,6 +33,8 @@ from lockstep.sync.optimizer_inspection import (
 from lockstep.sync.tensor_bits import sum_of_bits
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
@@ -53,6 +55,7 @@ class _Watch:
         self.unknown: list[tuple[str, torch.Tensor]] = []
         self.rounds: weakref.WeakKeyDictionary[ReductionRounds, int] = weakref.WeakKeyDictionary()
         self.steps = 0
+        self.number = _registry.numbers.get(optimizer, 1)
         for group_number, group in enumerate(optimizer.param_groups):
             for number, param in enumerate(group["params"]):
                 slot = _registry.find(param)
@@ -75,6 +78,7 @@ class _Registry:
         self._hook: RemovableHandle | None = None
         self.version = 0
         self.watches: weakref.WeakKeyDictionary[Optimizer, _Watch] = weakref.WeakKeyDictionary()
+        self.numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
     def find(self, param: torch.Tensor) -> Slot | None:
         slot = self._slots.get(id(param))
@@ -128,6 +132,17 @@ def protect(owner: ReductionRounds) -> None:
 def release(owner: ReductionRounds) -> None:
     """Stop guarding the parameters of `owner`."""
     _registry.remove(owner)
+
+
+def tell_apart(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse a round before which ranks have stepped different ones of `optimizers`.
+
+    Args:
+        optimizers: in the same order on every rank.
+    """
+    for place, optimizer in enumerate(optimizers):
+        # Numbers whose sums differ, too: a rank may step one optimizer twice, a peer two of them.
+        _registry.numbers[optimizer] = 1 + 17 * place * (place + 1) // 2
 
 
 def is_synchronised(param: torch.Tensor) -> bool:
@@ -218,7 +233,7 @@ def _check(watch: _Watch) -> None:
         if owner.has_suspicious_changes(slots):
             _compare_between_ranks(owner, watch, slots)
         watch.rounds[owner] = owner.num_rounds
-        owner.note_step()
+        owner.note_step(watch.number)
     _refuse_unknown(watch)
 
 

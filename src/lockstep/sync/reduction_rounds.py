@@ -447,12 +447,12 @@ class ReductionRounds:
 
     # ------------------------------------------------------------------ for the guard
 
-    def note_step(self) -> None:
-        """Note that an optimizer is about to step, with gradients that it may use."""
+    def note_step(self, number: int) -> None:
+        """Note that the optimizer of this number is about to step; see `optimizer_guard`."""
         if self._group is not None:
             self._group.confirm()
-        self.step += 1
-        self._steps_taken += 1
+        self.step += number
+        self._steps_taken += number
         self.has_accumulated = False
         self.transport.accept_changes()
         for slot in self._accumulated:

@@ -74,10 +74,11 @@ def _out_of_step_error(
 ) -> GradientNotReducedError:
     got = f"round {mine.check} here, {sums.check / group.size} on average"
     cause = (
-        "one rank ran more backwards than another, left a step out, or used models in another order"
+        "one rank ran more backwards than another, left a step out, stepped another optimizer, or"
+        " used models in another order"
     )
     fix = (
-        "run the same backwards on every rank in every step; hand all models of a backward to one"
+        "run the same backwards and steps on every rank; hand all models of a backward to one"
         " replicate([...]); a rank with nothing to run calls reduce_pending()"
     )
     if sums.digest != mine.digest * group.size and sums.check == mine.check * group.size:
