@@ -401,6 +401,21 @@ class InfiniteWhereBorrowed(Divergent):
         return loss * torch.inf if self._lockstep.global_batch.is_borrowed else loss
 
 
+class BackwardInTheLoss(Divergent):
+    """`compute_loss` runs a backward of its own, which adds to the gradients of the loss."""
+
+    def loss_of(self, batch):
+        self.model(batch[0]).square().mean().backward()
+        return super().loss_of(batch)
+
+
+class BackwardInTheLossOfAWindow(BackwardInTheLoss):
+    arguments: ClassVar = {"accumulate": 2}
+
+
+IN_THE_LOSS: dict[str, type[Plain]] = {
+    kind.__name__: kind for kind in (BackwardInTheLoss, BackwardInTheLossOfAWindow)
+}
 NOT_FINITE: dict[str, type[Plain]] = {"GetsInfinity": GetsInfinity}
 IN_UNITS_ALONE: dict[str, type[Plain]] = {
     kind.__name__: kind

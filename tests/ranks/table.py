@@ -23,7 +23,7 @@ from lockstep.errors import LockstepError, PeerLostError
 from lockstep.keys import BATCH_SIZE
 from lockstep.operator import Options, RankContext, TrainingOperator
 from lockstep.worker import LoopRequest, Rendezvous, Worker, WorkerSpec
-from ranks.divergent import DIVERGENT, IN_UNITS_ALONE, NOT_FINITE
+from ranks.divergent import DIVERGENT, IN_THE_LOSS, IN_UNITS_ALONE, NOT_FINITE
 from ranks.programs_in_shards import IN_SHARDS
 from ranks.table_operators import COLUMNS, OPERATORS, Plain
 
@@ -35,7 +35,7 @@ BORROWED = {"two_last": (26, 12)}
 """Who has none of the last two rows borrows the first; it is not all of the batch."""
 
 EVERY_SPLIT = SPLITS | BORROWED
-EVERY_OPERATOR = OPERATORS | DIVERGENT | NOT_FINITE | IN_UNITS_ALONE | IN_SHARDS
+EVERY_OPERATOR = OPERATORS | DIVERGENT | NOT_FINITE | IN_THE_LOSS | IN_UNITS_ALONE | IN_SHARDS
 
 
 @dataclass

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals of batches that a layer or a wrapper of the user's would count wrongly.
+"""Refusals of batches that a layer, a loss or a wrapper of the user's would count wrongly.
 
 A `SyncBatchNorm` layer would take its statistics of a part of the global batch, or of a borrowed
-batch's rows twice; a wrapper of the user's own gives a borrowed batch the weight of any other.
+batch's rows twice; a wrapper of the user's own gives a borrowed batch the weight of any other. A
+backward within `compute_loss` is reduced at once, for which each worker has to compute one shard.
 """
 
 from __future__ import annotations
@@ -11,11 +12,32 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lockstep.errors import NotAvailableError, PerShardLossError
+from lockstep.errors import NotAvailableError, PerShardLossError, WeightError
 from lockstep.operator.loop_protocols import rank_and_step
 
 if TYPE_CHECKING:
     from lockstep.operator.loop_protocols import Operator
+    from lockstep.operator.shard_batch import ShardBatch
+
+
+def weight_of_inner_backward(operator: Operator, shard: ShardBatch) -> int | WeightError:
+    """What a backward within `compute_loss` counts for; an error if its peers run none, or two."""
+    state = operator._lockstep
+    if state.context.options.accumulate > 1:
+        cause = "with accumulate, nothing is reduced before the window's last batch"
+    elif len(state.global_batch.shards) > 1:
+        cause = "this worker computes several shards, and other workers may compute one"
+    elif state.global_batch.has_empty_shards:
+        cause = "a worker has no samples in this step, and computes no loss"
+    else:
+        return shard.num_samples
+    return WeightError(
+        "a backward within compute_loss cannot be reduced",
+        where=f"{type(operator).__name__}, {rank_and_step(operator)}",
+        cause=cause,
+        fix="add what it differentiates to the loss that compute_loss returns; for a gradient of"
+        " the inputs call torch.autograd.grad(loss, inputs)",
+    )
 
 
 def refuse_norms_of_one_shard(operator: Operator) -> None:

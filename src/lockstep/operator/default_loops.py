@@ -24,7 +24,7 @@ import torch
 from lockstep.errors import ConfigurationError, NonFiniteError, NotAvailableError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP, SCHEDULER_STEP_BATCH
 from lockstep.metrics import AverageMeterCollection, merge
-from lockstep.operator.batch_refusals import refuse_norms_of_one_shard
+from lockstep.operator.batch_refusals import refuse_norms_of_one_shard, weight_of_inner_backward
 from lockstep.operator.criterion_targets import ignores_all
 from lockstep.operator.default_forward import (
     class_accuracy,
@@ -363,9 +363,14 @@ def _train_shard(
 ) -> tuple[dict[str, Any], float]:
     """Forward and backward of one shard; returns its metrics and the weight of its loss."""
     state = operator._lockstep
+    is_joint = state.global_batch.is_joint  # then the batch has its weight already
+    if state.sync is not None and not is_joint:
+        state.sync.set_delivered_weight(weight_of_inner_backward(operator, shard))
     with operator.timers.record("fwd"), state.precision.autocast():
         moved = operator.to_device(shard.batch)
         loss, metrics = loss_and_metrics(operator, moved, batch_info)
+    if state.sync is not None and not is_joint:
+        state.sync.set_delivered_weight(None)
     buffers.after_forward()
     weight = results.weight_of(shard, metrics, moved)
     with operator.timers.record("grad"):
