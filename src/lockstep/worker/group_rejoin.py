@@ -12,7 +12,7 @@ furthest, and the step that no rank has committed is computed again. Under ``syn
 rank has the whole state, all ranks go back to a memory checkpoint instead (`memory_recovery`).
 
 The state that travels is that of a checkpoint (see `state_dict`), and what a checkpoint leaves to
-`setup`: which parameters train, buffers (see `buffer_values`), gradients of an open window.
+`setup`: buffers (see `buffer_values`).
 """
 
 from __future__ import annotations
@@ -35,13 +35,11 @@ from lockstep.worker.loop_run import LoopProgress
 from lockstep.worker.memory_recovery import go_back, take_again
 from lockstep.worker.position_queries import run_position
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
-from lockstep.worker.saved_gradients import SavedGradients
 from lockstep.worker.state_dict import copy_to_cpu
 from lockstep.worker.survivor_state import RunPosition, SurvivorState
 from lockstep.worker.worker import Undone
 
 if TYPE_CHECKING:
-    from lockstep.operator.training_parts import TrainingParts
     from lockstep.worker.memory_recovery import StateRestore
     from lockstep.worker.process_group import Rendezvous
     from lockstep.worker.worker import Worker
@@ -292,24 +290,18 @@ def _transfer_state(worker: Worker, group: Group, rank: int, formation: Formatio
 
 def _full_state(worker: Worker) -> dict[str, Any]:
     """The state that another rank needs to replace this one; more than a checkpoint holds."""
-    run, window_gradients = worker.run, worker.rollback.window_gradients()
     return {
         "state": worker.state_to_write(),
-        "buffers": buffer_values(run),
+        "buffers": buffer_values(worker.run),
         "weighed_by": worker.operator._lockstep.weighed_by,
-        "window_gradients": None if window_gradients is None else list(window_gradients.gradients),
         "num_batches_to_recompute": worker.num_batches_to_recompute,
         "written_parameters": worker.rollback.written_parameters,
     }
 
 
 def _load_full_state(worker: Worker, full_state: dict[str, Any]) -> None:
-    run: TrainingParts = worker.run
-    put_buffer_values(run, full_state["buffers"], worker.operator.device)
+    put_buffer_values(worker.run, full_state["buffers"], worker.operator.device)
     worker.load_state(full_state["state"])
     worker.operator._lockstep.weighed_by = dict(full_state["weighed_by"])
-    if full_state["window_gradients"] is not None:
-        gradients = SavedGradients(full_state["window_gradients"])
-        worker.rollback.restore_window_gradients(gradients)
     worker.num_batches_to_recompute = full_state["num_batches_to_recompute"]
     worker.rollback.expect_written_parameters(full_state["written_parameters"])

@@ -4,7 +4,8 @@
 A loop of the user's own may accumulate gradients over the batches of two passes. A repeated pass
 cannot compute the batches of the pass before: only the loop knows how passes differ (the numbers of
 its batches start anew). So the gradients themselves are copied. Reduced ones are equal on all
-ranks, and the copy of any survivor will do; a dead rank's part of unreduced ones is lost.
+ranks, so that the copy of any survivor will do, and a checkpoint holds them; a dead rank's part of
+unreduced ones is lost.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lockstep.sync import is_local
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import torch
     from torch import nn
+
+    from lockstep.operator.training_parts import TrainingParts
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,21 @@ class SavedGradients:
         """Copy the gradients that `parameters` hold now."""
         held = [None if p.grad is None else p.grad.detach().clone() for p in parameters]
         return cls(held, is_unreduced)
+
+    @classmethod
+    def from_state(cls, run: TrainingParts, state: Mapping[str, torch.Tensor]) -> SavedGradients:
+        """Those that `by_name` gave, which another process may have saved."""
+        names = {id(parameter): name for name, parameter in run.named_parameters().items()}
+        return cls([state.get(names.get(id(each), "")) for each in run.parameters()])
+
+    def by_name(self, run: TrainingParts) -> dict[str, torch.Tensor]:
+        """The gradients by the names of their parameters, without those of local parameters."""
+        names = {id(parameter): name for name, parameter in run.named_parameters().items()}
+        return {
+            names[id(parameter)]: gradient
+            for parameter, gradient in zip(run.parameters(), self.gradients, strict=True)
+            if gradient is not None and id(parameter) in names and not is_local(parameter)
+        }
 
     def restore(self, parameters: Iterable[nn.Parameter]) -> None:
         """Set the parameters' gradients to copies of the saved ones."""

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.checkpoint import read_own_tensors
 from lockstep.data import ShardAssignment, shards_of
@@ -23,10 +24,12 @@ from lockstep.worker.loader_sharding import make_sharded_loader
 from lockstep.worker.local_state import local_state
 from lockstep.worker.per_rank_state import PER_RANK, part_of_rank
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
+from lockstep.worker.saved_gradients import SavedGradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    import torch
     from torch import nn
 
     from lockstep.operator.training_parts import TrainingParts
@@ -34,6 +37,11 @@ if TYPE_CHECKING:
     from lockstep.worker.rollback import Rollback
     from lockstep.worker.spec import WorkerSpec
     from lockstep.worker.user_state_copy import UserStateCopy
+
+_log = logging.getLogger("lockstep")
+
+GRADIENTS: Final = "gradients"
+"""The key of gradients that wait, by the names of their parameters; states without any lack it."""
 
 
 class StateAccess:
@@ -50,6 +58,7 @@ class StateAccess:
     _dataset_switch: DatasetSwitch
     _operator: TrainingOperator | None
     _rollback: Rollback | None
+    _has_warned_of_gradients = False
 
     @property
     def operator(self) -> TrainingOperator:
@@ -132,6 +141,8 @@ class StateAccess:
         state["seed"], state["num_shards"] = assignment.seed, assignment.num_shards
         if self.run.has_local_tensors:
             state["local"] = take(self.local_state())
+        if waiting := self._waiting_gradients():
+            state[GRADIENTS] = take(waiting)
         return state
 
     def own_state_dict(
@@ -149,6 +160,30 @@ class StateAccess:
         if any(isinstance(leaf, LocalRows) for leaf in leaves_of(state["operator"])):
             state["operator"] = state_dicts.copy_to_cpu(self.operator.state_dict())
         return state
+
+    def _waiting_gradients(self) -> dict[str, torch.Tensor]:
+        """Global gradients that wait in a loop of the user's own for an optimizer, by name."""
+        cursor = self.cursors.get("train")
+        # A state within a window of the default loop is rewound, and goes without.
+        is_rewound = cursor is not None and cursor.has_open_window
+        if self._rollback is None or self.spec.saves_parts or is_rewound:
+            return {}
+        waiting = self._rollback.window_gradients()
+        if waiting is None:
+            return {}
+        if waiting.is_unreduced:
+            self._warn_of_unsaved_gradients()
+            return {}
+        return waiting.by_name(self.run)
+
+    def _warn_of_unsaved_gradients(self) -> None:
+        if self.rank == 0 and not self._has_warned_of_gradients:
+            self._has_warned_of_gradients = True
+            _log.warning(
+                "a state was taken while gradients wait under no_sync(), which it does not hold:"
+                " what goes on from it lacks them. Close the window before: run its last backward"
+                " outside of no_sync(), and step the optimizer"
+            )
 
     def _rewind_to_window(self, state: dict[str, Any]) -> None:
         """Set the state back to the start of an open window, whose gradients are not saved."""
@@ -271,6 +306,9 @@ class StateAccess:
             operator._lockstep.step_log.rewind_to(operator._lockstep.committed)
         for parameter in self.run.parameters():
             parameter.grad = None  # of another state; a new process has none either
+        if GRADIENTS in state and self._rollback is not None:
+            waiting = SavedGradients.from_state(self.run, state[GRADIENTS])
+            self._rollback.restore_window_gradients(waiting)
         before = operator._lockstep.context.shard_assignment
         assignment = self.make_shard_assignment(
             state.get("num_shards", before.num_shards), state.get("seed", before.seed), self.rank

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A state that is taken while gradients wait for an optimizer holds them.
+
+Workers are threads over real gloo. Their loops add up gradients by hand; an epoch has three
+batches, so that windows of two begin in one epoch and end in the next.
+"""
+
+import logging
+
+import pytest
+import torch
+
+from lockstep.keys import BATCH_SIZE
+from lockstep.operator import Options
+from lockstep.worker import LoopRequest, Worker, WorkerSpec
+from ranks.table import as_threads
+from ranks.table_operators import Plain
+
+STEPS = 8
+
+
+class StepsEverySecondBatch(Plain):
+    def train_batch(self, batch, batch_info):
+        loss = self.compute_loss(batch, batch_info)
+        loss.backward()
+        if self.global_step % 2:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return {"train_loss": loss.item()}
+
+
+class InALoopOfItsOwn(StepsEverySecondBatch):
+    def train_epoch(self, iterator, info):
+        for batch in iterator:
+            self.train_batch(batch, info)
+        return {}
+
+
+class ReducesEverySecondBatch(StepsEverySecondBatch):
+    def train_batch(self, batch, batch_info):
+        if self.global_step % 2:
+            return super().train_batch(batch, batch_info)
+        with self.no_sync():
+            self.compute_loss(batch, batch_info).backward()
+        return {}
+
+
+def on_workers(operator_cls, num_workers, body):
+    """What `body(worker)` returns on each worker."""
+    spec = WorkerSpec(
+        operator_cls,
+        {"rows": 36, BATCH_SIZE: 12},
+        num_workers,
+        num_shards=num_workers,
+        seed=0,
+        options=Options(),
+    )
+
+    def one_rank(rank, make_group):
+        worker = Worker(spec, rank, rank)
+        worker._group = make_group()
+        try:
+            worker._build_operator(torch.device("cpu"))
+            return body(worker)
+        finally:
+            worker.stop()
+
+    results = as_threads(num_workers, one_rank)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def train(worker, num_steps):
+    worker.train(LoopRequest("train", num_steps, False, {}))
+
+
+def state_after(num_steps):
+    def body(worker):
+        train(worker, num_steps)
+        return worker.state_dict()
+
+    return body
+
+
+def weights(state):
+    return torch.cat([value.flatten() for value in state["models"][0].values()])
+
+
+@pytest.mark.parametrize("operator_cls", [StepsEverySecondBatch, InALoopOfItsOwn])
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(1, 1), (2, 2), (2, 1)])
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 5])
+def test_what_goes_on_from_it_ends_as_the_undisturbed_run(
+    operator_cls, saved_by, loaded_by, num_steps
+):
+    expected = weights(on_workers(operator_cls, saved_by, state_after(STEPS))[0])
+    state = on_workers(operator_cls, saved_by, state_after(num_steps))[0]
+
+    def go_on(worker):
+        worker.load_state(state)
+        train(worker, STEPS - num_steps)
+        return weights(worker.state_dict())
+
+    for got in on_workers(operator_cls, loaded_by, go_on):
+        torch.testing.assert_close(
+            got, expected, rtol=0, atol=0 if saved_by == loaded_by else 1e-12
+        )
+
+
+def test_a_load_that_is_undone_leaves_them():
+    def body(worker):
+        train(worker, 3)
+        worker.apply_state(worker.state_dict())
+        worker.settle_state(keep=False)
+        train(worker, STEPS - 3)
+        return weights(worker.state_dict())
+
+    expected = weights(on_workers(StepsEverySecondBatch, 2, state_after(STEPS))[0])
+    for got in on_workers(StepsEverySecondBatch, 2, body):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("num_steps", [4, 5])
+def test_those_under_no_sync_are_named(num_steps, caplog):
+    with caplog.at_level(logging.WARNING, logger="lockstep"):
+        states = on_workers(ReducesEverySecondBatch, 2, state_after(num_steps))
+    assert all("gradients" not in state for state in states)
+    assert ("no_sync" in caplog.text) == (num_steps == 5)
