@@ -352,14 +352,14 @@ def test_a_loop_that_reads_one_batch_ahead_is_still_refused():
         on_workers(ReadsAheadOfPlainWindows, "train")
 
 
-class StepsOneOfTwo(TrainingOperator):
-    """In batch `differ_in` each worker steps another one of two optimizers."""
+class StepsOneOfMany(TrainingOperator):
+    """In batch 1 each worker steps other ones of eight optimizers."""
 
-    differ_in: ClassVar = 1
+    chosen: ClassVar = ((0,), (1,))
 
     def setup(self, config):
-        models = [reset(mlp(), seed) for seed in (7, 8)]
-        self.pair, self.optimizers = self.register(
+        models = [reset(mlp(), seed) for seed in range(8)]
+        self.all, self.optimizers = self.register(
             models=models, optimizers=[sgd(model) for model in models]
         )
         loader = DataLoader(TensorDataset(FEATURES[self.world_rank]), PER_BATCH)
@@ -367,20 +367,21 @@ class StepsOneOfTwo(TrainingOperator):
 
     def train_batch(self, batch, info):
         (features,) = batch
-        loss = sum(model(features).square().mean() for model in self.pair)
+        loss = sum(model(features).square().mean() for model in self.all)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         self.backward(loss)
-        chosen = self.world_rank if info["batch_idx"] == self.differ_in else 0
-        self.optimizers[chosen].step()
+        for number in self.chosen[self.world_rank] if info["batch_idx"] == 1 else (0,):
+            self.optimizers[number].step()
         return {}
 
 
-class StepsTheSame(StepsOneOfTwo):
-    differ_in = None
-
-
-def test_workers_that_step_different_optimizers_are_refused_before_the_next_step():
+@pytest.mark.parametrize("here", [(1,), (0, 2), (7,), ()])
+@pytest.mark.parametrize("other", range(8))
+def test_workers_that_step_different_optimizers_are_refused_before_the_next_step(here, other):
+    operator_cls = type("StepsOthers", (StepsOneOfMany,), {"chosen": (here, (other,))})
+    if here == (other,):
+        on_workers(operator_cls, "train", 3)
+        return
     with pytest.raises(GradientNotReducedError, match="stepped another optimizer"):
-        on_workers(StepsOneOfTwo, "train", 3)
-    on_workers(StepsTheSame, "train", 3)
+        on_workers(operator_cls, "train", 3)

@@ -10,11 +10,13 @@ import logging
 import pytest
 import torch
 
+import lockstep
+from harness import reset
 from lockstep.keys import BATCH_SIZE
 from lockstep.operator import Options
 from lockstep.worker import LoopRequest, Worker, WorkerSpec
 from ranks.table import as_threads
-from ranks.table_operators import Plain
+from ranks.table_operators import Plain, mlp, sgd
 
 STEPS = 8
 
@@ -34,6 +36,25 @@ class InALoopOfItsOwn(StepsEverySecondBatch):
         for batch in iterator:
             self.train_batch(batch, info)
         return {}
+
+
+class StepsBeforeTheNextBatch(Plain):
+    def train_batch(self, batch, batch_info):
+        if self.global_step:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        loss = self.compute_loss(batch, batch_info)
+        loss.backward()
+        return {"train_loss": loss.item()}
+
+
+class OfItsOwnInPart(StepsEverySecondBatch):
+    """The last layer is each worker's own."""
+
+    def make(self):
+        model = super().make()
+        lockstep.local(model[-1])
+        return model
 
 
 class ReducesEverySecondBatch(StepsEverySecondBatch):
@@ -88,7 +109,9 @@ def weights(state):
     return torch.cat([value.flatten() for value in state["models"][0].values()])
 
 
-@pytest.mark.parametrize("operator_cls", [StepsEverySecondBatch, InALoopOfItsOwn])
+@pytest.mark.parametrize(
+    "operator_cls", [StepsEverySecondBatch, InALoopOfItsOwn, StepsBeforeTheNextBatch]
+)
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(1, 1), (2, 2), (2, 1)])
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 5])
 def test_what_goes_on_from_it_ends_as_the_undisturbed_run(
@@ -108,7 +131,8 @@ def test_what_goes_on_from_it_ends_as_the_undisturbed_run(
         )
 
 
-def test_a_load_that_is_undone_leaves_them():
+@pytest.mark.parametrize("operator_cls", [StepsEverySecondBatch, OfItsOwnInPart])
+def test_a_load_that_is_undone_leaves_them(operator_cls):
     def body(worker):
         train(worker, 3)
         worker.apply_state(worker.state_dict())
@@ -116,13 +140,35 @@ def test_a_load_that_is_undone_leaves_them():
         train(worker, STEPS - 3)
         return weights(worker.state_dict())
 
+    expected = map(weights, on_workers(operator_cls, 2, state_after(STEPS)))
+    for got, undisturbed in zip(on_workers(operator_cls, 2, body), expected, strict=True):
+        assert torch.equal(got, undisturbed)
+
+
+def test_they_are_loaded_into_a_model_of_another_dtype():
+    class Single(StepsEverySecondBatch):
+        def build(self):
+            model = reset(mlp(), 7).float()
+            self.model, self.optimizer = self.register(models=model, optimizers=sgd(model))
+
+        def output(self, batch):
+            return self.model(batch[0].float())
+
+    state = on_workers(StepsEverySecondBatch, 2, state_after(3))[0]
     expected = weights(on_workers(StepsEverySecondBatch, 2, state_after(STEPS))[0])
-    for got in on_workers(StepsEverySecondBatch, 2, body):
-        assert torch.equal(got, expected)
+
+    def go_on(worker):
+        worker.load_state(state)
+        train(worker, STEPS - 3)
+        return weights(worker.state_dict())
+
+    for got in on_workers(Single, 2, go_on):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("num_steps", [4, 5])
 def test_those_under_no_sync_are_named(num_steps, caplog):
+    """Of a state that is taken, and not of a copy to which a call may go back."""
     with caplog.at_level(logging.WARNING, logger="lockstep"):
         states = on_workers(ReducesEverySecondBatch, 2, state_after(num_steps))
     assert all("gradients" not in state for state in states)

@@ -32,6 +32,7 @@ from lockstep.operator.default_forward import (
     describe_value,
     require_single,
 )
+from lockstep.operator.default_loop_refusals import refuse_optimizers
 from lockstep.operator.loop_protocols import Operator, PassIterator, rank_and_step
 from lockstep.operator.preserved_state import preserve_state
 from lockstep.operator.registration import registered_parts, step_schedulers
@@ -108,6 +109,7 @@ def train_epoch(
     state = operator._lockstep
     state.step_actions.set_training(registered_parts(operator), True)
     state.ran_default_epoch = True
+    refuse_optimizers(operator)
     recorder = _MetricsRecorder(state)
     with operator.timers.record("train_epoch"):
         first_index = iterator.first_index if isinstance(iterator, PassIterator) else 0
@@ -141,6 +143,8 @@ def step_batch_schedulers(state: OperatorState, info: Mapping[str, Any]) -> None
         info.get(SCHEDULER_STEP) == SCHEDULER_STEP_BATCH
         and global_batch.closes_window
         and run is not None
+        # A step that the scale of "fp16" left out; only the default loop has that scale.
+        and (state.precision.name != "fp16" or global_batch.stepped_optimizers)
     ):
         step_schedulers(run.schedulers)
 

@@ -363,8 +363,7 @@ class GradientSync:
         """Say which optimizer step the backwards from now on belong to; the same on every rank.
 
         Gradient:
-            A round of ranks at different steps, or of which other optimizers have stepped, or more
-            often, is refused on all of them: it would average what does not belong together.
+            A round of ranks at different steps, or after steps of other optimizers, is refused.
 
         Collective:
             None.
@@ -441,8 +440,9 @@ class GradientSync:
         Raises:
             ReplicasDifferError: on every rank; names the parameters and the ranks.
         """
-        params: dict[str, torch.Tensor] = {slot.name: slot.param for slot in self._rounds.slots}
-        compare_values(self._rounds.attached_group(), params, have_stepped=self._rounds.has_stepped)
+        rounds = self._rounds
+        params: dict[str, torch.Tensor] = {slot.name: slot.param for slot in rounds.slots}
+        compare_values(rounds.attached_group(), params, have_stepped=rounds.steps_taken > 0)
 
     def leave_group(self) -> bool:
         """Leave a group that has broken.

@@ -72,6 +72,7 @@ class ReductionRounds:
         num_rounds: how many rounds there have been.
         last_full_round: the last one to which this rank has brought every gradient.
         slots: the synchronised parameters.
+        steps_taken: steps of optimizers since the group formed.
         weights: of this rank's batches.
         transport: moves the gradients between the ranks.
         listener: notices backwards by hooks on the parameters.
@@ -107,7 +108,7 @@ class ReductionRounds:
         self._after_round = after_round
         self._is_broken = self._has_failed = False
         self.step = 0  # of the run, or of the optimizers, to which rounds belong
-        self._steps_taken = self._watched_from = 0
+        self.steps_taken = self._numbers_of_steps = self._watched_from = 0
         self._unread: UnreadTotals | None = None
         self._accumulated: list[Slot] = []  # whose gradient is a sum with those of earlier rounds
         self._grad_watch = AutogradGradWatch(self.slots)
@@ -128,7 +129,7 @@ class ReductionRounds:
 
     def begin_step(self, step: int) -> None:
         """See `GradientSync.begin_step`."""
-        self.step = 16 * step + self._steps_taken  # a step that was left out shows in the next
+        self.step = 16 * step + self._numbers_of_steps  # one that was left out shows in the next
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -266,7 +267,7 @@ class ReductionRounds:
     def _autograd_grad_called(self) -> None:
         """Note that ``torch.autograd.grad`` computes gradients of this rank alone."""
         if self.needs_guard and not self.is_paused:
-            self._grad_watch.note(self.place, self.num_rounds, self._steps_taken)
+            self._grad_watch.note(self.place, self.num_rounds, self.steps_taken)
 
     def _run_backward(self, run: Callable[[], None], weight: float | None) -> None:
         """Run a backward whose root carries `weight`; the round begins before it."""
@@ -430,7 +431,7 @@ class ReductionRounds:
         self.place = group.place
         self.weights = BatchWeights(group, self.num_shards, averages=self.weights.averages)
         self._grad_watch = AutogradGradWatch(self.slots)  # a step that is made again asks again
-        self.step = self._steps_taken = 0  # a rank that is new has taken none
+        self.step = self.steps_taken = self._numbers_of_steps = 0  # a new rank has taken none
         self._group, self._is_broken = group, False
         self._reset()
 
@@ -452,16 +453,12 @@ class ReductionRounds:
         if self._group is not None:
             self._group.confirm()
         self.step += number
-        self._steps_taken += number
+        self.steps_taken += 1
+        self._numbers_of_steps += number
         self.has_accumulated = False
         self.transport.accept_changes()
         for slot in self._accumulated:
             slot.accept_changes()
-
-    @property
-    def has_stepped(self) -> bool:
-        """Whether an optimizer has stepped."""
-        return self._steps_taken > 0
 
     def has_suspicious_changes(self, slots: Sequence[Slot]) -> bool:
         """Whether local gradients may have got into gradients or weights of `slots`."""

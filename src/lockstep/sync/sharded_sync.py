@@ -319,7 +319,7 @@ class ShardedSync(GradientSync):
             compare_values(
                 self._rounds.attached_group(),
                 rows,
-                have_stepped=self._rounds.has_stepped,
+                have_stepped=self._rounds.steps_taken > 0,
                 shard_size=mesh.shard_size,
             )
 

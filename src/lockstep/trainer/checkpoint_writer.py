@@ -86,7 +86,7 @@ class CheckpointWriter:
         self._submit(snapshot)
         if self._preemption.is_pending:
             _log.warning("SIGTERM: ending with the checkpoint of step %d", snapshot.step)
-            self._wait()
+            self.wait()  # a failure is kept: where the program handles SIGTERM, `result` raises it
             self._preemption.take_effect()
 
     @property

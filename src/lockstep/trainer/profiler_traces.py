@@ -36,6 +36,8 @@ def trace_workers(workers: WorkerCalls, profile: Profile, name: str) -> Iterator
             got=f"{type(profile).__name__}: {profile!r:.60}",
             fix='profile=True for times, profile="traces" for times and traces',
         )
+    folder = Path(profile)
+    folder.mkdir(parents=True, exist_ok=True)  # first: an unusable one costs no training
     workers.call(Worker.call.with_args(start_tracing))
     try:
         yield
@@ -43,10 +45,9 @@ def trace_workers(workers: WorkerCalls, profile: Profile, name: str) -> Iterator
         with suppress(TrainerClosedError):
             workers.call(Worker.call.with_args(stop_tracing))
         raise
-    folder = Path(profile)
-    folder.mkdir(parents=True, exist_ok=True)
+    traces = workers.call(Worker.call.with_args(stop_tracing))
     step = workers.call_rank_0(position.with_args()).steps
-    for rank, trace in enumerate(workers.call(Worker.call.with_args(stop_tracing))):
+    for rank, trace in enumerate(traces):
         if trace is not None:
             # TensorBoard's profiler, Perfetto and chrome://tracing open it by this name.
             file = f"{name}-step{step}-rank{rank}.pt.trace.json.gz"

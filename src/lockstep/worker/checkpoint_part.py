@@ -134,7 +134,8 @@ class CheckpointPart:
         with self._changed:
             self._changed.wait_for(lambda: any(e.step >= step for e in self._held), _ARRIVAL_S)
             held = next((each for each in self._held[::-1] if each.step == step), None)
-            self._held = [each for each in self._held if each.step > step]
+            # Another copy of the step stays: a `save` and a checkpoint that is due write one each.
+            self._held = [e for e in self._held if e is not held and e.step >= step]
         if held is None:
             return None
         if os.path.isdir(folder):

@@ -230,6 +230,7 @@ def join(worker: Worker, rank: int, formation: Formation) -> None:
     if formation.restore is None:
         worker.snapshots.forget()
         rejoin(worker.run, operator._lockstep.context, operator._lockstep.committed)
+        worker.rollback.note_restored_gradients()
     else:
         go_back(worker, group, formation.restore)
     worker.expect_usual_weight()

@@ -8,10 +8,12 @@ weights and of an optimizer's state cost time and memory.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Final
 
+from lockstep._torch_compat import version_of
 from lockstep.operator import TrainingOperator
-from lockstep.sync.optimizer_inspection import share_parameters
+from lockstep.sync.optimizer_inspection import optimizer_parameters, share_parameters
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +52,7 @@ class LoopBehaviour:
         self._steps_to_learn = _STEPS_TO_LEARN if self._has_own_steps else 0
         self._communicates_after_optimizer: bool | None = None  # None: unknown
         self._stepped_once: set[int] = set()
+        self._earlier: list[tuple[weakref.ref[torch.Tensor], int]] = []
 
     @property
     def _sync(self) -> Synchroniser | None:
@@ -73,11 +76,29 @@ class LoopBehaviour:
         """Whether the loop adds to gradients that an optimizer has used, as far as is known."""
         return self.reuses_gradients or self._steps_to_learn > 0
 
-    def before_step(self, opened: OpenStep) -> None:
+    def begin_step(self) -> None:
+        """Note which gradients there are before the first batch of a step."""
+        grads = [p.grad for p in self._run.parameters() if self._is_alone and p.grad is not None]
+        self._earlier = [(weakref.ref(grad), version_of(grad)) for grad in grads]
+
+    @property
+    def _is_alone(self) -> bool:
+        # Among peers reductions are counted, which show what an optimizer uses.
+        return self._steps_to_learn > 0 and self._sync is not None and not self._sync.needs_guard
+
+    def before_step(self, opened: OpenStep, optimizer: torch.optim.Optimizer) -> None:
         """Note before an optimizer steps how much has been communicated until then."""
         if opened.stepped_at is None:
+            self.reuses_gradients = self.reuses_gradients or self._uses_earlier(optimizer)
             opened.stepped_at = self.num_rounds
             opened.collectives_before_optimizer = self._num_collectives()
+
+    def _uses_earlier(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether no backward of this step has added to, or replaced, some of its gradients."""
+        grads = [p.grad for p in optimizer_parameters(optimizer) if p.grad is not None]
+        held = {id(grad): version_of(grad) for grad in grads}
+        alive = [(grad, version) for ref, version in self._earlier if (grad := ref()) is not None]
+        return any(held.get(id(grad)) == version for grad, version in alive)
 
     def note_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Note which registered optimizers have stepped, if one within them did it."""

@@ -42,7 +42,7 @@ from lockstep._torch_compat import buffers_of
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator import TrainingOperator
 from lockstep.operator.state_copy import StateCopy
-from lockstep.sync import buffer_places, copy_buffers, put_buffers
+from lockstep.sync import buffer_places, copy_buffers, note_reduced, put_buffers
 from lockstep.sync.optimizer_inspection import inner_optimizers
 from lockstep.tensor_copies import TensorCopies
 from lockstep.worker.loop_behaviour import LoopBehaviour
@@ -219,8 +219,13 @@ class Rollback:
         """Restore these gradients; False if parts of them are lost with another rank."""
         self._window_gradients = window_gradients
         if window_gradients is not None and not window_gradients.is_unreduced:
-            window_gradients.restore(self._run.parameters())
+            window_gradients.restore(list(self._run.parameters()))
         return window_gradients is None or not window_gradients.is_unreduced
+
+    def note_restored_gradients(self) -> None:
+        """Tell a sync that was attached since that restored gradients are those of all ranks."""
+        if self._window_gradients is not None and not self._window_gradients.is_unreduced:
+            note_reduced(self._run.parameters())
 
     def keep(self, cursor: Cursor, committed: CommittedCounts) -> None:
         """Before a batch: open a step and copy what it may change, unless a step is open."""
@@ -253,6 +258,7 @@ class Rollback:
         )
         if self._sync is not None:
             self._sync.watch_gradients()
+        self._loop.begin_step()
         self._buffers.take([held for held in opened.buffers if held is not None])
         if self._user_state is not None:
             self._user_state.take()
@@ -296,7 +302,7 @@ class Rollback:
             return
         if self._loop.is_own:
             self._copy_before_step(opened, optimizer)
-        self._loop.before_step(opened)
+        self._loop.before_step(opened, optimizer)
         # An optimizer at a parameter server changes nothing here before the server has answered.
         if not self._steps_elsewhere(optimizer):
             opened.num_stepped += 1

@@ -11,9 +11,10 @@ unreduced ones is lost.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.sync import is_local
+from lockstep.sync import is_local, note_reduced
+from lockstep.tensor_copies import is_shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lockstep.operator.training_parts import TrainingParts
+
+GRADIENTS: Final = "gradients"
+"""The key of gradients that wait, in a state and in its "local"; states without any lack it."""
 
 
 @dataclass(frozen=True)
@@ -43,21 +47,42 @@ class SavedGradients:
         return cls(held, is_unreduced)
 
     @classmethod
-    def from_state(cls, run: TrainingParts, state: Mapping[str, torch.Tensor]) -> SavedGradients:
-        """Those that `by_name` gave, which another process may have saved."""
+    def from_state(cls, run: TrainingParts, state: Mapping[str, Any]) -> SavedGradients | None:
+        """The gradients that a state holds, which another process may have saved; None if none."""
+        local = (state.get("local") or {}).get(GRADIENTS, {})
+        by_name = {**state.get(GRADIENTS, {}), **local}
+        if not by_name:
+            return None
         names = {id(parameter): name for name, parameter in run.named_parameters().items()}
-        return cls([state.get(names.get(id(each), "")) for each in run.parameters()])
+        return cls([by_name.get(names.get(id(each), "")) for each in run.parameters()])
 
-    def by_name(self, run: TrainingParts) -> dict[str, torch.Tensor]:
-        """The gradients by the names of their parameters, without those of local parameters."""
+    def by_name(self, run: TrainingParts, *, local: bool) -> dict[str, torch.Tensor]:
+        """The gradients by the names of their parameters.
+
+        Args:
+            local: those of parameters that are each rank's own, or those of all others.
+        """
         names = {id(parameter): name for name, parameter in run.named_parameters().items()}
         return {
             names[id(parameter)]: gradient
             for parameter, gradient in zip(run.parameters(), self.gradients, strict=True)
-            if gradient is not None and id(parameter) in names and not is_local(parameter)
+            if gradient is not None and id(parameter) in names and is_local(parameter) is local
         }
 
-    def restore(self, parameters: Iterable[nn.Parameter]) -> None:
+    def restore(self, parameters: Sequence[nn.Parameter]) -> None:
         """Set the parameters' gradients to copies of the saved ones."""
         for parameter, gradient in zip(parameters, self.gradients, strict=True):
-            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+            parameter.grad = None if gradient is None else _placed_as(parameter, gradient)
+        if not self.is_unreduced:
+            note_reduced(parameters)
+
+
+def _placed_as(parameter: nn.Parameter, gradient: Any) -> torch.Tensor:
+    """A copy of a gradient, or of this rank's rows of it; a state may be of another dtype."""
+    if is_shard(parameter) and not is_shard(gradient):
+        from lockstep.sync.parameter_shards import shard_like
+
+        shard: Any = parameter
+        gradient = shard_like(gradient, shard)
+    placed: torch.Tensor = gradient.to(parameter.device, parameter.dtype, copy=True)
+    return placed

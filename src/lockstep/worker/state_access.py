@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import read_own_tensors
 from lockstep.data import ShardAssignment, shards_of
@@ -24,12 +24,11 @@ from lockstep.worker.loader_sharding import make_sharded_loader
 from lockstep.worker.local_state import local_state
 from lockstep.worker.per_rank_state import PER_RANK, part_of_rank
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
-from lockstep.worker.saved_gradients import SavedGradients
+from lockstep.worker.saved_gradients import GRADIENTS, SavedGradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    import torch
     from torch import nn
 
     from lockstep.operator.training_parts import TrainingParts
@@ -39,9 +38,6 @@ if TYPE_CHECKING:
     from lockstep.worker.user_state_copy import UserStateCopy
 
 _log = logging.getLogger("lockstep")
-
-GRADIENTS: Final = "gradients"
-"""The key of gradients that wait, by the names of their parameters; states without any lack it."""
 
 
 class StateAccess:
@@ -58,7 +54,6 @@ class StateAccess:
     _dataset_switch: DatasetSwitch
     _operator: TrainingOperator | None
     _rollback: Rollback | None
-    _has_warned_of_gradients = False
 
     @property
     def operator(self) -> TrainingOperator:
@@ -133,6 +128,17 @@ class StateAccess:
         Args:
             take: see `lockstep.worker.state_dict.collect`.
         """
+        waiting = self._waiting_gradients()
+        if self.rank == 0 and waiting is not None and waiting.is_unreduced:
+            _log.warning(
+                "a state was taken while gradients wait under no_sync(), which it does not hold:"
+                " what goes on from it lacks them. Close the window before: run its last backward"
+                " outside of no_sync(), and step the optimizer"
+            )
+        return self.copy_state(take)
+
+    def copy_state(self, take: Callable[[Any], Any] = state_dicts.copy_to_cpu) -> dict[str, Any]:
+        """As `state_dict`, for a worker that may go back to the state."""
         state = state_dicts.collect(self.operator, self.run, take)
         state["epoch"] = self.epochs_entered
         state["position"] = self._dataset_switch.positions(self.cursors)
@@ -141,8 +147,9 @@ class StateAccess:
         state["seed"], state["num_shards"] = assignment.seed, assignment.num_shards
         if self.run.has_local_tensors:
             state["local"] = take(self.local_state())
-        if waiting := self._waiting_gradients():
-            state[GRADIENTS] = take(waiting)
+        waiting = self._waiting_gradients()
+        if waiting is not None and not waiting.is_unreduced:
+            state[GRADIENTS] = take(waiting.by_name(self.run, local=False))
         return state
 
     def own_state_dict(
@@ -156,34 +163,19 @@ class StateAccess:
         Collective:
             None; every rank if a user's `state_dict` returns shards, which are gathered.
         """
-        state = self.state_dict(copy)
+        state = self.copy_state(copy)
         if any(isinstance(leaf, LocalRows) for leaf in leaves_of(state["operator"])):
             state["operator"] = state_dicts.copy_to_cpu(self.operator.state_dict())
         return state
 
-    def _waiting_gradients(self) -> dict[str, torch.Tensor]:
-        """Global gradients that wait in a loop of the user's own for an optimizer, by name."""
+    def _waiting_gradients(self) -> SavedGradients | None:
+        """The gradients that wait in a loop of the user's own for an optimizer."""
         cursor = self.cursors.get("train")
         # A state within a window of the default loop is rewound, and goes without.
         is_rewound = cursor is not None and cursor.has_open_window
         if self._rollback is None or self.spec.saves_parts or is_rewound:
-            return {}
-        waiting = self._rollback.window_gradients()
-        if waiting is None:
-            return {}
-        if waiting.is_unreduced:
-            self._warn_of_unsaved_gradients()
-            return {}
-        return waiting.by_name(self.run)
-
-    def _warn_of_unsaved_gradients(self) -> None:
-        if self.rank == 0 and not self._has_warned_of_gradients:
-            self._has_warned_of_gradients = True
-            _log.warning(
-                "a state was taken while gradients wait under no_sync(), which it does not hold:"
-                " what goes on from it lacks them. Close the window before: run its last backward"
-                " outside of no_sync(), and step the optimizer"
-            )
+            return None
+        return self._rollback.window_gradients()
 
     def _rewind_to_window(self, state: dict[str, Any]) -> None:
         """Set the state back to the start of an open window, whose gradients are not saved."""
@@ -243,6 +235,9 @@ class StateAccess:
         """This rank's `lockstep.local` tensors; in an open window those of its start."""
         own = local_state(self.run)
         self._put_window_start(own)
+        waiting = self._waiting_gradients()
+        if waiting is not None and not waiting.is_unreduced:
+            own[GRADIENTS] = waiting.by_name(self.run, local=True)
         return own
 
     def _operator_state(self) -> Any:
@@ -306,9 +301,11 @@ class StateAccess:
             operator._lockstep.step_log.rewind_to(operator._lockstep.committed)
         for parameter in self.run.parameters():
             parameter.grad = None  # of another state; a new process has none either
-        if GRADIENTS in state and self._rollback is not None:
-            waiting = SavedGradients.from_state(self.run, state[GRADIENTS])
+        waiting = SavedGradients.from_state(self.run, self._own_part(state))
+        if self._rollback is not None:
             self._rollback.restore_window_gradients(waiting)
+        elif waiting is not None:
+            waiting.restore(list(self.run.parameters()))
         before = operator._lockstep.context.shard_assignment
         assignment = self.make_shard_assignment(
             state.get("num_shards", before.num_shards), state.get("seed", before.seed), self.rank

@@ -10,8 +10,6 @@ from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
-import torch
-
 from lockstep.errors import ConfigurationError, PeerLostError
 from lockstep.group import Group
 from lockstep.operator.non_finite_check import add_non_finite_checks
@@ -43,11 +41,13 @@ from lockstep.worker.run_audit import RunAudit
 from lockstep.worker.spec import config_for
 from lockstep.worker.state_access import StateAccess
 from lockstep.worker.step_records import open_step_log
+from lockstep.worker.thread_limit import ThreadLimit
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Sequence
 
+    import torch
     import torch.distributed as dist
 
     from lockstep.data import RayBatches
@@ -118,7 +118,7 @@ class Worker(StateAccess):
         self.is_warm = False
         self._closing: threading.Thread | None = None
         self._hooks: OptimizerStepHooks | None = None
-        self._threads_before: int | None = None
+        self._threads = ThreadLimit()
         self.has_state = False
         self.loop_run: LoopRun | None = None
         self.snapshots = SnapshotTaker(self)
@@ -167,8 +167,7 @@ class Worker(StateAccess):
     def _begin_process(self) -> torch.device:
         spec = self.spec
         if spec.threads is not None:
-            self._threads_before = torch.get_num_threads()
-            torch.set_num_threads(spec.threads)
+            self._threads.set(spec.threads)
         device = pick_device(spec.use_gpu, self.local_rank)
         if spec.initialization_hook is not None:
             spec.initialization_hook()
@@ -282,9 +281,7 @@ class Worker(StateAccess):
         if self._hooks is not None:
             self._hooks.close()
         self._operator = None
-        if self._threads_before is not None:
-            torch.set_num_threads(self._threads_before)
-            self._threads_before = None
+        self._threads.release()
 
     # -------------------------------------------------------------------- another generation
 
@@ -446,7 +443,7 @@ class Worker(StateAccess):
             if request.interrupted_at is None:
                 self.memory.begin_call(request)
         elif training and self.has_own_epoch:
-            self.before_call = self.state_dict()
+            self.before_call = self.copy_state()
         if self._rollback is not None and training:
             self._rollback.begin_call(self.cursors["train"])
         call = LoopRun(

@@ -227,3 +227,37 @@ def test_parts_of_a_registered_chain_are_not_schedulers_of_their_own():
     with trainer(Chained, scheduler_step_freq="epoch") as one:
         one.train()
         assert len(one.state_dict()["schedulers"]) == 1
+
+
+class Overflows(TrainingOperator):
+    """The first gradients overflow at the scale with which fp16 begins."""
+
+    def setup(self, config):
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+        self.model, self.optimizer, self.criterion, self.scheduler = self.register(
+            models=model,
+            optimizers=optimizer,
+            criterion=nn.MSELoss(),
+            schedulers=StepLR(optimizer, 1, gamma=0.5),
+        )
+        self.register_data(train_loader=loader())
+
+    def compute_loss(self, batch, batch_info):
+        features, targets = (each.float() for each in batch)
+        return self.criterion(self.model(features), 1e33 * targets).clamp(max=1e36)
+
+
+def test_a_step_that_fp16_leaves_out_is_none_of_the_schedule():
+    steps = 0
+
+    def count(*_):
+        nonlocal steps
+        steps += 1
+
+    with trainer(Overflows, precision="fp16", scheduler_step_freq="batch") as one:
+        operator = one.get_local_operator()
+        operator.optimizer.register_step_post_hook(count)
+        one.train(num_steps=4)
+        assert steps < 4
+        assert operator.scheduler.last_epoch == steps

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the driver knows of the checkpoints that a second thread writes."""
 
+import os
+import signal
 import threading
 from types import SimpleNamespace
 
 import pytest
 
+from lockstep.errors import CheckpointWriteError
 from lockstep.trainer.checkpoint_writer import CheckpointWriter
 from lockstep.worker import CheckpointOnDisk, Snapshot
 
@@ -128,4 +131,24 @@ def test_after_an_error_what_was_copied_is_fetched_and_not_waited_for_for_long(f
     with pytest.raises(ZeroDivisionError), writer.during_training(lambda: Snapshot(5, {})):
         1 / 0  # noqa: B018
     assert waits == [2.0]
+    writer.close(raises=True)
+
+
+def test_a_failure_under_sigterm_is_told_where_the_program_goes_on(folder):
+    """A program whose own handler only notes the signal."""
+
+    def full(snapshot):
+        raise OSError("no space left")
+
+    folder.write = full
+    writer, noted = writer_to(folder), []
+    before = signal.signal(signal.SIGTERM, lambda *_: noted.append("SIGTERM"))
+    try:
+        with writer.during_training(lambda: Snapshot(5, {})):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert noted == ["SIGTERM"]
+        with pytest.raises(CheckpointWriteError, match="could not be written"):
+            writer.result({})
+    finally:
+        signal.signal(signal.SIGTERM, before)
     writer.close(raises=True)

@@ -26,3 +26,13 @@ def test_a_trace_of_a_call(tmp_path):
     trace = json.loads(gzip.decompress(traces["train-step1-rank0.pt.trace.json.gz"].read_bytes()))
     names = {event.get("name") for event in trace["traceEvents"]}
     assert {"aten::linear", "aten::mse_loss"} <= names
+
+
+def test_a_folder_that_cannot_be_made_costs_no_training(tmp_path):
+    (tmp_path / "taken").write_text("")
+    with start([1]) as trainer:
+        with pytest.raises(FileExistsError):
+            trainer.train(num_steps=1, profile=tmp_path / "taken")
+        trainer.train(num_steps=1, profile=tmp_path / "traces")
+    traces = [path.name for path in (tmp_path / "traces").iterdir()]
+    assert traces == ["train-step1-rank0.pt.trace.json.gz"]

@@ -139,3 +139,12 @@ def test_the_ranks_of_the_first_copy_of_the_models_write_its_rows(tmp_path, work
     assert written is not None
     assert written.part.in_rows  # each knows of the tensor
     assert bool(written.part.files) == (rank == 0)
+
+
+def test_two_copies_of_one_step_are_written_one_each(worker, part, tmp_path):
+    """A checkpoint that is due waits for the disk, and a callback saves the same step."""
+    worker.train()
+    part.copy()
+    part.hold()
+    for name in ("saved", "due"):
+        assert written(part, 1, tmp_path / name).unique().tolist() == [1.0]

@@ -459,6 +459,8 @@ class LightningOperator(TrainingOperator):
         for target in self._hook_targets:
             target.teardown("fit")
         self.module.trainer = None
+        if self.datamodule is not None:
+            self.datamodule.trainer = None
         type(self)._is_manual = False  # in the driver's process the class is used again
 
 

@@ -206,9 +206,14 @@ class LoggingCapture:
         rank_zero_only: bool = False,
     ) -> None:
         """`LightningModule.log`: every rank's samples count, whatever `sync_dist` says."""
+        in_step = self._purpose == "train" and self.batch is not None
+        on_step = in_step if on_step is None else on_step
+        on_epoch = not in_step if on_epoch is None else on_epoch
         if is_metric(value):
+            names = [name, f"{name}_epoch"] if on_step and on_epoch else [name]
+            place = _submodule_name(value, self._module, name)
             for sums in (self._of_call, self._of_epoch[self._purpose]):
-                sums.metrics[name] = _submodule_name(value, self._module, name)
+                sums.metrics.update(dict.fromkeys(names, place))
             return
         if self.batch == 0:
             return  # a borrowed batch: the rank that owns its samples logs them
@@ -216,9 +221,6 @@ class LoggingCapture:
         # Before a rank's first batch the weight is tiny and not 0: a value counts if it is alone.
         weight = self.batch or self._seen[self._purpose] or _TINY_WEIGHT
         weight = weight if batch_size is None else float(batch_size)
-        in_step = self._purpose == "train" and self.batch is not None
-        on_step = in_step if on_step is None else on_step
-        on_epoch = not in_step if on_epoch is None else on_epoch
         how, number = parse_reduction(reduce_fx, name), as_scalar(value, name)
         for sums in (self._of_call, self._of_epoch[self._purpose]):
             sums.add(name, number, how, weight, self.step, bool(on_step and on_epoch))

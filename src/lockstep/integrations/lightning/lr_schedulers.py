@@ -263,9 +263,9 @@ class SchedulerStepper:
             raise ConfigurationError(
                 f"{type(each.scheduler).__name__} watches {each.monitor!r}, which was not logged in"
                 " the last epoch",
-                cause="no trainer.validate() came after trainer.train(), or validation_step has"
-                " returned the metric and not logged it: validate() reports it, and no scheduler"
-                " sees it",
+                cause="no trainer.validate() came after trainer.train(), or it went over a part of"
+                " the validation data alone (num_steps); or validation_step has returned the metric"
+                " and not logged it: validate() reports it, and no scheduler sees it",
                 fix=f"self.log({each.monitor!r}, ...) in validation_step, and trainer.validate()"
                 ' after each trainer.train(); or "strict": False beside the monitor',
             )

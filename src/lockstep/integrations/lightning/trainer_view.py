@@ -55,7 +55,7 @@ class TrainerView:
     callback_metrics: dict[str, Any]
     optimizers: list[torch.optim.Optimizer]
     num_training_batches: float
-    max_epochs: int | None
+    _max_epochs: int | None
     accumulate_grad_batches: int
 
     def __init__(self, operator: TrainingOperator, factory: ModuleFactory, datamodule: Any) -> None:
@@ -79,7 +79,7 @@ class TrainerView:
             val_dataloaders=None,
             optimizers=[],
             lr_scheduler_configs=[],
-            max_epochs=factory.max_epochs,
+            _max_epochs=factory.max_epochs,
             precision=_PRECISIONS[options.precision],
             accumulate_grad_batches=options.accumulate,
             gradient_clip_val=options.clip_grad_norm if clip_value is None else clip_value,
@@ -132,18 +132,24 @@ class TrainerView:
     progress_bar_metrics = logged_metrics
 
     @property
-    def estimated_stepping_batches(self) -> float:
-        """Optimizer steps of the whole run, for schedulers that need to know their end."""
-        if self.max_epochs is None:
+    def max_epochs(self) -> int:
+        """The number of epochs that the program has announced."""
+        if self._max_epochs is None:
             raise NotAvailableError(
-                "how many steps the run will have is not known here: nobody said max_epochs",
-                where="self.trainer.estimated_stepping_batches",
+                "how long the run will be is not known here: nobody said max_epochs",
+                where="self.trainer.max_epochs, self.trainer.estimated_stepping_batches",
                 fix="TrainingOperator.from_lightning(MyModule, max_epochs=...)",
             )
+        return self._max_epochs
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        """Optimizer steps of the whole run, for schedulers that need to know their end."""
+        epochs = self.max_epochs
         if self.num_training_batches == math.inf:
             return math.inf
         in_epoch = math.ceil(self.num_training_batches / self.accumulate_grad_batches)
-        return in_epoch * self.max_epochs
+        return in_epoch * epochs
 
 
 def update_view(view: TrainerView, **values: Any) -> None:
@@ -237,7 +243,7 @@ class StrategyView:
         gradient_clip_algorithm: Any = "norm",
     ) -> None:
         """Clip the global gradients, for `LightningModule.clip_gradients(...)`."""
-        if not clip_val:
+        if clip_val <= 0:  # Lightning's way to say: not at all
             return
         # A norm with local gradients in it differs between ranks, and so would the shared weights.
         parameters = [held for held in optimizer_parameters(optimizer) if not is_local(held)]

@@ -46,8 +46,8 @@ _TRAINER_ARGUMENTS: Final = {
     "accumulate_grad_batches": "TorchTrainer(accumulate=...)",
     "callbacks": "TorchTrainer(callbacks=[...])",
     "max_steps": "trainer.train(num_steps=...)",
-    "limit_train_batches": "trainer.train(num_steps=...)",
-    "limit_val_batches": "trainer.validate(num_steps=...)",
+    "limit_train_batches": "a loader of fewer samples: DataLoader(Subset(data, range(...)), ...)",
+    "limit_val_batches": "a loader of fewer samples: DataLoader(Subset(data, range(...)), ...)",
     "deterministic": "TorchTrainer(reproducible=True)",
     "use_distributed_sampler": "TorchTrainer(add_dist_sampler=...)",
 }

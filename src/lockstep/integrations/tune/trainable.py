@@ -70,9 +70,10 @@ class TorchTrainable(Trainable):
 
     def _make_trainer(self, config: Mapping[str, Any]) -> TorchTrainer:
         arguments = dict(self.arguments)
-        arguments["config"] = {**(arguments.get("config") or {}), **config}
+        merged = {**(arguments.get("config") or {}), **config}
         if "num_workers" in config:
-            arguments["num_workers"] = config["num_workers"]
+            arguments["num_workers"] = merged.pop("num_workers")
+        arguments["config"] = merged
         return self.trainer_cls(**arguments)
 
     def step(self) -> dict[str, Any]:

@@ -118,3 +118,21 @@ def test_a_validation_that_fails_leaves_the_metrics_as_it_found_them(fails_in):
         result = trainer.validate()
     assert result["rows"] == SAMPLES
     assert result["sum"] == pytest.approx(problem().tensors[0][:, 0].sum().item())
+
+
+class LogsAMetricForStepsAndEpochs(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        self.mean.update(float(batch_idx))
+        self.log("mean", self.mean, on_step=True, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_metric_of_steps_and_epochs_has_the_name_of_the_epochs_too():
+    operator = TrainingOperator.from_lightning(LogsAMetricForStepsAndEpochs, loader())
+    with TorchTrainer(training_operator_cls=operator) as trainer:
+        metrics = trainer.train()
+    assert metrics["mean_epoch"] == metrics["mean"] == pytest.approx((STEPS - 1) / 2)

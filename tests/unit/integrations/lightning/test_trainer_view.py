@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a module finds in its trainer."""
 
+import cloudpickle
+import lightning
 import pytest
 import torch
 from tests.unit.integrations.lightning.modules import (
@@ -15,6 +17,7 @@ from tests.unit.integrations.lightning.modules import (
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from lockstep import TorchTrainer, TrainingOperator
+from lockstep.errors import NotAvailableError
 from lockstep.worker import LoopRequest
 
 pytestmark = pytest.mark.filterwarnings(
@@ -79,3 +82,53 @@ def test_an_epoch_of_loaders_of_ones_own_is_as_long_as_the_longest(module_cls):
     operator = TrainingOperator.from_lightning(module_cls, max_epochs=2)
     ends = on_two_threads(operator, body, add_dist_sampler=False)
     assert ends == [[STEPS, 2 * STEPS, True, 0.0]] * 2
+
+
+class EndsAWholeEpochLater(Classifier):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        epochs = self.trainer.max_epochs
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)]
+
+
+def test_a_length_that_nobody_said_is_missed_where_it_is_asked_for():
+    told = TrainingOperator.from_lightning(EndsAWholeEpochLater, loader(), max_epochs=2)
+    with TorchTrainer(training_operator_cls=told) as trainer:
+        trainer.train()
+    untold = TrainingOperator.from_lightning(EndsAWholeEpochLater, loader())
+    with pytest.raises(NotAvailableError, match="max_epochs"):
+        TorchTrainer(training_operator_cls=untold)
+
+
+class ClipsByANumber(Classifier):
+    """A number that is not above zero means: not at all."""
+
+    clip_val = 0.0
+
+    def on_before_optimizer_step(self, optimizer):
+        before = [parameter.grad.clone() for parameter in self.parameters()]
+        self.clip_gradients(optimizer, self.clip_val)
+        for old, parameter in zip(before, self.parameters(), strict=True):
+            assert torch.equal(old, parameter.grad) == (self.clip_val <= 0)
+
+
+@pytest.mark.parametrize("clip_val", [-1, 0, 1e-3])
+def test_gradients_are_clipped_to_a_positive_number_alone(clip_val):
+    module_cls = type("Clips", (ClipsByANumber,), {"clip_val": clip_val})
+    operator = TrainingOperator.from_lightning(module_cls, loader())
+    with TorchTrainer(training_operator_cls=operator) as trainer:
+        trainer.train(num_steps=1)
+
+
+class Data(lightning.LightningDataModule):
+    def train_dataloader(self):
+        return loader()
+
+
+def test_a_data_module_forgets_the_trainer_that_has_ended():
+    data = Data()
+    operator = TrainingOperator.from_lightning(Classifier, datamodule=data)
+    with TorchTrainer(training_operator_cls=operator) as trainer:
+        trainer.train(num_steps=1)
+    assert data.trainer is None
+    cloudpickle.dumps(operator)

@@ -3,6 +3,7 @@
 
 from tests.unit.trainer.programs import SAMPLES, STEPS_PER_EPOCH, Regression, loader, trainer
 
+from lockstep import TorchTrainer
 from lockstep.integrations.tune.trainable import _train_and_validate
 
 
@@ -26,3 +27,10 @@ def test_a_metric_of_both_is_the_validations_and_a_count_the_trainings():
         counts = result["num_samples"], result["batch_count"], result["epoch"]
         assert counts == (SAMPLES, STEPS_PER_EPOCH, 1)
         assert {"train_loss", "val_loss"} <= result.keys()
+
+
+def test_the_number_of_workers_is_no_key_of_the_operators_config():
+    made = TorchTrainer.as_trainable(training_operator_cls=Regression, config={"shuffle": True})
+    one = made.__new__(made)._make_trainer({"num_workers": 1, "lr": 0.1})
+    with one:
+        assert dict(one.get_local_operator().config) == {"shuffle": True, "lr": 0.1}

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers that the default loop cannot step end the first `train`, and not `validate`."""
+
+import pytest
+import torch
+from tests.unit.trainer.programs import Regression, linear, loader, trainer
+from torch import nn
+
+import lockstep
+from lockstep.errors import ConfigurationError
+from lockstep.operator import Options
+from lockstep.worker import LoopRequest, Worker, WorkerSpec
+from ranks.table import as_threads
+
+
+class TwoOptimizers(Regression):
+    def setup(self, config):
+        model = nn.Sequential(linear(), nn.Linear(2, 2).double())
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+        self.register(models=model, optimizers=optimizers, criterion=nn.MSELoss())
+        self.optimizer = optimizers[0]
+        self.register_data(train_loader=loader(), validation_loader=loader())
+
+
+class StepsTheSecondAfterwards(TwoOptimizers):
+    def setup(self, config):
+        super().setup(config)
+        self.steps = 0
+
+    def after_step(self):
+        self.steps += 1
+
+
+class Closure(Regression):
+    def setup(self, config):
+        model = linear()
+        optimizer = torch.optim.LBFGS(model.parameters())
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=optimizer, criterion=nn.MSELoss()
+        )
+        self.register_data(train_loader=loader(), validation_loader=loader())
+
+
+@pytest.mark.parametrize(
+    ("operator_cls", "text"), [(TwoOptimizers, "2 were registered"), (Closure, "closure")]
+)
+def test_what_the_default_loop_would_not_step_is_refused(operator_cls, text):
+    with trainer(operator_cls) as one:
+        one.validate()
+        with pytest.raises(ConfigurationError, match=text):
+            one.train()
+
+
+def test_a_second_optimizer_may_step_after_the_first_one():
+    with trainer(StepsTheSecondAfterwards) as one:
+        one.train(num_steps=2)
+        assert one.get_local_operator().steps == 2
+
+
+class OfEachItsOwn(Regression):
+    def setup(self, config):
+        model = nn.Sequential(linear(), nn.Linear(2, 2).double())
+        lockstep.local(model[1])
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+            criterion=nn.MSELoss(),
+        )
+        self.register_data(train_loader=loader())
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_one_worker_alone_may_not_skip_a_step_of_fp16(num_workers):
+    spec = WorkerSpec(
+        OfEachItsOwn, {}, num_workers, num_shards=2, seed=0, options=Options(precision="fp16")
+    )
+
+    def one_rank(rank, make_group):
+        worker = Worker(spec, rank, rank)
+        worker._group = make_group()
+        try:
+            worker._build_operator(torch.device("cpu"))
+            return worker.train(LoopRequest("train", 1, False, {}))
+        finally:
+            worker.stop()
+
+    for result in as_threads(num_workers, one_rank):
+        assert isinstance(result, ConfigurationError) == (num_workers == 2)
+        assert num_workers == 1 or "fp16" in str(result)
