@@ -111,7 +111,8 @@ def prestart(
         lockstep.prestart(num_workers=2)
         import torch
 
-    A trainer that asks for the same workers takes them over; another one ends them.
+    A trainer that asks for the same workers takes them over; another one that starts workers ends
+    them.
 
     Args:
         num_workers: of the trainer.
@@ -160,14 +161,14 @@ def take_or_start(request: PoolRequest, own_cluster: bool, label: str) -> ActorP
         if whole is not None:
             return whole
     end_idle_pools()
-    if not placement_group.is_free(request.bundle, len(request.ranks)):
-        evict_idle_workers()
     return _start(request, own_cluster, label)
 
 
 def _start(request: PoolRequest, own_cluster: bool, label: str) -> ActorPool:
     """Reserve resources and start an actor for each rank, all at once."""
     count = len(request.ranks)
+    if not placement_group.is_free(request.bundle, count):
+        evict_idle_workers()
     group = placement_group.reserve(request.bundle, count, own_cluster)
     if session() in _sessions_that_keep:
         label = _KEPT  # this pool serves one operator after the other
