@@ -66,8 +66,9 @@ def with_an_operator():
 
 def on_two_processes(path):
     """The two loops, started as `accelerate launch` and `torchrun` start them."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORKERS)]
-    subprocess.run([*launcher, __file__, path], check=True, stderr=subprocess.DEVNULL)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, "--nproc-per-node", str(WORKERS), __file__, path]
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
     model = make_model()
     model.load_state_dict(torch.load(path))
     return model
