@@ -244,8 +244,7 @@ class Overflows(TrainingOperator):
         self.register_data(train_loader=loader())
 
     def compute_loss(self, batch, batch_info):
-        features, targets = (each.float() for each in batch)
-        return self.criterion(self.model(features), 1e33 * targets).clamp(max=1e36)
+        return 16.0 * self.model(batch[0].float()).float().sum()
 
 
 def test_a_step_that_fp16_leaves_out_is_none_of_the_schedule():
@@ -258,6 +257,6 @@ def test_a_step_that_fp16_leaves_out_is_none_of_the_schedule():
     with trainer(Overflows, precision="fp16", scheduler_step_freq="batch") as one:
         operator = one.get_local_operator()
         operator.optimizer.register_step_post_hook(count)
-        one.train(num_steps=4)
-        assert steps < 4
+        one.train(num_steps=20)
+        assert 0 < steps < 20
         assert operator.scheduler.last_epoch == steps
