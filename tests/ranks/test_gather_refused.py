@@ -341,6 +341,45 @@ def test_rows_that_others_have_used_cannot_be_left_out_afterwards(function):
     assert "x[:0]" in message
 
 
+def negatives_alone(group, replicas, weight, *, trains_b=True):
+    """Gradients, of a model that gets rows of `b` alone on rank 1."""
+    model, sync = replicas[group.rank], replicate(replicas[group.rank], group=group)
+    a, b = (rows(4, 3, seed=2 * seed + group.rank) for seed in range(2))
+    a = a if group.rank == 0 else a[:0]
+    try:
+        b = model(b) if trains_b else b
+        own = torch.arange(len(a))
+        loss = lockstep.info_nce(model(a), b, 1.0, positives=own, group=group)
+        sync.backward(loss, weight=weight[group.rank])
+    finally:
+        sync.detach()
+    return gradients(model)
+
+
+def test_a_rank_of_negatives_alone_cannot_be_left_out_either():
+    replicas = [reset(nn.Linear(3, 3), seed=1) for _ in range(2)]
+    message = refused_everywhere(
+        2, lambda group: negatives_alone(group, replicas, [4, 0]), CrossedWeightsError, "dropped"
+    )
+    assert "rank 1 of 2" in message
+    assert "weight=len(b)" in message
+
+
+@pytest.mark.parametrize(("weight", "trains_b"), [([4, 4], True), ([4, 1], True), ([4, 0], False)])
+def test_negatives_alone_are_right_with_a_weight_or_without_a_gradient(weight, trains_b):
+    true = reset(nn.Linear(3, 3), seed=1)
+    b = torch.cat([rows(4, 3, seed=2), rows(4, 3, seed=3)])
+    similar = true(rows(4, 3, seed=0)) @ (true(b) if trains_b else b).T
+    own = torch.arange(4)
+    pairs = similar.log_softmax(1)[own, own] + similar.log_softmax(0)[own, own]
+    (-pairs.mean() / 2).backward()
+    replicas = [reset(nn.Linear(3, 3), seed=1) for _ in range(2)]
+    for found in run_ranks(
+        2, lambda group: negatives_alone(group, replicas, weight, trains_b=trains_b)
+    ):
+        assert_same(found, gradients(true))
+
+
 def test_plain_backwards_of_equal_weights_and_of_none_are_right():
     true = reset(nn.Linear(3, 2), seed=1)
     everything = torch.cat([rows(4, 3, seed=rank) for rank in range(2)])

@@ -64,7 +64,8 @@ class BackwardCheck:
 
     Args:
         function: as the user calls it.
-        layout: of the rows that the ranks brought to the forward.
+        layout: of the rows that the ranks brought to the forward; `others` only of tensors whose
+            gradient travels as well.
         returns_rows: the function returns rows, from which a loss is computed; False: it returns
             the loss.
     """
@@ -167,16 +168,7 @@ class BackwardCheck:
 
     def _compare_weights(self, infos: Sequence[BackwardInfo]) -> None:
         weights = [one.weight for one in infos]
-        silenced_ranks = [
-            rank for rank, one in enumerate(weights) if one == 0.0 and self.layout.counts[rank]
-        ]
-        if silenced_ranks:
-            raise CrossedWeightsError(
-                f"rows went into {self.function} whose gradients would be dropped",
-                where=f"rank {', '.join(map(str, silenced_ranks))} of {self.group.size}",
-                got="a backward of weight zero, through rows that the other ranks' losses hold",
-                fix="bring no rows where a batch should not count: x[:0]",
-            )
+        self._refuse_silenced_rows(weights)
         on_roots = {one.at_root for one in infos}
         counting = {weight for weight in weights if weight != 0.0}
         if on_roots == {1.0} or (on_roots == {0.0} and len(counting) < 2):
@@ -193,6 +185,24 @@ class BackwardCheck:
             cause="a plain loss.backward() carries its batch's weight at the reduction",
             fix="self.backward(loss) in an operator, elsewhere"
             " gradients.backward(loss, weight=...)",
+        )
+
+    def _refuse_silenced_rows(self, weights: Sequence[float]) -> None:
+        rows = list(zip(self.layout.counts, *self.layout.others, strict=True))
+        silent = [rank for rank, own in enumerate(rows) if weights[rank] == 0.0 and any(own)]
+        if not silent:
+            return
+        fix = "bring no rows where a batch should not count: x[:0]"
+        if not all(self.layout.counts[rank] for rank in silent):
+            fix += (
+                "; a rank that brings negatives alone has a weight above zero, such as"
+                ' weight=len(b), and the loss of all rows, reduction="mean"'
+            )
+        raise CrossedWeightsError(
+            f"rows went into {self.function} whose gradients would be dropped",
+            where=f"rank {', '.join(map(str, silent))} of {self.group.size}",
+            got="a backward of weight zero, through rows that the other ranks' losses hold",
+            fix=fix,
         )
 
     def _different_losses(self, ranks: list[int]) -> LossesDifferError:

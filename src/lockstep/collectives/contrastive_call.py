@@ -172,7 +172,8 @@ def compare_arguments(
     _compare_calls(name, rows, columns, positives is not None)
     communication = None
     if torch.is_grad_enabled() and (grad or a.requires_grad or b.requires_grad):
-        communication = BackwardCheck(name, ranks, rows)
+        moving = rows if b.requires_grad else rows.with_counts(rows.counts)
+        communication = BackwardCheck(name, ranks, moving)
     return ContrastiveCall(
         ranks, rows, columns, scale, communication, reduction, tile, has_no_samples()
     )
