@@ -214,6 +214,49 @@ def test_right_means_are_not_warned_of(sizes):
     run_ranks(2, body)
 
 
+BY_ROWS = {
+    "info_nce": lambda x, group: lockstep.info_nce(x, x * 2, 1.0, reduction="none", group=group),
+    "nt_xent": lambda x, group: lockstep.nt_xent(x, x * 2, 1.0, reduction="none", group=group),
+}
+by_rows = pytest.mark.parametrize("function", BY_ROWS.values(), ids=BY_ROWS)
+
+
+def backward_by_rows(function, sizes, loss_of):
+    def body(group):
+        x = rows(sizes[group.rank], 3, seed=group.rank).requires_grad_()
+        loss_of(function(x, group), group).backward()
+
+    run_ranks(len(sizes), body)
+
+
+@by_rows
+@pytest.mark.parametrize("sizes", [[4, 2], [2, 4, 2], [4, 0]])
+def test_means_over_the_losses_of_unequal_numbers_of_rows_are_warned_of(function, sizes):
+    expected = re.escape(str(sizes)) + (".*rank 1 has none" if 0 in sizes else ".*weight=len")
+    with pytest.warns(UserWarning, match=rf"\[LS212\].*{expected}"):
+        backward_by_rows(function, sizes, lambda losses, group: losses.sum() / max(1, len(losses)))
+
+
+@by_rows
+@pytest.mark.parametrize(
+    ("sizes", "loss_of"),
+    [
+        ([4, 4], lambda losses, group: losses.mean()),
+        ([4, 2], lambda losses, group: lockstep.global_mean(losses, group=group)),
+        ([4, 2], lambda losses, group: losses.sum() * 2 / 6),
+    ],
+    ids=["equal", "global mean", "by hand"],
+)
+def test_losses_that_count_alike_by_row_are_not_warned_of(function, sizes, loss_of):
+    backward_by_rows(function, sizes, loss_of)
+
+
+@by_rows
+def test_the_mean_of_no_losses_is_warned_of_too(function):
+    with pytest.warns(UserWarning, match="rank 0 has none"):
+        backward_by_rows(function, [0, 4], lambda losses, group: losses.mean())
+
+
 def test_no_rank_has_a_row():
     def body(group):
         lockstep.gather(leaf(0, 3), group=group)

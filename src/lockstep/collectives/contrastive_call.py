@@ -118,7 +118,11 @@ class ContrastiveCall:
             Every rank. One `Group.monitored_all_gather`.
         """
         assert self.communication is not None
-        infos = self.communication.exchange_backward_info(node, gradient)
+        compared = gradient
+        if self.reduction == "none":
+            # What a loss of this rank's counts on average: more on a rank of few rows, in a mean.
+            compared = gradient.sum().reshape(1) / max(1, len(gradient))
+        infos = self.communication.exchange_backward_info(node, compared)
         if infos[self.group.rank].weight == 0.0:
             gradient = torch.zeros_like(gradient)
         return sum(one.scalar for one in infos) / self.divisor, gradient
@@ -173,7 +177,7 @@ def compare_arguments(
     communication = None
     if torch.is_grad_enabled() and (grad or a.requires_grad or b.requires_grad):
         moving = rows if b.requires_grad else rows.with_counts(rows.counts)
-        communication = BackwardCheck(name, ranks, moving)
+        communication = BackwardCheck(name, ranks, moving, returns_rows=reduction == "none")
     return ContrastiveCall(
         ranks, rows, columns, scale, communication, reduction, tile, has_no_samples()
     )
