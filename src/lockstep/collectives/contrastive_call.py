@@ -169,9 +169,13 @@ def compare_arguments(
         ranks,
         name,
         tensors,
-        settings=[reduction, positives is not None, grad],
+        settings=[reduction, positives is not None, grad, *map(int, tile)],
         extras=[scale, *_range_of_positives(a, b, positives)],
     )
+    if min(tile) < 1:
+        raise ConfigurationError(
+            f"{name} has no tile={tile!r}", expected=f"numbers of rows and columns, such as {TILE}"
+        )
     columns = rows.with_counts(rows.others[0])
     _compare_calls(name, rows, columns, positives is not None)
     communication = None

@@ -66,7 +66,7 @@ def info_nce(
             ranks (``rank_slice(b).start`` is where this rank's begin), shape (n,). None: the row
             at the same place. Rows of `b` that are nobody's partner are negatives alone.
         reduction: "mean" over all pairs, "sum", or "none" for the losses of this rank's pairs.
-        tile: how much of the matrix exists at a time; changes speed only.
+        tile: how much of the matrix exists at a time, the same on every rank; changes speed only.
         group: a `Group`, a process group, or None for the trainer's or the world group.
 
     Returns:

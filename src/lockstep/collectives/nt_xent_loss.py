@@ -50,7 +50,7 @@ def nt_xent(
         logit_scale: 1 / temperature.
         reduction: "mean" over the rows of both views of all ranks, "sum", or "none" for this
             rank's rows.
-        tile: how much of the matrix exists at a time; changes speed only.
+        tile: how much of the matrix exists at a time, the same on every rank; changes speed only.
         group: a `Group`, a process group, or None for the trainer's or the world group.
 
     Returns:
