@@ -71,7 +71,7 @@ def rebuild_container(like: Any, values: list[Any]) -> Any:
         named: Any = dict(zip(like, values, strict=True))
         if type(like) is dict:
             return named
-        twin: Any = copy.copy(like)
+        twin: Any = _copy_of_mapping(like)
         for key, value in named.items():
             twin[key] = value
         return twin
@@ -83,6 +83,14 @@ def rebuild_container(like: Any, values: list[Any]) -> Any:
     if hasattr(like, "_fields"):
         return type(like)(*values)
     return type(like)(values)
+
+
+def _copy_of_mapping(like: Mapping[Any, Any]) -> Any:
+    """A copy that can be written to without `like`; the values are the same objects."""
+    if isinstance(like, dict) or hasattr(type(like), "__copy__"):
+        return copy.copy(like)
+    # The copy of any other class shares its attributes, of which one may be the dict itself.
+    return copy.deepcopy(like, {id(value): value for value in like.values()})
 
 
 def tree_map(
