@@ -45,12 +45,24 @@ def import_operator(name: str, folder: str | None = None) -> type[TrainingOperat
 
 def import_from(name: str, folder: Path) -> Any:
     """Import a module, from `folder` or from its file; see `import_operator`."""
-    module = name
-    if name.endswith(".py"):
-        path = Path(name).resolve()
-        if not path.is_file():
-            raise ConfigurationError("there is no such file", got=str(path))
-        folder, module = path.parent, path.stem
+    if not name.endswith(".py"):
+        return _import_module(name, folder)
+    path = Path(name).resolve()
+    if not path.is_file():
+        raise ConfigurationError("there is no such file", got=str(path))
+    imported = _import_module(path.stem, path.parent)
+    found = getattr(imported, "__file__", None)
+    if found is None or os.path.realpath(found) != str(path):
+        raise ConfigurationError(
+            "the file is hidden by another module of its name",
+            expected=str(path),
+            got=found or f"{path.stem}, a part of Python",
+            fix="give the file another name, or take the other one's folder off PYTHONPATH",
+        )
+    return imported
+
+
+def _import_module(module: str, folder: Path) -> Any:
     _put_on_path(str(folder))
     try:
         return import_module(module)

@@ -144,6 +144,22 @@ def test_a_part_of_a_package_is_named_with_it(here, capsys):
     assert lockstep("package.partial_line:Line", "--set=lr=0.1") == 0
 
 
+@pytest.mark.parametrize("name", ["straight.py", "operator.py", "sys.py"])
+def test_a_file_is_not_taken_for_another_module_of_its_name(here, capsys, name):
+    for folder in ("first", "second"):
+        (here / folder).mkdir()
+        (here / folder / name).write_text(PROGRAM)
+    sys.path[:0] = [str(here / "first"), str(here / "second")]
+    assert lockstep(f"second/{name}:Line", "--set=lr=0.1") == 2
+    said = capsys.readouterr().err
+    assert "is hidden by another module of its name" in said
+    assert f"expected {here.resolve()}/second/{name}\n" in said
+    if name == "straight.py":
+        assert f"{here}/first/{name}" in said
+        sys.modules.pop("straight")
+        assert lockstep(f"first/{name}:Line", "--set=lr=0.1") == 0
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
