@@ -124,7 +124,7 @@ def _lines(path: str) -> Iterator[dict[str, Any]]:
                     continue
                 if isinstance(line, dict):
                     yield line
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
 
 

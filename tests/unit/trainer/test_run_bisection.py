@@ -285,3 +285,15 @@ def test_two_checkouts_of_one_program(tmp_path):
     assert "they differ from step 1 on" in done.stdout
     assert "weight_decay of group 0 of optimizer 0 (SGD): 0.0 in A, 0.1 in B" in done.stdout
     assert "note" not in done.stdout
+
+
+@pytest.mark.parametrize("run", ["checkpoint.pt", "no/such/folder"])
+@pytest.mark.parametrize("command", ["replay", "bisect"])
+def test_what_is_no_folder_of_a_run_is_told(tmp_path, capsys, command, run):
+    (tmp_path / "checkpoint.pt").touch()
+    path = str(tmp_path / run)
+    options = ["--step=3"] if command == "replay" else [path]
+    assert main([command, path, *options]) == 2
+    said = capsys.readouterr().err
+    assert "this directory has no log of a run" in said
+    assert path in said
