@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.cli.exit_codes import FAILED, INTERRUPTED, USAGE
 from lockstep.cli.fix_hints import with_cli_options
+from lockstep.cli.missing_keys import note_missing_key
 from lockstep.cli.operator_config import load_config
 from lockstep.cli.operator_import import import_operator
 from lockstep.cli.train_options import SAVING_OPTIONS, TRAINER_OPTIONS
 from lockstep.errors import ConfigurationError, LockstepError, NotAvailableError
-from lockstep.keys import BATCH_SIZE
 from lockstep.trainer import TorchTrainer
 
 if TYPE_CHECKING:
@@ -90,10 +90,7 @@ def _make_trainer(
             training_operator_cls=operator, config=config, use_tqdm=True, **arguments
         )
     except KeyError as error:
-        if error.args and error.args[0] not in config:
-            key = error.args[0]
-            given = "--batch-size 64" if key == BATCH_SIZE else f"--set {key}=..."
-            error.add_note(f"the config has no {key!r}: {given}, or --config FILE")
+        note_missing_key(error, operator, config)
         raise
 
 

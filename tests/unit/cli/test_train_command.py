@@ -52,6 +52,14 @@ PROGRAM = textwrap.dedent('''
         def setup(self, config):
             super().setup({**config, BATCH_SIZE: config[BATCH_SIZE]})
 
+    class Unknown(Line):
+        def setup(self, config):
+            {"sgd": torch.optim.SGD}[config["optimizer"]]
+
+    class Several(Line):
+        def setup(self, config):
+            raise KeyError(["lr", "decay"])
+
     not_an_operator = 3
     ''')
 
@@ -125,7 +133,7 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(here, capsys):
         ("straigth:Line", "there is no module straigth"),
         ("missing.py:Line", "there is no such file"),
         ("straight:Lime", "did you mean straight:Line?"),
-        ("straight:Lime", "one of Line, NeedsBatchSize, Wrong"),
+        ("straight:Lime", "one of Line, NeedsBatchSize, Several, Unknown, Wrong"),
         ("straight:not_an_operator", "not_an_operator is no TrainingOperator"),
         (".straight:Line", "MODULE:OPERATOR"),
     ],
@@ -190,6 +198,10 @@ def test_errors_of_the_trainer_and_of_the_user(here, capsys):
     with pytest.raises(KeyError) as caught:
         lockstep("straight:NeedsBatchSize", "--set=lr=0.1")
     assert "--batch-size 64" in "\n".join(caught.value.__notes__)
+    for operator in ("Unknown", "Several"):
+        with pytest.raises(KeyError) as caught:
+            lockstep(f"straight:{operator}", "--set=optimizer=adam")
+        assert "the config has no" not in "\n".join(caught.value.__notes__)
     with pytest.raises(SystemExit) as wrong:
         lockstep("straight:Line", "--epochs=1e3")
     assert wrong.value.code == 2
