@@ -64,9 +64,10 @@ def _check_save_path(path: Path, *, in_directory: bool) -> None:
 
 
 def _why_not_writable(path: Path, *, in_directory: bool) -> str | None:
-    found = next(each for each in path.absolute().parents if each.exists())
     if path.is_dir() and not in_directory:
         return "a directory; name a file in it"
+    place = path.absolute()
+    found = next((each for each in place.parents if each.exists()), place)
     if not found.is_dir():
         return f"{found} is a file, and no directory"
     return None if os.access(found, os.W_OK) else f"{found} is not writable"

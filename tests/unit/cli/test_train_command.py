@@ -212,6 +212,7 @@ def test_errors_of_the_trainer_and_of_the_user(here, capsys):
     ("option", "code", "said"),
     [
         ("--save=folder", 2, "name a file in it"),
+        ("--save=/", 2, "name a file in it"),
         ("--save=straight.py/run.pt", 2, "is a file, and no directory"),
         pytest.param(f"--save={300 * 'a'}", 2, "File name too long", id="long-name"),
         pytest.param(f"--save={300 * 'a'}/run.pt", 2, "File name too long", id="long-folder"),
