@@ -20,6 +20,10 @@ _WORDS: Final[dict[str, Any]] = {"True": True, "False": False, "None": None}
 # PyYAML reads YAML 1.1, in which 1e-3 is a string: a number with an exponent needs a dot there.
 _EXPONENT: Final = re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
 
+# JSON, unlike YAML, has no numbers that begin with a dot or a plus, or end with a dot.
+_WHOLE: Final = re.compile(r"\+(0|[1-9][0-9]*)")
+_DECIMAL: Final = re.compile(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
+
 
 def load_config(
     file: str | None, settings: Iterable[str], batch_size: int | None = None
@@ -115,8 +119,10 @@ def _set_entry(config: dict[str, Any], entry: str) -> None:
 
 
 def parse_value(text: str) -> Any:
-    """The value of `text` in JSON (a number, a list, true, null), or Python's True; else `text`."""
+    """The value of `text` in JSON (a list, true, null), a number, or Python's True; else `text`."""
     try:
         return json.loads(text)
     except ValueError:
-        return _WORDS.get(text, text)
+        if _WHOLE.fullmatch(text):
+            return int(text)
+        return float(text) if _DECIMAL.fullmatch(text) else _WORDS.get(text, text)

@@ -246,6 +246,13 @@ def test_the_config_of_file_and_settings(tmp_path):
     assert load_config(str(toml), []) == {"lr": 0.5, "model": {"width": 2}}
     for text, value in {"true": True, "True": True, "None": None, "adam": "adam", "": ""}.items():
         assert parse_value(text) == value
+    for text in (".5", "5.", "-5.", "+1", "+1.5", "+0", "1.e+3", "1e-3", "3"):
+        (tmp_path / "number.yaml").write_text(f"value: {text}\n")
+        from_file = load_config(str(tmp_path / "number.yaml"), [])["value"]
+        assert (parse_value(text), type(parse_value(text))) == (from_file, type(from_file))
+    assert (parse_value("-.5"), parse_value("-.5E-3")) == (-0.5, -0.0005)
+    for text in (".", "+", "1.2.3", "007", "e5", "+a", "1 2"):
+        assert parse_value(text) == text
     for entry in ("lr", "=1", "a..b=1"):
         with pytest.raises(ConfigurationError, match=r"--set lr=0\.1"):
             load_config(None, [entry])
