@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.cli.examined_steps_page import examination_page
 from lockstep.cli.examined_steps_text import render_examination
-from lockstep.cli.exit_codes import DIFFERS, FAILED, INTERRUPTED, USAGE
+from lockstep.cli.exit_codes import DIFFERS, FAILED, INTERRUPTED, USAGE, code_of
 from lockstep.cli.fix_hints import with_cli_options
 from lockstep.cli.logged_operator import import_logged_hook, import_logged_operator
 from lockstep.cli.operator_config import load_config
@@ -60,7 +60,7 @@ def run(read: argparse.Namespace) -> int:
         )
     except LockstepError as error:
         print(with_cli_options(error), file=sys.stderr)
-        return FAILED
+        return code_of(error)
     except BdbQuit:  # typed `quit` in the debugger
         return INTERRUPTED
     print(report)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.cli.exit_codes import FAILED, INTERRUPTED, USAGE
+from lockstep.cli.exit_codes import FAILED, INTERRUPTED, USAGE, code_of
 from lockstep.cli.fix_hints import with_cli_options
 from lockstep.cli.missing_keys import note_missing_key
 from lockstep.cli.operator_config import load_config
@@ -41,12 +41,23 @@ def run(read: argparse.Namespace) -> int:
         return USAGE
     try:
         return (_dry_run if read.dry_run else _train)(read, operator, config, callbacks)
+    except _WrongOptionError as wrong:
+        print(with_cli_options(wrong.reason), file=sys.stderr)
+        return USAGE
     except LockstepError as error:
         print(with_cli_options(error), file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+class _WrongOptionError(Exception):
+    """The trainer refuses an option, before `setup` runs."""
+
+    def __init__(self, reason: LockstepError) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 def _check_save_path(path: Path, *, in_directory: bool) -> None:
@@ -92,6 +103,10 @@ def _make_trainer(
         )
     except KeyError as error:
         note_missing_key(error, operator, config)
+        raise
+    except LockstepError as error:
+        if code_of(error) == USAGE:
+            raise _WrongOptionError(error) from error
         raise
 
 

@@ -18,6 +18,7 @@ from lockstep.errors import LockstepError, PeerLostError, WorkerFailedError
 from lockstep.serialization import dumps_exception
 
 _OWN_CODE: Final = f"{os.sep}lockstep{os.sep}"
+_RAISED: Final = "raised on rank "
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,13 @@ def add_rank(error: BaseException, rank: int) -> None:
         BaseException.add_note(error, _rank_note(rank, None))
 
 
+def is_of_rank(error: BaseException) -> bool:
+    """Whether `error` was raised on a rank, and not by the caller of the ranks."""
+    return any(note.startswith(_RAISED) for note in getattr(error, "__notes__", ()))
+
+
 def _rank_note(rank: int, trace: str | None) -> str:
-    note = f"raised on rank {rank}"
+    note = f"{_RAISED}{rank}"
     return note if trace is None else f"{note}; its traceback there:\n{trace.rstrip()}"
 
 

@@ -28,6 +28,7 @@ PROGRAM = textwrap.dedent('''
     from torch.utils.data import DataLoader, TensorDataset
 
     from lockstep import TrainingOperator
+    from lockstep.errors import ConfigurationError
     from lockstep.keys import BATCH_SIZE
 
     class Line(TrainingOperator):
@@ -55,6 +56,19 @@ PROGRAM = textwrap.dedent('''
     class Unknown(Line):
         def setup(self, config):
             {"sgd": torch.optim.SGD}[config["optimizer"]]
+
+    class Empty(Line):
+        def setup(self, config):
+            super().setup({**config, BATCH_SIZE: 32})
+            self.register_data(train_loader=DataLoader(torch.ones(1, 2), 8, drop_last=True))
+
+    class Misused(Line):
+        def setup(self, config):
+            raise ConfigurationError("this was misused")
+
+    class NoLoss(Line):
+        def compute_loss(self, batch, batch_info):
+            return "a loss"
 
     class Several(Line):
         def setup(self, config):
@@ -133,7 +147,7 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(here, capsys):
         ("straigth:Line", "there is no module straigth"),
         ("missing.py:Line", "there is no such file"),
         ("straight:Lime", "did you mean straight:Line?"),
-        ("straight:Lime", "one of Line, NeedsBatchSize, Several, Unknown, Wrong"),
+        ("straight:Lime", "one of Empty, Line, Misused, NeedsBatchSize, NoLoss, Several, "),
         ("straight:not_an_operator", "not_an_operator is no TrainingOperator"),
         (".straight:Line", "MODULE:OPERATOR"),
     ],
@@ -188,7 +202,7 @@ def test_a_config_that_is_none(here, capsys, name, text, said):
 
 
 def test_errors_of_the_trainer_and_of_the_user(here, capsys):
-    assert lockstep("straight:Line", "--set=lr=0.1", "--num-workers=2", "--num-shards=1") == 1
+    assert lockstep("straight:Line", "--set=lr=0.1", "--num-workers=2", "--num-shards=1") == 2
     assert "num_shards cannot be 1" in capsys.readouterr().err
     with pytest.raises(LookupError, match="mine"):
         lockstep("straight:Wrong", "--set=lr=0.1")
@@ -208,6 +222,12 @@ def test_errors_of_the_trainer_and_of_the_user(here, capsys):
     assert "'1e3' is not a whole number" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("operator", ["Empty", "Misused", "NoLoss"])
+def test_a_fault_of_the_operators_own_is_no_wrong_usage(here, capsys, operator):
+    assert lockstep(f"straight:{operator}", "--set=lr=0.1") == 1
+    assert "[LS0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("option", "code", "said"),
     [
@@ -216,8 +236,8 @@ def test_errors_of_the_trainer_and_of_the_user(here, capsys):
         ("--save=straight.py/run.pt", 2, "is a file, and no directory"),
         pytest.param(f"--save={300 * 'a'}", 2, "File name too long", id="long-name"),
         pytest.param(f"--save={300 * 'a'}/run.pt", 2, "File name too long", id="long-folder"),
-        ("--log=straight.py/run.csv", 1, "the log file cannot be written"),
-        ("--log=straight.py/run.jsonl", 1, "the log file cannot be written"),
+        ("--log=straight.py/run.csv", 2, "the log file cannot be written"),
+        ("--log=straight.py/run.jsonl", 2, "the log file cannot be written"),
     ],
 )
 def test_what_cannot_be_written_is_known_before_training(here, capsys, option, code, said):
@@ -341,7 +361,7 @@ def test_every_argument_of_the_trainer_has_its_option():
 
 def test_an_error_of_the_trainer_names_options(here, capsys):
     arguments = ("straight:Line", "--set=lr=0.1", "--num-workers=2", "--num-shards=1")
-    assert lockstep(*arguments) == 1
+    assert lockstep(*arguments) == 2
     said = capsys.readouterr().err
     assert "--num-shards 2" in said or "--num-workers 1" in said
     assert "num_shards=" not in said.partition("fix")[2]
