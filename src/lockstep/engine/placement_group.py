@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from typing import TYPE_CHECKING
@@ -34,17 +35,21 @@ _inherited_groups: dict[str, int] = {}
 bundle that they may use."""
 
 START_TIMEOUT_VARIABLE = "LOCKSTEP_START_TIMEOUT_S"
+_LONGEST_START_TIMEOUT_S = 7 * 24 * 3600.0
 
 
 def start_timeout_s() -> float:
-    """Seconds to wait for resources (an autoscaler may have to start nodes)."""
+    """Seconds to wait for resources (an autoscaler may have to start nodes), a week at most."""
     given = os.environ.get(START_TIMEOUT_VARIABLE, "60")
     try:
-        return float(given)
+        seconds = float(given)
     except ValueError:
+        seconds = math.nan
+    if not seconds >= 0:
         raise ConfigurationError(
             f"{START_TIMEOUT_VARIABLE} is not a number of seconds", got=repr(given)
-        ) from None
+        )
+    return min(seconds, _LONGEST_START_TIMEOUT_S)
 
 
 def bundle_for(

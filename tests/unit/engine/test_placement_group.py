@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank gets which place: ranks of one host are neighbours, at the start and ever after."""
+"""Which rank gets which place: ranks of one host are neighbours, at the start and ever after.
+
+And how long a trainer waits for room.
+"""
 
 from types import SimpleNamespace
 
@@ -7,7 +10,7 @@ import pytest
 
 from lockstep.engine import placement_group, rank_assignment
 from lockstep.engine.worker_handle import WorkerHandle
-from lockstep.errors import WorkerDiedError
+from lockstep.errors import ConfigurationError, WorkerDiedError
 from lockstep.recovery.lost_worker import LostWorker
 from lockstep.recovery.rank_table import RankTable
 
@@ -88,3 +91,16 @@ def test_a_spare_takes_a_place_among_the_ranks_of_its_host(driver_on, lost, spar
     ready = [] if spare is None else members(spare, first=10)
     roster = table.assign_ranks(ready, num_workers=4)
     assert [member.number for member in roster] == expected
+
+
+@pytest.mark.parametrize(("given", "seconds"), [("2.5", 2.5), ("0", 0), ("inf", 7 * 24 * 3600)])
+def test_the_time_that_the_cluster_gets_to_find_room_ends(monkeypatch, given, seconds):
+    monkeypatch.setenv(placement_group.START_TIMEOUT_VARIABLE, given)
+    assert placement_group.start_timeout_s() == seconds
+
+
+@pytest.mark.parametrize("given", ["nan", "-inf", "-1", "a minute"])
+def test_a_time_that_is_none_is_refused(monkeypatch, given):
+    monkeypatch.setenv(placement_group.START_TIMEOUT_VARIABLE, given)
+    with pytest.raises(ConfigurationError, match=f"not a number of seconds\n.*'{given}'"):
+        placement_group.start_timeout_s()
