@@ -28,6 +28,7 @@ from lockstep.all_gather_sum import AllGatherSum, is_faster_by_all_gather
 from lockstep.errors import ConfigurationError, PeerLostError
 from lockstep.pending_collective import Pending, peer_lost_error
 from lockstep.phases import Phase, in_phase
+from lockstep.process_group_argument import require_process_group
 from lockstep.process_group_backend import (
     abort_nccl,
     call_watcher,
@@ -58,7 +59,6 @@ _LENGTH: Final = struct.Struct("<q")
 
 _ENVELOPE: Final = 504
 """Bytes of an exchanged value that are sent in one message with its length (a multiple of 8)."""
-
 
 _DONE = Pending(None, "")
 
@@ -497,4 +497,4 @@ def resolve_group(group: Any | Group | None = None) -> Group:
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     # Torch ends the process itself where a collective of NCCL's fails.
-    return Group(group, can_be_given_up=False)
+    return Group(require_process_group(group), can_be_given_up=False)
