@@ -22,7 +22,7 @@ from lockstep.engine.rank_assignment import group_by_node
 from lockstep.errors import ConfigurationError, NotEnoughResourcesError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 _log = logging.getLogger("lockstep")
 
@@ -162,10 +162,8 @@ def warn_of_missing_resources(bundle: Mapping[str, float], count: int, what: str
     """
     if not ray.is_initialized():
         return
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    places = sum(
-        int(min(node.get(name, 0) / amount for name, amount in bundle.items())) for node in nodes
-    )
+    nodes = _nodes()
+    places = _places_for(bundle, nodes)
     if places >= count:
         return
     asked = {name: amount * count for name, amount in bundle.items()}
@@ -181,7 +179,19 @@ def warn_of_missing_resources(bundle: Mapping[str, float], count: int, what: str
         places,
         len(nodes),
         there,
-        _suggest_fix(asked, total, too_small=True),
+        _suggest_fix(asked, total),
+    )
+
+
+def _nodes() -> list[dict[str, float]]:
+    """The resources of each node, whether they are free or not."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _places_for(bundle: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> int:
+    """For how many workers the nodes have room, each of them on one node."""
+    return sum(
+        int(min(node.get(name, 0) / amount for name, amount in bundle.items())) for node in nodes
     )
 
 
@@ -193,26 +203,40 @@ def _not_enough_error(
     there = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in asked)
     wanted = ", ".join(f"{amount:g} {name}" for name, amount in asked.items())
     each = " + ".join(f"{amount:g} {name}" for name, amount in bundle.items())
-    too_small = _is_lacking(asked, total)
+    places = _places_for(bundle, _nodes())
+    if _is_lacking(asked, total):
+        cause, fix = "the cluster is too small", _suggest_fix(asked, total)
+    elif places < count:
+        cause = f"its nodes have room for {places}, as a worker needs all of its own on one node"
+        fix = _suggest_fix(asked, total)
+    else:
+        cause = "other jobs, or another trainer that was not shut down, hold the rest"
+        fix = "other_trainer.shutdown(), or fewer workers"
     workers = "a worker" if count == 1 else f"{count} workers"
     return NotEnoughResourcesError(
         f"the Ray cluster has no room for {workers}",
         where=f"after waiting {waited_s:.0f} s" if waited_s else None,
         expected=wanted if count == 1 else f"{wanted} ({each} each)",
         got=f"{there} free",
-        cause="the cluster is too small"
-        if too_small
-        else "other jobs, or another trainer that was not shut down, hold the rest",
-        fix=_suggest_fix(asked, total, too_small)
-        + f"; {START_TIMEOUT_VARIABLE} sets how long to wait for a cluster that grows",
+        cause=cause,
+        fix=f"{fix}; {START_TIMEOUT_VARIABLE} sets how long to wait for a cluster that grows",
     )
 
 
-def _suggest_fix(asked: Mapping[str, float], total: Mapping[str, float], too_small: bool) -> str:
-    if not too_small:
-        return "other_trainer.shutdown(), or fewer workers"
-    if asked.get("GPU", 0) > total.get("GPU", 0):
+def _suggest_fix(asked: Mapping[str, float], total: Mapping[str, float]) -> str:
+    """What to do about a cluster that is too small, or whose nodes are."""
+    lacking = [name for name in asked if asked[name] > total.get(name, 0)]
+    if "GPU" in lacking:
         return "use_gpu=False, fewer workers, or a cluster with GPUs"
+    if lacking and "CPU" not in lacking:
+        given = ", ".join(f'"{name}": {asked[name]:g}' for name in lacking)
+        return (
+            "fewer workers, less in resources_per_worker, or, on one machine and before the"
+            f" trainer, ray.init(resources={{{given}}})"
+        )
+    if not lacking:
+        custom = ", or less in resources_per_worker" if asked.keys() - {"CPU", "GPU"} else ""
+        return f"fewer workers, or a smaller num_cpus_per_worker{custom}"
     cpus = max(1, round(asked.get("CPU", 1)))
     return (
         "fewer workers, a smaller num_cpus_per_worker, or, on one machine and before the trainer,"

@@ -104,3 +104,26 @@ def test_a_time_that_is_none_is_refused(monkeypatch, given):
     monkeypatch.setenv(placement_group.START_TIMEOUT_VARIABLE, given)
     with pytest.raises(ConfigurationError, match=f"not a number of seconds\n.*'{given}'"):
         placement_group.start_timeout_s()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "bundle", "count", "cause", "fix"),
+    [
+        ([{"CPU": 2}], {"CPU": 1}, 4, "the cluster is too small", "ray.init(num_cpus=4"),
+        ([{"CPU": 8}], {"CPU": 1, "GPU": 1}, 2, "the cluster is too small", "use_gpu=False"),
+        ([{"CPU": 8}], {"CPU": 1, "tpu": 2}, 2, "the cluster is too small", '{"tpu": 4})'),
+        (2 * [{"CPU": 3}], {"CPU": 2}, 3, "its nodes have room for 2, as", "smaller num_cpus"),
+        (2 * [{"CPU": 2}], {"CPU": 3}, 1, "its nodes have room for 0, as", "smaller num_cpus"),
+        ([{"CPU": 4}], {"CPU": 2}, 2, "other jobs, or", "other_trainer.shutdown()"),
+    ],
+)
+def test_why_there_is_no_room(monkeypatch, nodes, bundle, count, cause, fix):
+    names = {name for node in nodes for name in node}
+    total = {name: sum(node.get(name, 0) for node in nodes) for name in names}
+    told = [{"Resources": node, "Alive": True} for node in nodes]
+    monkeypatch.setattr(placement_group.ray, "nodes", lambda: [*told, {**told[0], "Alive": False}])
+    monkeypatch.setattr(placement_group.ray, "cluster_resources", lambda: total)
+    monkeypatch.setattr(placement_group.ray, "available_resources", dict)
+    said = str(placement_group._not_enough_error(bundle, count, 1.0))
+    assert cause in said
+    assert fix in said
