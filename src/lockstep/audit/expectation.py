@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 APART: Final = 1e-3
 """Numbers that are nearer to each other than this may be the same ones."""
 _CLOSE: Final = 1e-4
-_ONE_LOSS: Final = 1e-6
+COMPUTED_ALIKE: Final = 1e-6
+"""Numbers that ranks computed from the same ones are nearer to each other than this."""
 
 
 def is_near(value: float | None, wanted: float) -> bool:
@@ -80,9 +81,12 @@ def is_one_mean(step: Step) -> bool:
     return is_near(total_weight(ran[0]), 1.0)
 
 
-def share_one_loss(steps: Iterable[Step]) -> bool:
-    """Ranks that share one loss have a part of its gradient each: the sum is the whole."""
-    return are_equal((b.loss or 0.0 for step in steps for b in step.backwards), _ONE_LOSS)
+def share_one_loss(backwards: Iterable[Backward]) -> bool:
+    """Ranks that share one loss have a part of its gradient each: the sum is the whole.
+
+    Losses of ranks that begin with one model are nearly alike, and are no shared one.
+    """
+    return are_equal((backward.loss or 0.0 for backward in backwards), COMPUTED_ALIKE)
 
 
 def are_of_one_kind(backwards: Sequence[Backward]) -> bool:

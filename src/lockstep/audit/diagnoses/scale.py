@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from lockstep.audit.expectation import are_equal, counts_are_known, is_near, total_weight
+from lockstep.audit.expectation import (
+    are_equal,
+    counts_are_known,
+    is_near,
+    share_one_loss,
+    total_weight,
+)
 from lockstep.audit.program_text.rank_factors import divides_rate
 from lockstep.audit.rules.base import Code
 
@@ -92,8 +98,8 @@ def undivided(seen: Seen) -> Finding | None:
     size, each = seen.size, seen.backwards_per_rank
     weight = _weight_of_all(seen)
     is_sum = seen.is_near(weight, size) or (each != size and seen.is_near(weight, size * each))
-    if not is_sum or are_equal([b.loss or 0.0 for b in seen.backwards]):
-        return None  # ranks that share one loss have a part of its gradient each
+    if not is_sum or share_one_loss(seen.backwards):
+        return None
     return seen.finding(
         UNDIVIDED,
         f"each rank's loss is a mean over its own batch, and the optimizer used the sum of the "

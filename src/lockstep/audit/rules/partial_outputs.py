@@ -7,10 +7,10 @@ that reaches it is the same on all of them already, and each rank's part needs j
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from lockstep.audit.diagnoses.scale import rate_is_divided
-from lockstep.audit.expectation import are_equal, is_one_mean, share_one_loss
+from lockstep.audit.expectation import COMPUTED_ALIKE, are_equal, is_one_mean, share_one_loss
 from lockstep.audit.rules.base import Code, at_step, first_of_each
 from lockstep.audit.rules.gathers import WRONG
 from lockstep.audit.rules.left_by_backward import uses_what_backward_left
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from lockstep.audit.finding import Finding
     from lockstep.audit.shared_track import SharedTrack
     from lockstep.audit.world import World
-
-_EQUAL: Final = 1e-6
 
 
 class PartialOutputs:
@@ -55,7 +53,7 @@ def _share_one_mean(track: SharedTrack, steps: dict[int, Step]) -> bool:
         return False
     if not all(is_one_mean(s) and len(s.backwards) == 1 for s in steps.values()):
         return False
-    return share_one_loss(steps.values()) and all(
+    return share_one_loss(b for s in steps.values() for b in s.backwards) and all(
         not s.backwards[-1].wrappers and uses_what_backward_left(s, track.key)
         for s in steps.values()
     )
@@ -68,10 +66,10 @@ def _grew(facts: tuple[Gathered, ...], size: int) -> bool:
     given = [f.given or 0.0 for f in facts]
     whole = [(f.given_back or 0.0) / size for f in facts]
     if all(given) and all(f.op == "all_gather" for f in facts):
-        return all(are_equal(each, _EQUAL) for each in zip(given, whole, strict=True))
+        return all(are_equal(each, COMPUTED_ALIKE) for each in zip(given, whole, strict=True))
     if any(f.op != "all_reduce" or f.reduction != "SUM" for f in facts):
         return False
-    return bool(given[0]) and are_equal([*given, *whole], _EQUAL)
+    return bool(given[0]) and are_equal([*given, *whole], COMPUTED_ALIKE)
 
 
 def _as_finding(track: SharedTrack, number: int, fact: Gathered, backward: Backward) -> Finding:

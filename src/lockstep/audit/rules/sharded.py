@@ -80,7 +80,8 @@ def _undivided(track: SharedTrack, number: int) -> Finding | None:
         return None
     if rate_is_divided(track):
         return None
-    if share_one_loss(steps.values()) or not all(_used_the_sum(s, size) for s in steps.values()):
+    is_shared = share_one_loss(b for s in steps.values() for b in s.backwards)
+    if is_shared or not all(_used_the_sum(s, size) for s in steps.values()):
         return None
     step = next(iter(steps.values()))
     call = _scatters(step)[0]
