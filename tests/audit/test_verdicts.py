@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verdicts on recorded programs of which one thing was changed, and on facts made by hand."""
 
+import numpy as np
+import pytest
 from tests.audit.traces import TRACES, read_trace
 
+from lockstep.audit.facts import Loading
 from lockstep.audit.judgement import judge
+from lockstep.audit.rules.overlap import same_samples
+from lockstep.audit.world import World
 
 
 def _recorded(name):
@@ -25,3 +30,51 @@ def test_losses_that_are_nearly_alike_are_no_shared_loss():
         for step in ledger.tracks[0].steps:
             step.backwards[0].loss = 10.82
     assert _graver(ledgers) == []
+
+
+def _read(indices, sampler="Own", **said):
+    return Loading(
+        "data#0",
+        [],
+        list(map(int, indices)),
+        sampler=sampler,
+        training=True,
+        has_ended=True,
+        **said,
+    )
+
+
+def _same_samples(loadings):
+    return same_samples(World([]), dict(enumerate(loadings)))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_draws_with_replacement_share_samples_however_many_ranks_draw(ranks):
+    size, numbers = 800, np.random.default_rng(0)
+
+    def told(replace):
+        return _same_samples(
+            _read(
+                numbers.choice(size, size // ranks, replace),
+                "DistributedSamplerWrapper",
+                size=size,
+                replicas=ranks,
+            )
+            for _ in range(ranks)
+        )
+
+    assert told(replace=True) is None
+    assert told(replace=False).code == "LS503"
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_repeated_augmentation_deals_each_sample_to_several_ranks(ranks):
+    size, numbers = 768, np.random.default_rng(0)
+    share = size // ranks
+    repeated = numbers.permutation(size).repeat(3)
+    dealt = [_read(repeated[r::ranks][:share], size=size, replicas=ranks) for r in range(ranks)]
+    assert _same_samples(dealt) is None
+    own = [_read(numbers.permutation(size)[:share], size=size) for _ in range(ranks)]
+    assert _same_samples(own).severity == "warning"
+    pairs = [own[rank // 2 * 2] for rank in range(ranks)]
+    assert _same_samples(pairs).severity == "warning"

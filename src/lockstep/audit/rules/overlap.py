@@ -162,8 +162,9 @@ def _overlap(loadings: dict[int, Loading]) -> Finding | None:
     # Padding makes every rank's part as long as the longest: less than one sample a rank.
     if len(shared) < len(loadings) or len(shared) <= 0.05 * len(readers):
         return None
-    if 4 * max(map(_drawn_again, loadings.values())) > len(shared):
-        return None  # with replacement: then also another rank may draw the same sample
+    pairs = math.comb(len(loadings), 2)
+    if 4 * pairs * max(map(_drawn_again, loadings.values())) > len(shared):
+        return None  # with replacement: then also any two ranks may draw the same sample
     parts = len({x.part for x in loadings.values()}) > 1
     whole = not parts and all(len(set(x.indices)) >= (x.size or 0) for x in loadings.values())
     shares = shares_out(loadings)
@@ -211,7 +212,20 @@ def _is_dealt(loadings: dict[int, Loading], missed: int) -> bool:
     if not all(x.has_ended for x in loadings.values()):
         return False
     whole = abs(sum(read) - size) <= batch * len(read) and max(read) - min(read) <= batch
-    return whole and missed > 0.05 * size and not any(map(_drawn_again, loadings.values()))
+    if not whole or missed <= 0.05 * size or _is_repeated(loadings):
+        return False
+    return not any(map(_drawn_again, loadings.values()))
+
+
+def _is_repeated(loadings: dict[int, Loading]) -> bool:
+    """Does each sample go to as many ranks, in turn, as where each of them augments it anew?
+
+    All but some at the end, and no two ranks get the same ones. Chance does not deal so.
+    """
+    held = {frozenset(_samples(x)) for x in loadings.values()}
+    readers = Counter(index for of_rank in held for index in of_rank)
+    times, count = Counter(readers.values()).most_common(1)[0]
+    return times > 1 and count >= len(readers) - len(loadings) and len(held) == len(loadings)
 
 
 def _same_rows_of_loaders(loadings: dict[int, Loading]) -> Finding | None:
