@@ -78,3 +78,16 @@ def test_repeated_augmentation_deals_each_sample_to_several_ranks(ranks):
     assert _same_samples(own).severity == "warning"
     pairs = [own[rank // 2 * 2] for rank in range(ranks)]
     assert _same_samples(pairs).severity == "warning"
+
+
+@pytest.mark.parametrize(
+    ("name", "codes"), [("healthy/zero1_divided", []), ("bugs/f_scattered_sum", ["LS205"])]
+)
+def test_masters_of_which_each_rank_has_its_part_get_scattered_gradients(name, codes):
+    """They are known as parts where they are gathered; a small copy of them may be, instead."""
+    ledgers = _recorded(name)
+    for ledger in ledgers:
+        for track in ledger.tracks:
+            for param in track.parameters:
+                param.sharded = False
+    assert _graver(ledgers) == codes

@@ -18,7 +18,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.dealt import is_dealt_out
-from lockstep.audit.ledger import MODELS_SENT, REDUCING
+from lockstep.audit.ledger import MODELS_SENT, REDUCING, SCATTERING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -212,8 +212,14 @@ def _is_wrapped(track: SharedTrack) -> bool:
 
 
 def _reductions(track: SharedTrack) -> list[Collective]:
+    """Sums that all ranks get, or that the program itself scatters."""
     steps = [s for number in track.numbers[:_STEPS] for s in track.steps(number).values()]
-    return [c for step in steps for c in step.collectives if c.op in REDUCING]
+    return [
+        c
+        for step in steps
+        for c in step.collectives
+        if c.op in REDUCING or (c.op in SCATTERING and not c.in_backward)
+    ]
 
 
 def names_in_modules(track: SharedTrack) -> set[str]:
