@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verdicts on recorded programs of which one thing was changed, and on facts made by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tests.audit.traces import TRACES, read_trace
@@ -52,10 +54,10 @@ def _same_samples(loadings):
 def test_draws_with_replacement_share_samples_however_many_ranks_draw(ranks):
     size, numbers = 800, np.random.default_rng(0)
 
-    def told(replace):
+    def told(again):
         return _same_samples(
             _read(
-                numbers.choice(size, size // ranks, replace),
+                numbers.choice(size, size // ranks, again),
                 "DistributedSamplerWrapper",
                 size=size,
                 replicas=ranks,
@@ -63,8 +65,8 @@ def test_draws_with_replacement_share_samples_however_many_ranks_draw(ranks):
             for _ in range(ranks)
         )
 
-    assert told(replace=True) is None
-    assert told(replace=False).code == "LS503"
+    assert told(again=True) is None
+    assert told(again=False).code == "LS503"
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
@@ -91,3 +93,17 @@ def test_masters_of_which_each_rank_has_its_part_get_scattered_gradients(name, c
             for param in track.parameters:
                 param.sharded = False
     assert _graver(ledgers) == codes
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("i_frozen_features", "LS302"), ("i_target_on_rank_0", "LS303")]
+)
+def test_frozen_weights_of_one_norm_differ_by_their_elements(name, code):
+    """As orthogonal ones that each rank draws for itself."""
+    ledgers = _recorded(f"bugs/{name}")
+    assert _graver(ledgers) == [code]
+    for ledger in ledgers:
+        for step in ledger.tracks[0].steps:
+            for module in step.frozen:
+                module.prints = replace(module.prints, norms=np.ones(len(module.names)))
+    assert _graver(ledgers) == [code]

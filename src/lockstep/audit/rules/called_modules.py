@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -58,7 +58,8 @@ def _mode_at_step(track: SharedTrack, number: int) -> Finding | None:
     )
 
 
-_ALLOWED = 1e-6
+_NORMS_ALLOWED: Final = 1e-6
+_SAMPLES_ALLOWED: Final = 1e-5
 
 
 class Frozen:
@@ -79,7 +80,11 @@ def _frozen_at_step(track: SharedTrack, number: int) -> Finding | None:
     if len(steps) < len(track.ranks):
         return None
     for at_once in _side_by_side(steps):
-        different = _different_weights(at_once)
+        first = next(iter(at_once.values()))
+        # What an optimizer holds or held on a rank is compared at its steps.
+        held = {name for each in at_once.values() for name in each.held}
+        places = _different([each.prints for each in at_once.values()], first.counts)
+        different = [place for place in places if first.names[place] not in held]
         if different:
             return _of_frozen(track, number, at_once, different)
     return None
@@ -107,30 +112,20 @@ def _whatever_order(modules: list[FrozenModule]) -> tuple[bytes, ...]:
     return tuple(sorted(each.prints.hashes.tobytes() for each in modules))
 
 
-def _different_weights(at_once: dict[int, FrozenModule]) -> list[int]:
-    """Not what an optimizer holds or held on a rank: its steps are where that is compared."""
-    prints: list[Fingerprint] = [each.prints for each in at_once.values()]
-    hashes = np.array([p.hashes for p in prints])
-    norms = np.array([p.norms for p in prints])
-    spread = norms.max(axis=0) - norms.min(axis=0)
-    apart = (hashes != hashes[0]).any(axis=0) & ~(spread <= _ALLOWED * norms.max(axis=0))
-    held = {name for each in at_once.values() for name in each.held}
-    names = next(iter(at_once.values())).names
-    return [int(place) for place in np.flatnonzero(apart) if names[place] not in held]
-
-
 def _of_frozen(
     track: SharedTrack, number: int, at_once: dict[int, FrozenModule], different: list[int]
 ) -> Finding:
     first = next(iter(at_once.values()))
     names = [first.names[place] for place in different]
     norms = {rank: float(each.prints.norms[different[0]]) for rank, each in at_once.items()}
+    are_apart = _are_apart(np.array(list(norms.values())), _NORMS_ALLOWED)
+    said = numbers(norms) if are_apart else "the same, of other elements"
     since = number > track.numbers[0]
     code = BETWEEN if since else BEFORE
     when = f"by step {number + 1}" if since else "at the first step"
     return code.finding(
         f"{when} the ranks called {first.module} modules that no optimizer trains and whose "
-        f"weights differ: {named(names)} (norm of `{names[0]}`: {numbers(norms)})",
+        f"weights differ: {named(names)} (norm of `{names[0]}`: {said})",
         "build, load and update it on every rank alike: nothing else makes it the same. If it is "
         "meant to differ, `lockstep.local(module)`",
         parameters=names,
@@ -156,7 +151,7 @@ class Buffers:
             at_home = {name.rpartition(".")[0] for t in world.tracks for name in t.at_home}
             different = [
                 index
-                for index in _different_buffers(at_once)
+                for index in _different([each.buffers for each in at_once], first.counts)
                 if first.names[index].rpartition(".")[0] not in at_home
             ]
             if different:
@@ -190,23 +185,29 @@ def _of_all_ranks(evaluations: list[list[Evaluation]]) -> list[tuple[Evaluation,
     return [tuple(found[known] for found in by_rank) for known in shared]
 
 
-def _different_buffers(at_once: Sequence[Evaluation]) -> list[int]:
-    """Buffers that are not the same on all ranks, by more than rounding.
+def _different(prints: Sequence[Fingerprint], counts: Sequence[int]) -> list[int]:
+    """The places of tensors that are not the same on all ranks, by more than rounding.
 
-    By their elements too: two masks that keep as much of a layer have the same norm.
+    By their sampled elements too: two masks that keep as much of a layer have the same norm, and so
+    have two weights that are orthogonal.
+
+    Args:
+        counts: so many elements were sampled of each tensor.
     """
-    norms = np.array([e.buffers.norms for e in at_once])
-    apart = _spread(norms) > 1e-6 * np.abs(norms).max(axis=0)
-    samples = np.array([e.buffers.samples for e in at_once])
-    place = 0
-    for index, count in enumerate(at_once[0].counts):
-        held = samples[:, place : place + count]
-        place += count
-        if count and _spread(held).max() > 1e-5 * np.abs(held).max():
-            apart[index] = True
-    return [int(index) for index in np.flatnonzero(apart)]
+    hashes = np.array([each.hashes for each in prints])
+    norms = np.array([each.norms for each in prints])
+    samples = np.array([each.samples for each in prints])
+    bounds = [0, *itertools.accumulate(counts)]
+    return [
+        place
+        for place in map(int, np.flatnonzero((hashes != hashes[0]).any(axis=0)))
+        if _are_apart(norms[:, place], _NORMS_ALLOWED)
+        or _are_apart(samples[:, bounds[place] : bounds[place + 1]], _SAMPLES_ALLOWED)
+    ]
 
 
-def _spread(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    difference: np.ndarray[Any, Any] = values.max(axis=0) - values.min(axis=0)
-    return difference
+def _are_apart(of_ranks: np.ndarray[Any, Any], allowed: float) -> bool:
+    """By more than `allowed` of the largest, or because one is no number."""
+    with np.errstate(invalid="ignore"):
+        spread = of_ranks.max(axis=0) - of_ranks.min(axis=0)
+    return not np.max(spread, initial=0.0) <= allowed * np.abs(of_ranks).max(initial=0.0)
