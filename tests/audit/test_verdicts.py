@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tests.audit.traces import TRACES, read_trace
 
-from lockstep.audit.facts import Loading
+from lockstep.audit.facts import Loading, Term
 from lockstep.audit.judgement import judge
 from lockstep.audit.rules.overlap import same_samples
 from lockstep.audit.world import World
@@ -107,3 +107,23 @@ def test_frozen_weights_of_one_norm_differ_by_their_elements(name, code):
             for module in step.frozen:
                 module.prints = replace(module.prints, norms=np.ones(len(module.names)))
     assert _graver(ledgers) == [code]
+
+
+@pytest.mark.parametrize(
+    ("weight", "count_of", "codes"),
+    [
+        pytest.param(0.02, lambda main: main.count, ["LS203"], id="label smoothing"),
+        pytest.param(0.01, lambda main: 64.0, ["LS203"], id="a penalty"),
+        pytest.param(1.0, lambda main: 64.0, [], id="another loss"),
+        pytest.param(0.5, lambda main: 40.0 - main.count, [], id="of other elements"),
+    ],
+)
+def test_a_loss_of_two_terms_is_judged_by_the_one_that_stands_for_it(weight, count_of, codes):
+    ledgers = _recorded("bugs/f_tokens_per_rank")
+    for ledger in ledgers:
+        for step in ledger.tracks[0].steps:
+            (backward,) = step.backwards
+            (main,) = backward.terms
+            count = count_of(main)
+            backward.terms.append(Term("mean", weight / count, count, "sum", may_be_masked=False))
+    assert _graver(ledgers) == codes

@@ -50,7 +50,7 @@ def main_weight(backward: Backward) -> float | None:
     What a program adds to its loss, and by which factor, is its own choice.
     """
     term = main_term(backward)
-    return None if term is None else abs(term.weight) * term.count
+    return None if term is None else _counts(term)
 
 
 def main_term(backward: Backward) -> Term | None:
@@ -59,7 +59,7 @@ def main_term(backward: Backward) -> Term | None:
     are_means = all(term.kind == "mean" for term in terms)
     if not terms or len(terms) < len(backward.terms) or not (are_means or len(terms) == 1):
         return None
-    return max(terms, key=lambda term: abs(term.weight) * term.count)
+    return max(terms, key=_counts)
 
 
 def counts_are_known(backwards: Sequence[Backward]) -> bool:
@@ -89,13 +89,37 @@ def share_one_loss(backwards: Iterable[Backward]) -> bool:
     return are_equal((backward.loss or 0.0 for backward in backwards), COMPUTED_ALIKE)
 
 
-def are_of_one_kind(backwards: Sequence[Backward]) -> bool:
-    """Are these losses, of one term each, of the same kind and by the same head of the model?
+def terms_of_one_kind(backwards: Sequence[Backward]) -> list[Term]:
+    """The term that stands for each of these losses; none if they are not of one kind.
 
-    Backwards of other lines are of other losses, each a mean of its own: of new samples and of
-    those that are rehearsed, say.
+    They are if they consist of the same operations, by the same head of the model. Backwards of
+    other lines are of other losses, each a mean of its own: of new samples and of those that are
+    rehearsed, say.
     """
-    if any(len(b.terms) != 1 for b in backwards):
-        return False
-    kinds = [(b.terms[0].op, b.heads, b.where) for b in backwards]
-    return all(kind == kinds[0] for kind in kinds)
+    kinds = [([term.op for term in b.terms], b.heads, b.where) for b in backwards]
+    mains = [term for b in backwards if (term := main_term(b)) is not None]
+    if len(mains) < len(backwards) or any(kind != kinds[0] for kind in kinds):
+        return []
+    at_once = zip(*(b.terms for b in backwards), strict=True)
+    return mains if all(_goes_along(terms, mains) for terms in at_once) else []
+
+
+def _goes_along(terms: Sequence[Term], mains: Sequence[Term]) -> bool:
+    """Can `mains` stand for losses of which `terms` are a part?
+
+    As many elements have both, as with label smoothing. Or, as with a penalty, all of `terms` are
+    of the same number, and each counts less than the main one.
+    """
+    pairs = list(zip(terms, mains, strict=True))
+    if all(term.count == main.count for term, main in pairs):
+        return True
+    count = terms[0].count
+    return all(
+        term.count == count and _counts(term) < (1.0 - APART) * _counts(main)
+        for term, main in pairs
+    )
+
+
+def _counts(term: Term) -> float:
+    """What all elements of a term count together."""
+    return abs(term.weight) * term.count

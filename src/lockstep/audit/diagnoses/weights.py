@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from lockstep.audit.expectation import are_equal, are_of_one_kind, counts_are_known, is_near
+from lockstep.audit.expectation import are_equal, counts_are_known, is_near, terms_of_one_kind
 from lockstep.audit.rules.base import Code
 
 if TYPE_CHECKING:
@@ -22,13 +22,13 @@ _SEVERE: Final = 1.2
 
 def uneven(seen: Seen) -> Finding | None:
     """Counts differ, and what all of one mean's samples count together does not."""
-    if not seen.is_common or seen.totals is None or not are_of_one_kind(seen.backwards):
+    terms = terms_of_one_kind(seen.backwards) if seen.is_common else []
+    if not terms or seen.main_totals is None:
         return None
-    terms = [backward.terms[0] for backward in seen.backwards]
     are_means = all(term.kind == "mean" for term in terms)
     if not are_means and not counts_are_known(seen.backwards):
         return None
-    together = seen.coefficients * seen.totals
+    together = seen.coefficients * seen.main_totals
     counts = np.array([term.count for term in terms])
     weights = together / counts
     if are_equal(weights, seen.close):
@@ -88,6 +88,6 @@ def _only_the_last_is_shorter(seen: Seen, counts: Numbers) -> bool:
 
 def _is_of_ranks(seen: Seen) -> bool:
     """Is each rank's loss multiplied by their number, or divided by it?"""
-    assert seen.totals is not None
-    total = next(iter(seen.by_rank(seen.totals).values()))
+    assert seen.main_totals is not None
+    total = next(iter(seen.by_rank(seen.main_totals).values()))
     return is_near(total, seen.size) or is_near(total, 1.0 / seen.size)
