@@ -6,9 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from tests.audit.traces import TRACES, read_trace
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lockstep.audit.facts import Loading, Term
 from lockstep.audit.judgement import judge
+from lockstep.audit.ledger import Ledger
+from lockstep.audit.probe.loaders import _replicas, _sampler_name
+from lockstep.audit.rules.data import Data
 from lockstep.audit.rules.overlap import same_samples
 from lockstep.audit.world import World
 
@@ -127,3 +131,18 @@ def test_a_loss_of_two_terms_is_judged_by_the_one_that_stands_for_it(weight, cou
             count = count_of(main)
             backward.terms.append(Term("mean", weight / count, count, "sum", may_be_masked=False))
     assert _graver(ledgers) == codes
+
+
+class Buckets(DistributedSampler):
+    def __iter__(self):
+        indices = list(super().__iter__())
+        return iter([indices[:4], indices[4:]])
+
+
+def test_a_sampler_that_deals_batches_out_is_a_distributed_one():
+    data = list(range(16))
+    loader = DataLoader(data, batch_sampler=Buckets(data, num_replicas=2, rank=0))
+    assert (_sampler_name(loader), _replicas(loader)) == ("Buckets(DistributedSampler)", 2)
+    epochs = [_read([7, 2, 5, 4], _sampler_name(loader), step=2 * epoch) for epoch in range(2)]
+    ledgers = [Ledger(world_size=2, loadings=epochs), Ledger(rank=1, world_size=2)]
+    assert [found.code for found in Data().judge(World(ledgers))] == ["LS504"]

@@ -126,11 +126,12 @@ def _shared(probe: Probe, loader: DataLoader[Any]) -> Any:
 
 
 def _sampler(loader: DataLoader[Any]) -> Any:
-    """What deals the samples out; one that is held by a sampler of the program's own, too."""
+    """What deals the samples out, or batches of them; also one that another sampler holds."""
     batches = getattr(loader, "batch_sampler", None)
     plain: Any = getattr(batches, "sampler", None)
     plain = loader.sampler if plain is None else plain  # any iterable, a list of indices too
-    held = [plain, *(x for of in (batches, plain) for x in getattr(of, "__dict__", {}).values())]
+    both = (batches, plain)
+    held = [*both, *(x for of in both for x in getattr(of, "__dict__", {}).values())]
     return next((each for each in held if isinstance(each, DistributedSampler)), plain)
 
 
@@ -143,7 +144,8 @@ def _replicas(loader: DataLoader[Any]) -> int | None:
 
 def _sampler_name(loader: DataLoader[Any]) -> str:
     batches = getattr(loader, "batch_sampler", None)
-    plain = type(_sampler(loader)).__name__
+    is_one = isinstance(batches, DistributedSampler)
+    plain = (DistributedSampler if is_one else type(_sampler(loader))).__name__
     outer = type(batches).__name__ if batches is not None else ""
     return plain if outer in ("", "BatchSampler") else f"{outer}({plain})"
 
