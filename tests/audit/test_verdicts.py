@@ -9,6 +9,7 @@ from tests.audit.traces import TRACES, read_trace
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lockstep.audit.facts import Loading, Term
+from lockstep.audit.finding import Place
 from lockstep.audit.judgement import judge
 from lockstep.audit.ledger import Ledger
 from lockstep.audit.probe.loaders import _replicas, _sampler_name
@@ -38,16 +39,10 @@ def test_losses_that_are_nearly_alike_are_no_shared_loss():
     assert _graver(ledgers) == []
 
 
-def _read(indices, sampler="Own", **said):
-    return Loading(
-        "data#0",
-        [],
-        list(map(int, indices)),
-        sampler=sampler,
-        training=True,
-        has_ended=True,
-        **said,
-    )
+def _read(indices, sampler="Own", key="data#0", where=(), **said):
+    indices = list(map(int, indices))
+    of_training = {"training": True, "has_ended": True}
+    return Loading(key, list(where), indices, sampler=sampler, **of_training, **said)
 
 
 def _same_samples(loadings):
@@ -144,5 +139,35 @@ def test_a_sampler_that_deals_batches_out_is_a_distributed_one():
     loader = DataLoader(data, batch_sampler=Buckets(data, num_replicas=2, rank=0))
     assert (_sampler_name(loader), _replicas(loader)) == ("Buckets(DistributedSampler)", 2)
     epochs = [_read([7, 2, 5, 4], _sampler_name(loader), step=2 * epoch) for epoch in range(2)]
-    ledgers = [Ledger(world_size=2, loadings=epochs), Ledger(rank=1, world_size=2)]
-    assert [found.code for found in Data().judge(World(ledgers))] == ["LS504"]
+    assert _codes_of_rank_0(epochs) == ["LS504"]
+
+
+def _codes_of_rank_0(loadings):
+    ledgers = [Ledger(world_size=2, loadings=loadings), Ledger(rank=1, world_size=2)]
+    return [found.code for found in Data().judge(World(ledgers))]
+
+
+@pytest.mark.parametrize(
+    ("told", "codes"),
+    [
+        ([{"rows": [[1, 2, 3, 4]]}, {"rows": [[5, 6, 7, 8]]}], []),
+        ([{"rows": [[1, 2, 3, 4]]}, {"rows": [[5, 6, 7, 8]]}, {"rows": [[5, 6, 7, 8]]}], ["LS504"]),
+        # Augmented samples, whose labels are the same; and masks that are the same in all samples.
+        (
+            [{"rows": [[1, 2, 3, 4], [9, 8, 7, 6]]}, {"rows": [[5, 6, 7, 8], [9, 8, 7, 6]]}],
+            ["LS504"],
+        ),
+        ([{"rows": [[1, 2, 3, 4], [9, 9, 9, 9]]}, {"rows": [[5, 6, 7, 8], [9, 9, 9, 9]]}], []),
+        ([{"contents": [11]}, {"contents": [11]}], ["LS504"]),
+        ([{"contents": [11]}, {"contents": [12]}], []),
+        ([{"batches": [1, 2, 3, 4]}, {"batches": [1, 2, 3, 4]}], ["LS504"]),
+    ],
+)
+def test_loaders_of_one_line_are_epochs_where_they_read_one_dataset(told, codes):
+    """And not the shards of one, each read in the order that its own new sampler begins with."""
+    line = [Place("train.py", 7, "main", "")]
+    loadings = [
+        _read([7, 2, 5, 4], "DistributedSampler", f"data#{number}", line, step=2 * number, **said)
+        for number, said in enumerate(told)
+    ]
+    assert _codes_of_rank_0(loadings) == codes

@@ -8,7 +8,13 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.audit.rules.base import Code
-from lockstep.audit.rules.overlap import SAME, same_rows_by_hand, same_samples, shares_out
+from lockstep.audit.rules.overlap import (
+    SAME,
+    are_no_chance,
+    same_rows_by_hand,
+    same_samples,
+    shares_out,
+)
 from lockstep.audit.rules.own_orders import own_orders
 from lockstep.audit.rules.passed_over import PASSED_OVER, passed_over
 from lockstep.audit.rules.worker_seeds import SEEDS, equal_seeds
@@ -118,6 +124,7 @@ def _order(rank: int, loadings: list[Loading]) -> Finding | None:
                 by_key.setdefault(known, []).append(loading)
     for epochs in by_key.values():
         whole = [x for x in epochs if len(x.indices) == len(epochs[0].indices)]
+        whole = [x for x in whole if _are_of_one_dataset(x, whole[-1])]
         if len({x.step for x in whole}) < max(len(whole), 2):
             continue  # side by side, and not one after the other
         whole = _in_one_order(whole)
@@ -135,6 +142,18 @@ def _order(rank: int, loadings: list[Loading]) -> Finding | None:
             where=first.where,
         )
     return None
+
+
+def _are_of_one_dataset(one: Loading, other: Loading) -> bool:
+    """Of one loader; or some tensor of both is the same, or a list of names in their datasets."""
+    if one.key == other.key or (one.contents and one.contents == other.contents):
+        return True
+    columns = [*zip(one.rows, other.rows, strict=False), (one.batches, other.batches)]
+    for here, there in columns:
+        least = min(len(here), len(there))
+        if here[:least] == there[:least] and are_no_chance(here[:least]):
+            return True
+    return False
 
 
 def _in_one_order(epochs: list[Loading]) -> list[Loading]:

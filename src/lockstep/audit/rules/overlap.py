@@ -341,6 +341,10 @@ def _agree(first: Loading, other: Loading) -> bool:
     common = [index for index in here if index in there]
     if not common or any(here[index] != there[index] for index in common):
         return False
-    frequency = Counter(here[index] for index in common)
-    surprise = sum(-n * math.log2(n / len(common)) for n in frequency.values())
+    return are_no_chance([here[index] for index in common])
+
+
+def are_no_chance(rows: Sequence[object]) -> bool:
+    """Are there so many different ones among `rows` that others would hardly be the same?"""
+    surprise = sum(-n * math.log2(n / len(rows)) for n in Counter(rows).values())
     return surprise >= _NO_CHANCE
