@@ -8,10 +8,11 @@ import pytest
 from tests.audit.traces import TRACES, read_trace
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lockstep.audit.facts import Loading, Term
+from lockstep.audit.facts import Loading, Parameter, Step, Term, Track
 from lockstep.audit.finding import Place
 from lockstep.audit.judgement import judge
 from lockstep.audit.ledger import Ledger
+from lockstep.audit.prints import Fingerprint
 from lockstep.audit.probe.loaders import _replicas, _sampler_name
 from lockstep.audit.rules.data import Data
 from lockstep.audit.rules.overlap import same_samples
@@ -171,3 +172,40 @@ def test_loaders_of_one_line_are_epochs_where_they_read_one_dataset(told, codes)
         for number, said in enumerate(told)
     ]
     assert _codes_of_rank_0(loadings) == codes
+
+
+def _trained_in_rounds(steps, averaged):
+    """The ledgers of two ranks that go their own ways, and average a parameter after each round.
+
+    Args:
+        steps: by rank, of each round.
+        averaged: by round, which of two parameters.
+    """
+    numbers = np.random.default_rng(0)
+    weights = np.ones((2, 2))
+    ledgers = [Ledger(rank=rank, world_size=2, started_group=True) for rank in range(2)]
+    for ledger in ledgers:
+        held = [Parameter(name, [1], "float32", samples=1) for name in ("body", "head")]
+        ledger.tracks = [Track("SGD#0", "SGD", [], held)]
+    for place in averaged:
+        for rank, ledger in enumerate(ledgers):
+            track = ledger.tracks[0]
+            for _ in range(steps[rank]):
+                begun = _print(weights[rank])
+                gradient = numbers.normal(size=2)
+                weights[rank] -= gradient
+                left = _print(weights[rank])
+                track.steps.append(Step(track.count, [], begun, _print(gradient), exit=left))
+                track.count += 1
+        weights[:, place] = weights[:, place].mean()
+    return ledgers
+
+
+def _print(values):
+    return Fingerprint(values.copy().view(np.int64), np.abs(values), values.copy())
+
+
+@pytest.mark.parametrize("steps", [(3, 3), (3, 5)])
+def test_pieces_of_a_model_may_be_averaged_in_turn(steps):
+    assert _graver(_trained_in_rounds(steps, averaged=[0, 1, 0, 1, 0])) == []
+    assert "LS101" in _graver(_trained_in_rounds(steps, averaged=[0, 0, 0, 0, 0]))

@@ -251,7 +251,7 @@ def _share_the_work(steps: dict[int, Step]) -> bool:
 def meet_again(tracks: Sequence[SharedTrack]) -> bool:
     """Are all ranks at the same weights once more, after each had been where no other was?
 
-    A rank that is some steps behind is at weights that another one had before: this is no meeting.
+    At all weights at once, or at each parameter by itself, as where pieces are averaged in turn.
 
     Args:
         tracks: the optimizers of one set of parameters, the first one first.
@@ -259,6 +259,18 @@ def meet_again(tracks: Sequence[SharedTrack]) -> bool:
     if len(tracks[0].ranks) < 2:
         return False
     visited = [_states(tracks, rank) for rank in tracks[0].ranks]
+    each = list(zip(*(zip(*states, strict=True) for states in visited), strict=True))
+    moved = [of_ranks for of_ranks in each if len(set().union(*of_ranks)) > 1]
+    return _meet_after_all_were_apart(visited) or (
+        bool(moved) and all(map(_meet_after_all_were_apart, moved))
+    )
+
+
+def _meet_after_all_were_apart(visited: Sequence[Sequence[object]]) -> bool:
+    """By rank, what stands for the states that it was in, one after the other.
+
+    A rank that is some steps behind is at weights that another one had before: this is no meeting.
+    """
     for place, at_once in enumerate(zip(*visited, strict=False)):
         if len(set(at_once)) == 1:
             continue
@@ -273,10 +285,11 @@ def meet_again(tracks: Sequence[SharedTrack]) -> bool:
 
 
 def _states(tracks: Sequence[SharedTrack], rank: int) -> list[tuple[int, ...]]:
-    """What stands for the weights that each step of `rank` began with."""
+    """What stands for each weight that all ranks hold, as each step of `rank` began with it."""
     found = []
     for track in tracks:
-        places = [shared.index[rank] for shared in track.parameters if rank in shared.index]
+        shared = (p for p in track.parameters if len(p.index) == len(track.ranks))
+        places = [parameter.index[rank] for parameter in shared]
         for number in track.numbers_of(rank):
             step = track.step(rank, number)
             if step is not None and step.entry is not None and len(step.entry.hashes):

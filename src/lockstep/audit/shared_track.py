@@ -284,30 +284,39 @@ class SharedTrack:
 
     @cached_property
     def returns_to_agreement(self) -> bool:
-        """Do replicas that had drifted apart agree again later (local SGD, DiLoCo)?"""
+        """Do replicas that had drifted apart agree again later (local SGD, DiLoCo)?
+
+        All at once, or each parameter by itself: a model may be averaged piece by piece, in turn.
+        """
         if self.meets_again:
             return True
-        apart: int | None = None
+        apart: set[str] = set()
+        met: set[str] = set()
+        first = 0
         for number in self.numbers:
             for kind in ("entry", "exit"):
-                differ = bool(self.differences(kind, number))
-                if apart is not None and not differ:
+                differ = set(names_of(self.differences(kind, number)))
+                if apart and not differ:
                     return True
-                if apart is None and differ:
-                    apart = number
-        return apart is not None and self._meet_after(apart)
+                first = first if apart else number
+                met |= apart - differ
+                apart |= differ
+        return bool(apart) and all(
+            shared.name in met or self._meet_after(shared, first)
+            for shared in self.parameters
+            if shared.name in apart
+        )
 
-    def _meet_after(self, step: int) -> bool:
-        """Do they begin with the same weights where the probe has looked between the steps?
+    def _meet_after(self, shared: Shared, step: int) -> bool:
+        """Is a parameter the same on all ranks where the probe has looked between the steps?
 
         Ranks may take different numbers of steps in a round: the k-th meetings are the same one.
         """
         for met in zip(*(self.tracks[rank].meetings for rank in self.ranks), strict=False):
             hashes = dict(zip(self.ranks, met, strict=True))
-            pairs = ((shared, group) for shared in self.parameters for group in shared.groups)
             if min(number for number, *_ in met) > step and all(
                 len({hashes[rank][1 + shared.index[rank]] for rank in group}) == 1
-                for shared, group in pairs
+                for group in shared.groups
             ):
                 return True
         return False
