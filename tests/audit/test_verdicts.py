@@ -209,3 +209,30 @@ def _print(values):
 def test_pieces_of_a_model_may_be_averaged_in_turn(steps):
     assert _graver(_trained_in_rounds(steps, averaged=[0, 1, 0, 1, 0])) == []
     assert "LS101" in _graver(_trained_in_rounds(steps, averaged=[0, 0, 0, 0, 0]))
+
+
+def _codes_of_groups(samples, groups=((0, 1), (2, 3))):
+    """Of the data that four ranks read, whose program has made these groups."""
+    ledgers = []
+    for rank, indices in enumerate(samples):
+        rows = [[100 + index for index in indices]]
+        read = _read(indices, "DistributedSampler", size=32, rows=rows, batches=list(indices))
+        ledger = Ledger(rank=rank, world_size=4, loadings=[replace(read, used=[0, 1, 2, 3])])
+        ledger.facts.subgroups = list(map(list, groups))
+        # As a wrapper over all ranks does, beside these groups.
+        wrapped = Parameter("weight", [1], "float32", wrapper="DistributedDataParallel")
+        ledger.tracks = [Track("SGD#0", "SGD", [], [wrapped])]
+        ledgers.append(ledger)
+    return [found.code for found in Data().judge(World(ledgers))]
+
+
+def test_ranks_of_one_group_may_share_the_work_on_the_same_samples():
+    """As of a sequence that is cut up among them, beside a wrapper over all ranks."""
+    even, odd = list(range(0, 32, 2)), list(range(1, 32, 2))
+    assert _codes_of_groups([even, even, odd, odd]) == []
+    assert _codes_of_groups([even, odd, even, odd]) == ["LS503"]
+    assert _codes_of_groups([even, even, odd, odd], groups=()) == ["LS503"]
+    assert _codes_of_groups([even, even, even, even]) == ["LS503"]
+    crossed = [(0, 1), (2, 3), (0, 2), (1, 3)]
+    assert _codes_of_groups([even, even, odd, odd], crossed) == []
+    assert _codes_of_groups([even, even, even, even], crossed) == ["LS503"]

@@ -142,6 +142,12 @@ class World:
         return any(f.lockstep for f in self.facts)
 
     @property
+    def subgroups(self) -> list[list[int]]:
+        """The groups of several ranks, and not of all, that the program has made."""
+        made = {tuple(ranks) for facts in self.facts for ranks in facts.subgroups if ranks}
+        return [list(ranks) for ranks in sorted(made) if 1 < len(ranks) < self.size]
+
+    @property
     def is_model_parallel(self) -> bool:
         """Ranks that share one sample's work read the same samples on purpose."""
         held = [p for led in self.ledgers.values() for t in led.tracks for p in t.parameters]
@@ -149,11 +155,6 @@ class World:
         within = any(f.fsdp_ranks is not None and f.fsdp_ranks < self.size for f in self.facts)
         is_cut = within or not any(f.fsdp for f in self.facts)
         sharded = is_cut and any(p.sharded for p in held)
-        smaller = any(
-            ranks is not None and 1 < len(ranks) < self.size
-            for facts in self.facts
-            for ranks in facts.subgroups
-        )
         cut_up = any(track.apart & names_in_modules(track) for track in self.tracks)
-        apart = sharded or smaller or cut_up or any(f.all_to_all for f in self.facts)
+        apart = sharded or bool(self.subgroups) or cut_up or any(f.all_to_all for f in self.facts)
         return apart and not any(p.wrapper for p in held)

@@ -75,7 +75,28 @@ def _side_by_side(world: World) -> list[dict[int, Loading]]:
             site = _site(loading)
             found.setdefault((*site, seen[site]), {})[rank] = loading
             seen[site] += 1
-    return [loadings for loadings in found.values() if len(loadings) > 1]
+    return [_one_of_each_group(world, each) for each in found.values() if len(each) > 1]
+
+
+def _one_of_each_group(world: World, loadings: dict[int, Loading]) -> dict[int, Loading]:
+    """Without ranks that read what another one of a smaller group reads: they share its work.
+
+    As those that each take their part of a sequence or of a layer, beside a wrapper that averages
+    over all ranks. Where all ranks read the same, no group explains it.
+    """
+    kept = dict(loadings)
+    for group in world.subgroups:
+        of_group = [loadings[rank] for rank in group if rank in loadings]
+        if len(of_group) == len(group) and all(_read_alike(of_group[0], x) for x in of_group):
+            kept = {rank: x for rank, x in kept.items() if rank not in group[1:]}
+    return kept if len(kept) > 1 else loadings
+
+
+def _read_alike(one: Loading, other: Loading) -> bool:
+    """The same samples, or batches of a stream; a rank may have been given some ahead."""
+    here, there = (x.indices or x.batches for x in (one, other))
+    least = min(len(here), len(there))
+    return least > 0 and here[:least] == there[:least]
 
 
 def _site(loading: Loading) -> tuple[Any, ...]:
