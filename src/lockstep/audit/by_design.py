@@ -160,12 +160,7 @@ def _mixes_in_weights(track: SharedTrack, rank: int, sent: list[ModelSent]) -> b
     told = {s.op for s in sent if s.weights} - set(REDUCING)
     if not told or rank not in track.tracks:
         return False
-    steps = track.tracks[rank].steps
-    return any(
-        a.exit is not None and b.entry is not None and bool((a.exit.hashes != b.entry.hashes).any())
-        for a, b in itertools.pairwise(steps)
-        if b.number == a.number + 1
-    )
+    return any(track.begins_elsewhere(rank, number) for number in track.numbers_of(rank))
 
 
 def kept_at_home(tracks: Sequence[SharedTrack]) -> frozenset[str]:

@@ -199,6 +199,15 @@ class SharedTrack:
         """Every rank's record of one step."""
         return {r: s[number] for r, s in self._steps.items() if number in s}
 
+    def begins_elsewhere(self, rank: int, number: int) -> bool:
+        """Did a rank's step begin with other weights than its step before had left?"""
+        before, step = self.step(rank, number - 1), self.step(rank, number)
+        left = None if before is None else before.exit
+        begun = None if step is None else step.entry
+        if left is None or begun is None:
+            return False
+        return not np.array_equal(left.hashes, begun.hashes)
+
     def differences(self, kind: Kind, number: int) -> list[Difference]:
         """The tensors of that kind that differ in that step, between ranks that have one."""
         found = []

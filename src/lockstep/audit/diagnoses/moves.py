@@ -40,7 +40,8 @@ def diagnose_weights(track: SharedTrack) -> Iterator[Finding]:
     """What is wrong with the weights that an optimizer's steps begin with."""
     met: dict[int, int] = {}
     for number in track.numbers:
-        equations = of_weights(track, number) if _have_changed(track, number) else None
+        has_changed = any(track.begins_elsewhere(rank, number) for rank in track.ranks)
+        equations = of_weights(track, number) if has_changed else None
         if equations is None:
             continue
         mixings = solve(equations)
@@ -56,16 +57,6 @@ def diagnose_weights(track: SharedTrack) -> Iterator[Finding]:
         sent = [call for number in met for call in _weights_sent(track, number)]
         if sent or len(met) >= _MEETINGS:
             yield _of_one_rank(track, met, sent)
-
-
-def _have_changed(track: SharedTrack, number: int) -> bool:
-    """Did a step begin with other weights, on some rank, than the step before had left there?"""
-    before = track.steps(number - 1)
-    pairs = [(before[r].exit, step.entry) for r, step in track.steps(number).items() if r in before]
-    return any(
-        left is not None and begun is not None and not np.array_equal(left.hashes, begun.hashes)
-        for left, begun in pairs
-    )
 
 
 def _source(mixings: Sequence[Mixing]) -> int | None:
