@@ -15,6 +15,7 @@ from lockstep.audit.ledger import Ledger
 from lockstep.audit.prints import Fingerprint
 from lockstep.audit.probe.loaders import _replicas, _sampler_name
 from lockstep.audit.rules.data import Data
+from lockstep.audit.rules.mixed import OwnScales
 from lockstep.audit.rules.overlap import same_samples
 from lockstep.audit.world import World
 
@@ -236,3 +237,14 @@ def test_ranks_of_one_group_may_share_the_work_on_the_same_samples():
     crossed = [(0, 1), (2, 3), (0, 2), (1, 3)]
     assert _codes_of_groups([even, even, odd, odd], crossed) == []
     assert _codes_of_groups([even, even, even, even], crossed) == ["LS503"]
+
+
+def test_a_rule_that_asks_for_scales_hears_nothing_of_counts():
+    """Not even in later steps, in which nothing is sampled."""
+    ledgers = _recorded("bugs/f_tokens_per_rank")
+    for ledger in ledgers:
+        for step in ledger.tracks[0].steps:
+            for backward in step.backwards:
+                backward.local.clear()
+    assert _graver(ledgers) == ["LS203"]
+    assert list(OwnScales().judge(World(ledgers))) == []

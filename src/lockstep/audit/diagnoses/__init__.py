@@ -48,16 +48,13 @@ def diagnose(track: SharedTrack, asked: Sequence[Diagnosis]) -> Iterator[Finding
     """What is wrong with the gradients of an optimizer, step by step.
 
     Args:
-        asked: which diagnoses, where ranks train replicas of one model. Whether samples weigh the
-            same is asked of a rank alone, too.
+        asked: which diagnoses; where a mixing is assumed, at most whether samples weigh the same.
     """
-    if len(track.ranks) < 2 or not asked:
-        asked = (weights.uneven,)
     known: Seen | None = None
     for number in track.numbers_of(track.ranks[0]):
         found = list(seen_in(track, number, known))
         known = next((seen for seen in found if seen.is_whole and seen.is_common), known)
         for seen in found:
-            fitting = (weights.uneven,) if seen.is_assumed else asked
+            fitting = (one for one in asked if one is weights.uneven or not seen.is_assumed)
             answers = (diagnosis(seen) for diagnosis in fitting)
             yield from [answer for answer in answers if answer is not None][:1]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from lockstep.audit.diagnoses import CODES, DIAGNOSES, diagnose, ranks
+from lockstep.audit.diagnoses import CODES, DIAGNOSES, diagnose, ranks, weights
 from lockstep.audit.diagnoses.moves import diagnose_moves, diagnose_weights
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ class Mixed:
 def _of(world: World, track: SharedTrack) -> Iterator[Finding]:
     is_compared = track in world.compared
     if not track.returns_to_agreement:
-        yield from diagnose(track, DIAGNOSES if is_compared else ())
+        # Whether samples weigh the same is asked of a rank alone, too.
+        yield from diagnose(track, DIAGNOSES if is_compared else (weights.uneven,))
     if is_compared:
         yield from diagnose_weights(track)
         yield from diagnose_moves(track, world.tracks)
