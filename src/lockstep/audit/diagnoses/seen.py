@@ -11,6 +11,7 @@ import numpy as np
 
 from lockstep.audit.equations import LEFT, Column, bringing, of_gradients
 from lockstep.audit.expectation import APART, are_equal, main_weight, total_weight
+from lockstep.audit.ledger import REDUCING, SCATTERING
 from lockstep.audit.mixing import Mixing, solve, unexplained
 from lockstep.audit.rules.base import at_step, named
 
@@ -60,12 +61,8 @@ class Seen:
     @cached_property
     def parameters(self) -> list[Shared]:
         """Those that are mixed so."""
-        places: Iterable[int] = []
-        if self.mixing is not None:
-            places = self.mixing.parameters
-        elif self.unexplained is not None:
-            places = self.unexplained.parameters
-        return [self.track.held[place] for place in places]
+        seen = self.mixing or self.unexplained
+        return [] if seen is None else [self.track.held[place] for place in seen.parameters]
 
     @cached_property
     def names(self) -> list[str]:
@@ -225,7 +222,7 @@ def _if_all_known(values: Iterable[float | None]) -> Numbers | None:
     return None if None in found else np.array(found, dtype=float)
 
 
-_REDUCING: Final = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "broadcast")
+_REDUCING: Final = (*REDUCING, *SCATTERING, "broadcast")
 
 
 def seen_in(track: SharedTrack, number: int, known: Seen | None) -> Iterator[Seen]:

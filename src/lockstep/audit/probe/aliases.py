@@ -17,7 +17,7 @@ import torch
 
 from lockstep.audit.facts import Alias
 from lockstep.audit.probe.frames import looks_at_its_locals, users_frames
-from lockstep.audit.probe.loss_graph import operands, weight_at
+from lockstep.audit.probe.loss_graph import TRANSPARENT, operands, weight_at
 from lockstep.audit.probe.passed_back import has_hooks
 
 if TYPE_CHECKING:
@@ -29,14 +29,11 @@ _IN_A_ROW: Final = 4
 _HELD_BY_FRAME: Final = 3
 """References to a frame's dictionary of locals: the frame's, and two while one looks."""
 
-_LINEAR: Final = {
-    f"{name}Backward0"
-    for name in (
-        *("Add", "Sub", "Neg", "Mean", "Sum", "View", "ReshapeAlias", "UnsafeView", "Unsqueeze"),
-        *("Squeeze", "Clone", "ToCopy", "Alias", "Select", "Slice", "Index", "Permute", "T"),
-        *("Transpose", "Expand", "Cat", "Stack", "Diagonal"),
-    )
-} | {"MeanBackward1", "SumBackward1", "SqueezeBackward1"}
+_LINEAR: Final = TRANSPARENT | {
+    *(f"{name}Backward0" for name in ("Add", "Sub", "Neg", "Mean", "Sum", "Select", "Slice")),
+    *(f"{name}Backward0" for name in ("Index", "Permute", "T", "Transpose", "Expand", "Cat")),
+    *("StackBackward0", "DiagonalBackward0", "MeanBackward1", "SumBackward1"),
+}
 
 
 def with_gradient(tensor: torch.Tensor) -> torch.Tensor | None:

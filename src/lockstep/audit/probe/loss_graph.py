@@ -41,7 +41,7 @@ _LOSSES: Final = {
     "BinaryCrossEntropyWithLogitsBackward0",
     "SoftMarginLossBackward0",
 }
-_TRANSPARENT: Final = {
+TRANSPARENT: Final = {
     "ViewBackward0",
     "ReshapeAliasBackward0",
     "UnsqueezeBackward0",
@@ -91,7 +91,7 @@ def factor_of(loss: torch.Tensor, weight: float = 1.0) -> float:
     """
     node, factor = loss.grad_fn, weight
     for _ in range(_NODES):
-        if node is None or node.name() not in _TRANSPARENT | _FACTORS:
+        if node is None or node.name() not in TRANSPARENT | _FACTORS:
             break
         below = operands(node, factor)
         if len(below) != 1:
@@ -125,7 +125,7 @@ def operands(node: Any, factor: float, divisors: _Divisors = ()) -> list[_Waitin
     """What `node`, which counts `factor`, was computed from, and what that counts."""
     name = node.name()
     inputs = [fn for fn, _ in node.next_functions]
-    if name in _TRANSPARENT:
+    if name in TRANSPARENT:
         return [(inputs[0], factor, divisors)]
     if name == "NegBackward0":
         return [(inputs[0], -factor, divisors)]

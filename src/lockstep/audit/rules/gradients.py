@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from lockstep.audit.diagnoses.ranks import DIFFER, SCALE
 from lockstep.audit.diagnoses.seen import seen_in
 from lockstep.audit.rules.base import Code, at_step, first_in, named, numbers
 from lockstep.audit.rules.left_by_backward import adding_backwards
@@ -25,11 +26,9 @@ if TYPE_CHECKING:
 
 BYPASSED = Code("LS101", "gradients passed no reduction")
 UNKNOWN = Code("LS102", "parameters that nobody synchronises")
-DIFFER = Code("LS104", "gradients differ after a reduction")
 MIXED = Code("LS105", "different parameters were reduced together")
 MISSING = Code("LS106", "gradients exist on some ranks only")
 COUNT = Code("LS308", "ranks took different numbers of steps")
-SCALE = Code("LS307", "loss scales differ")
 
 _CODES: Final = {"unknown": UNKNOWN, "after": DIFFER, "mixed": MIXED, "scales": SCALE}
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from lockstep.audit.diagnoses.ranks import SCALE
 from lockstep.audit.finding import with_text
 from lockstep.audit.rules.base import Code, at_step, first_in, first_of_each, named, numbers
 from lockstep.audit.rules.gradients import COUNT, are_experts, reduces_in_its_step
@@ -23,7 +24,6 @@ BETWEEN = Code("LS303", "replicas changed between two steps")
 AFTER = Code("LS304", "replicas differ after a step from equal gradients")
 HYPER = Code("LS305", "optimizers have different settings")
 STATE = Code("LS306", "optimizers have different states")
-SCALE = Code("LS307", "loss scales differ")
 
 
 class Replicas:
