@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -89,7 +90,7 @@ def _lengths(seen: Seen) -> Numbers:
     for column, backward in zip(seen.columns, seen.backwards, strict=True):
         norms = backward.local[seen.track.key].norms
         places = [shared.index[column.rank] for shared in seen.parameters]
-        found.append(float(np.sqrt(np.nansum(np.square(norms[places])))))
+        found.append(math.hypot(*np.nan_to_num(norms[places])))
     return np.array(found)
 
 

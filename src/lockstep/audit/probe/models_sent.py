@@ -82,7 +82,7 @@ def _are_weights(watched: Watched, tensor: torch.Tensor) -> bool:
     if any(hasattr(p, "to_local") for p in watched.parameters):
         return False  # pieces: the norm of the whole would take a collective
     *norms, told = lengths_of([*watched.parameters, tensor])
-    weights = math.sqrt(sum(norm**2 for norm in norms))
+    weights = math.hypot(*norms)
     return abs(told - weights) <= _SAME * weights
 
 

@@ -7,6 +7,7 @@ first such call on: it costs as much as a norm for clipping.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,8 +54,8 @@ def note_left(probe: Probe, record: Backward) -> None:
         gradients |= {known: grad for known, grad in of_root.items() if grad is not None}
         of_roots.append(list(of_root))
     lengths = dict(zip(gradients, lengths_of(list(gradients.values())), strict=True))
-    record.left += [_together(lengths[known] for known in each) for each in of_roots if each]
-    record.left.append(_together(lengths.values()))
+    record.left += [math.hypot(*(lengths[known] for known in each)) for each in of_roots if each]
+    record.left.append(math.hypot(*lengths.values()))
 
 
 def _is_real(tensor: object) -> bool:
@@ -72,8 +73,4 @@ def _is_plain(gradient: torch.Tensor | None) -> bool:
 
 
 def _length(tensors: list[Any]) -> float:
-    return _together(lengths_of(tensors))
-
-
-def _together(lengths: Any) -> float:
-    return float(sum(length**2 for length in lengths) ** 0.5)
+    return math.hypot(*lengths_of(tensors))

@@ -112,15 +112,11 @@ def _used_the_sum(step: Step, size: int) -> bool:
         return False
     if any(c.reduction != "SUM" or len(c.group) != size or not c.after for c in calls):
         return False
-    given = _together([c.before or 0.0 for c in calls])
-    received = _together([c.after or 0.0 for c in calls])
-    used = _together(np.nan_to_num(step.gradients.norms).tolist())
+    given = math.hypot(*(c.before or 0.0 for c in calls))
+    received = math.hypot(*(c.after or 0.0 for c in calls))
+    used = math.hypot(*np.nan_to_num(step.gradients.norms))
     left = step.backwards[-1].left
     return is_near(used, received) and any(is_near(given, length) for length in left)
-
-
-def _together(lengths: list[float]) -> float:
-    return float(np.linalg.norm(lengths))
 
 
 _STEPS: Final = 3
