@@ -58,12 +58,12 @@ def _watch(
     if kind == "backward":  # and not a look at the gradients of an input
         probe.harmlessly(note_mode, probe)
     before = {wrapper.key: wrapper.issued() for wrapper in probe.wrappers}
-    probe.backward, probe.in_backward = record, True
+    probe.in_backward = True
     try:
         with recorded(probe, record):
             return original(*args, **kwargs)
     finally:
-        probe.backward, probe.in_backward = None, False
+        probe.in_backward = False
         probe.following.undo()
         probe.harmlessly(passed_back.forget, probe)
         probe.harmlessly(_note_reducers, probe, record, before)

@@ -287,7 +287,6 @@ class Probe:
         self.made_waiting: list[weakref.ref[Any]] = []
         self.made_at: dict[int, list[Place]] = {}
         self.schedules: list[Schedule] = []
-        self.backward: Backward | None = None
         self.in_backward = False
         self.scaled: deque[tuple[weakref.ref[torch.Tensor], float]] = deque(maxlen=_LOSSES)
         self.living: list[weakref.ref[torch.nn.Module]] = []
