@@ -71,7 +71,7 @@ def _is_weighed(param: torch.Tensor) -> bool:
 def _named(probe: Probe, held: list[torch.Tensor]) -> tuple[dict[int, str], set[int]]:
     """By ``id(parameter)``: what the user calls it; and which are pieces of flat parameters."""
     if len(probe.ledger.tracks) >= SEARCHES and not probe.run:
-        known = [m for reference in probe.living if (m := reference()) is not None]
+        known = probe.living_modules()
         names = _names_in(known)
         if all(id(param) in names for param in held):
             return names, pieces_of_flat_parameters(known)

@@ -26,7 +26,7 @@ def note_kept_back(probe: Probe, watched: Watched, window: Window) -> None:
     step = watched.step
     if step is None or not window.backwards or not probe.ledger.facts.fsdp or step.inside_backward:
         return
-    known = _held_in_pieces(m for reference in probe.living if (m := reference()) is not None)
+    known = _held_in_pieces(probe.living_modules())
     unreduced = [
         described.name
         for param, described in zip(watched.parameters, watched.track.parameters, strict=True)
@@ -46,7 +46,7 @@ def whole_of_pieces(probe: Probe) -> dict[int, torch.Tensor]:
     """
     if not probe.ledger.facts.fsdp:
         return {}
-    known = _held_in_pieces(m for reference in probe.living if (m := reference()) is not None)
+    known = _held_in_pieces(probe.living_modules())
     whole = {
         piece: getattr(held, "_unsharded_param", None)
         for piece, (group, held) in known.items()

@@ -322,6 +322,10 @@ class Probe:
         finally:
             setattr(self.depth, name, self.inside(name) - 1)
 
+    def living_modules(self) -> list[torch.nn.Module]:
+        """Those of the modules that were found last that are still there."""
+        return [module for reference in self.living if (module := reference()) is not None]
+
     def each_window(self) -> list[Window]:
         """The windows of all optimizers, and the one that a new optimizer will begin with."""
         return [self.recent, *self.windows.values()]

@@ -42,7 +42,7 @@ def note_left(probe: Probe, record: Backward) -> None:
     """How long all gradients are that backward has left, of all models together and of each."""
     if not probe.scatters:
         return
-    modules = [m for r in probe.living if (m := r()) is not None]
+    modules = probe.living_modules()
     if any(
         has_hooks(p) for module in modules for p in module._parameters.values() if p is not None
     ):

@@ -36,7 +36,9 @@ def note_unheld(probe: Probe, watched: Watched) -> None:
         return
     if len(probe.optimizers) > _OPTIMIZERS and watched.track is not probe.ledger.tracks[0]:
         return  # one for each parameter, say: they step together, and one of them looks
-    parameters = _with_gradients(probe)
+    modules = probe.living_modules()
+    names_of = parameter_names(modules)
+    parameters = _with_gradients(modules, names_of)
     if step.number == 0:
         held = probe.parameters_held()
         unheld = [(name, p) for name, p in parameters if id(p) not in held]
@@ -55,7 +57,7 @@ def note_unheld(probe: Probe, watched: Watched) -> None:
             sizes=[p.numel() for p in tensors],
             weights=take(tensors, no_samples, norms=False),
             gradients=take([p.grad for p in tensors], no_samples),
-            left_out=[] if step.number else _left_out(probe),
+            left_out=[] if step.number else _left_out(probe, modules, names_of),
             issued=sequence_number(dist.group.WORLD) if dist.is_initialized() else -1,
         )
 
@@ -68,11 +70,9 @@ def note_told_within(watched: Watched, window: Window) -> None:
         step.beside.is_all = len(window.collectives) < window.LIMIT
 
 
-def _left_out(probe: Probe) -> list[str]:
+def _left_out(probe: Probe, modules: list[torch.nn.Module], names: dict[int, str]) -> list[str]:
     """Weights of layers of models most of which is held; not of two models that share names."""
     held = probe.parameters_held()
-    modules = [m for r in probe.living if (m := r()) is not None]
-    names = parameter_names(modules)
     known = Counter(names.values())
     found = []
     for root in outermost(modules):
@@ -84,10 +84,10 @@ def _left_out(probe: Probe) -> list[str]:
     return found
 
 
-def _with_gradients(probe: Probe) -> list[tuple[str, torch.Tensor]]:
+def _with_gradients(
+    modules: list[torch.nn.Module], names: dict[int, str]
+) -> list[tuple[str, torch.Tensor]]:
     """The parameters of all modules that have one, each once, with its name."""
-    modules = [m for r in probe.living if (m := r()) is not None]
-    names = parameter_names(modules)
     each = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
     return [
         (names.get(id(p), "?"), p) for p in each.values() if p.requires_grad and p.grad is not None
