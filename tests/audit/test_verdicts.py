@@ -2,6 +2,7 @@
 """Verdicts on recorded programs of which one thing was changed, and on facts made by hand."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -175,6 +176,23 @@ def test_loaders_of_one_line_are_epochs_where_they_read_one_dataset(told, codes)
     assert _codes_of_rank_0(loadings) == codes
 
 
+def _of_two_parameters(dtype="float32"):
+    """The ledgers of two ranks, as yet without steps."""
+    ledgers = [Ledger(rank=rank, world_size=2, started_group=True) for rank in range(2)]
+    for ledger in ledgers:
+        held = [Parameter(name, [1], dtype, samples=1) for name in ("body", "head")]
+        ledger.tracks = [Track("SGD#0", "SGD", [], held)]
+    return ledgers
+
+
+def _step(track, begun, gradient, left):
+    prints = [
+        Fingerprint(x.view(np.int64), np.abs(x), x) for x in map(np.array, (begun, gradient, left))
+    ]
+    track.steps.append(Step(track.count, [], prints[0], prints[1], exit=prints[2]))
+    track.count += 1
+
+
 def _trained_in_rounds(steps, averaged):
     """The ledgers of two ranks that go their own ways, and average a parameter after each round.
 
@@ -184,32 +202,30 @@ def _trained_in_rounds(steps, averaged):
     """
     numbers = np.random.default_rng(0)
     weights = np.ones((2, 2))
-    ledgers = [Ledger(rank=rank, world_size=2, started_group=True) for rank in range(2)]
-    for ledger in ledgers:
-        held = [Parameter(name, [1], "float32", samples=1) for name in ("body", "head")]
-        ledger.tracks = [Track("SGD#0", "SGD", [], held)]
+    ledgers = _of_two_parameters()
     for place in averaged:
         for rank, ledger in enumerate(ledgers):
-            track = ledger.tracks[0]
             for _ in range(steps[rank]):
-                begun = _print(weights[rank])
                 gradient = numbers.normal(size=2)
+                _step(ledger.tracks[0], weights[rank], gradient, weights[rank] - gradient)
                 weights[rank] -= gradient
-                left = _print(weights[rank])
-                track.steps.append(Step(track.count, [], begun, _print(gradient), exit=left))
-                track.count += 1
         weights[:, place] = weights[:, place].mean()
     return ledgers
-
-
-def _print(values):
-    return Fingerprint(values.copy().view(np.int64), np.abs(values), values.copy())
 
 
 @pytest.mark.parametrize("steps", [(3, 3), (3, 5)])
 def test_pieces_of_a_model_may_be_averaged_in_turn(steps):
     assert _graver(_trained_in_rounds(steps, averaged=[0, 1, 0, 1, 0])) == []
     assert "LS101" in _graver(_trained_in_rounds(steps, averaged=[0, 0, 0, 0, 0]))
+
+
+def test_small_weights_that_come_near_one_another_do_not_meet():
+    ledgers = _of_two_parameters("bfloat16")
+    weights = [[[1.0, 1.0]] * 7, [[1.0, 1.0], *([[1.2, 1.01], [1.01, 1.2]] * 3)]]
+    for ledger, states in zip(ledgers, weights, strict=True):
+        for begun, left in pairwise(states):
+            _step(ledger.tracks[0], begun, [0.5, 0.1 + ledger.rank], left)
+    assert _graver(ledgers) == ["LS101"]
 
 
 def _codes_of_groups(samples, groups=((0, 1), (2, 3))):

@@ -308,13 +308,22 @@ class SharedTrack:
                 if apart and not differ:
                     return True
                 first = first if apart else number
-                met |= apart - differ
+                met |= apart & self._same_to_the_bit(kind, number)
                 apart |= differ
         return bool(apart) and all(
             shared.name in met or self._meet_after(shared, first)
             for shared in self.parameters
             if shared.name in apart
         )
+
+    def _same_to_the_bit(self, kind: Kind, number: int) -> set[str]:
+        """Parameters that ranks share so: small weights may come near one another by chance."""
+        same: set[str] = set()
+        other: set[str] = set()
+        for prints, shared, held, _ in self._held(kind, number):
+            hashes = {int(prints[rank].hashes[shared.index[rank]]) for rank in held}
+            (same if len(hashes) == 1 < len(held) else other).add(shared.name)
+        return same - other
 
     def _meet_after(self, shared: Shared, step: int) -> bool:
         """Is a parameter the same on all ranks where the probe has looked between the steps?
