@@ -264,3 +264,8 @@ def test_a_rule_that_asks_for_scales_hears_nothing_of_counts():
                 backward.local.clear()
     assert _graver(ledgers) == ["LS203"]
     assert list(OwnScales().judge(World(ledgers))) == []
+
+
+def test_a_notice_of_counts_is_told_once():
+    told = [found.code for found in judge(_recorded("healthy/images_of_other_sizes"))]
+    assert told == ["LS203"]
