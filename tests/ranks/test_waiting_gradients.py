@@ -15,6 +15,7 @@ from harness import reset
 from lockstep.keys import BATCH_SIZE
 from lockstep.operator import Options
 from lockstep.worker import LoopRequest, Worker, WorkerSpec
+from lockstep.worker.per_rank_state import add_every_rank
 from ranks.table import as_threads
 from ranks.table_operators import Plain, mlp, sgd
 
@@ -143,6 +144,23 @@ def test_a_load_that_is_undone_leaves_them(operator_cls):
     expected = map(weights, on_workers(operator_cls, 2, state_after(STEPS)))
     for got, undisturbed in zip(on_workers(operator_cls, 2, body), expected, strict=True):
         assert torch.equal(got, undisturbed)
+
+
+def test_those_of_parameters_that_are_no_worker_s_own_any_more_are_left_out():
+    def own_state(worker):
+        train(worker, 3)
+        return worker.state_dict(), worker.per_rank_state()
+
+    results = on_workers(OfItsOwnInPart, 2, own_state)
+    state = add_every_rank(results[0][0], [own for _, own in results])
+
+    def go_on(worker):
+        worker.load_state(state)
+        train(worker, 1)
+        return weights(worker.state_dict())
+
+    first, second = on_workers(StepsEverySecondBatch, 2, go_on)
+    assert torch.equal(first, second)
 
 
 def test_they_are_loaded_into_a_model_of_another_dtype():

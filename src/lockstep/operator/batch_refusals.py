@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 def weight_of_inner_backward(operator: Operator, shard: ShardBatch) -> int | WeightError:
-    """What a backward within `compute_loss` counts for; an error if its peers run none, or two."""
+    """What a backward within `compute_loss` counts for.
+
+    An error, to be raised by the backward, where other workers may run another number of them.
+    """
     state = operator._lockstep
     if state.context.options.accumulate > 1:
         cause = "with accumulate, nothing is reduced before the window's last batch"

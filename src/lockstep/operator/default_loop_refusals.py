@@ -3,11 +3,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lockstep.errors import ConfigurationError
+from lockstep.operator.default_forward import require_single
 from lockstep.operator.loop_protocols import Operator
 from lockstep.operator.registration import registered_parts
+from lockstep.operator.step_actions import StepActions
 from lockstep.sync import is_local
-from lockstep.sync.optimizer_inspection import needs_closure
+from lockstep.sync.optimizer_inspection import needs_closure, optimizer_parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch.optim import Optimizer
 
 
 def refuse_optimizers(operator: Operator) -> None:
@@ -17,19 +26,23 @@ def refuse_optimizers(operator: Operator) -> None:
         ConfigurationError: there are several, or one needs a closure, or an fp16 scale would let
             one rank alone skip a step.
     """
-    run, context = registered_parts(operator), operator._lockstep.context
+    run, state = registered_parts(operator), operator._lockstep
     if operator._lockstep_overrides_loop():
         return
-    has_local = context.world_size > 1 and any(map(is_local, run.parameters()))
-    if len(run.optimizers) > 1 and not operator._lockstep_overrides(Operator.after_step):
+    optimizer = require_single(operator, "optimizer", run.optimizers)
+    trained = [parameter for parameter in run.parameters() if parameter.requires_grad]
+    has_local = state.context.world_size > 1 and any(map(is_local, trained))
+    has_plain_steps = type(state.step_actions) is StepActions
+    left = _parameters_left(optimizer, run.optimizers)
+    if left and not operator._lockstep_overrides(Operator.after_step):
         what = f"the default loop steps one optimizer, and {len(run.optimizers)} were registered"
-        cause = "the parameters of the others would never change"
+        cause = f"{left} parameters of the others would never change"
         fix = "override train_batch, and step each of them there; or give one optimizer all groups"
-    elif any(map(needs_closure, run.optimizers)):
+    elif has_plain_steps and needs_closure(optimizer):
         what = "the default loop gives an optimizer no closure, and this one needs one"
         cause = "it evaluates the loss itself, several times in a step"
         fix = "override train_batch, and call self.optimizer.step(closure) there"
-    elif context.options.precision == "fp16" and has_local:
+    elif state.context.options.precision == "fp16" and has_local:
         what = 'precision="fp16" with parameters that are each worker\'s own (lockstep.local)'
         cause = "where a local gradient overflows, one worker would skip a step that others take"
         fix = 'precision="bf16"'
@@ -37,3 +50,10 @@ def refuse_optimizers(operator: Operator) -> None:
         return
     names = ", ".join(type(each).__name__ for each in run.optimizers)
     raise ConfigurationError(what, where=type(operator).__name__, got=names, cause=cause, fix=fix)
+
+
+def _parameters_left(stepped: Optimizer, optimizers: Iterable[Optimizer]) -> int:
+    """How many parameters train and are held by other optimizers than `stepped` alone."""
+    held = set(map(id, optimizer_parameters(stepped)))
+    others = {id(p): p for each in optimizers for p in optimizer_parameters(each)}
+    return sum(p.requires_grad for number, p in others.items() if number not in held)

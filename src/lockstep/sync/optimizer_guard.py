@@ -135,14 +135,15 @@ def release(owner: ReductionRounds) -> None:
 
 
 def tell_apart(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse a round before which ranks have stepped different ones of `optimizers`.
+    """Number `optimizers`: ranks whose steps add up to other numbers are refused the next round.
 
     Args:
         optimizers: in the same order on every rank.
     """
     for place, optimizer in enumerate(optimizers):
-        # Odd: a round's check is modulo 256, and no step may add nothing to it.
-        _registry.numbers[optimizer] = 1 + place * (place + 1)
+        # Powers of three: up to two steps of each add up to a number of their own. All are odd, so
+        # that no step is lost in the check of a round, which is modulo 256.
+        _registry.numbers[optimizer] = pow(3, place, 2**20)
 
 
 def note_reduced(parameters: Iterable[torch.Tensor]) -> None:

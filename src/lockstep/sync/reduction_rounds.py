@@ -129,7 +129,8 @@ class ReductionRounds:
 
     def begin_step(self, step: int) -> None:
         """See `GradientSync.begin_step`."""
-        self.step = 16 * step + self._numbers_of_steps  # one that was left out shows in the next
+        # A step that was left out shows in the next round.
+        self.step = 16 * step + self._numbers_of_steps
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

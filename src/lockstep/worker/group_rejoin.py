@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.group import Group
 from lockstep.operator import TrainingOperator
 from lockstep.operator.sync_setup import rejoin
+from lockstep.sync import note_reduced
 from lockstep.worker import state_broadcast
 from lockstep.worker.buffer_values import (
     buffer_values,
@@ -230,7 +231,8 @@ def join(worker: Worker, rank: int, formation: Formation) -> None:
     if formation.restore is None:
         worker.snapshots.forget()
         rejoin(worker.run, operator._lockstep.context, operator._lockstep.committed)
-        worker.rollback.note_restored_gradients()
+        # A new sync does not know them. Those of a rank alone are undone, or were never restored.
+        note_reduced(worker.run.parameters())
     else:
         go_back(worker, group, formation.restore)
     worker.expect_usual_weight()

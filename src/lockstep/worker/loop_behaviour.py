@@ -78,8 +78,10 @@ class LoopBehaviour:
 
     def begin_step(self) -> None:
         """Note which gradients there are before the first batch of a step."""
-        grads = [p.grad for p in self._run.parameters() if self._is_alone and p.grad is not None]
-        self._earlier = [(weakref.ref(grad), version_of(grad)) for grad in grads]
+        self._earlier = []
+        if self._is_alone:
+            grads = [p.grad for p in self._run.parameters() if p.grad is not None]
+            self._earlier = [(weakref.ref(grad), version_of(grad)) for grad in grads]
 
     @property
     def _is_alone(self) -> bool:
@@ -95,6 +97,8 @@ class LoopBehaviour:
 
     def _uses_earlier(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether no backward of this step has added to, or replaced, some of its gradients."""
+        if not self._earlier:
+            return False
         grads = [p.grad for p in optimizer_parameters(optimizer) if p.grad is not None]
         held = {id(grad): version_of(grad) for grad in grads}
         alive = [(grad, version) for ref, version in self._earlier if (grad := ref()) is not None]

@@ -42,7 +42,7 @@ from lockstep._torch_compat import buffers_of
 from lockstep.metrics import AverageMeterCollection
 from lockstep.operator import TrainingOperator
 from lockstep.operator.state_copy import StateCopy
-from lockstep.sync import buffer_places, copy_buffers, note_reduced, put_buffers
+from lockstep.sync import buffer_places, copy_buffers, put_buffers
 from lockstep.sync.optimizer_inspection import inner_optimizers
 from lockstep.tensor_copies import TensorCopies
 from lockstep.worker.loop_behaviour import LoopBehaviour
@@ -103,7 +103,7 @@ class Rollback:
         self._call_began: int | None = None
         # Gradients that an open window held when this pass over the data, or this call, began.
         self._window_gradients: SavedGradients | None = None
-        self._at_call: SavedGradients | None = None
+        self._was_unreduced_at_call = False
         self._settings_at_call: LayersCopy | None = None
         self._buffers_at_call = copy_buffers(())
         self._in_place_writes = operator._lockstep.in_place_writes
@@ -129,7 +129,7 @@ class Rollback:
         self._call_began = (
             began if self._operator._lockstep_overrides(TrainingOperator.train_epoch) else None
         )
-        self._at_call = None if cursor.has_open_window else self.window_gradients()
+        self._was_unreduced_at_call = not cursor.has_open_window and self.holds_unreduced_window
         self._parameters = self._tracked()
         self._layers = [layer for module in self._run.modules() for layer in module.modules()]
         self._all_parameters = list(self._run.parameters())
@@ -187,10 +187,13 @@ class Rollback:
         put_buffers(self._buffers_at_call)
 
     def restore_call_start(self) -> bool:
-        """Restore settings and gradients of the call's beginning; False if some are lost."""
+        """Restore settings of the call's beginning, after its state; False if gradients are lost.
+
+        A state holds gradients that wait, but for those of this rank alone.
+        """
         if self._settings_at_call is not None:
             self._settings_at_call.restore()
-        return self.restore_window_gradients(self._at_call)
+        return not self._was_unreduced_at_call
 
     def begin_pass(self, cursor: Cursor) -> None:
         """Copy the gradients that an open window of the loop's own holds as a pass begins."""
@@ -205,6 +208,13 @@ class Rollback:
         if self._open is None or sync is None:
             return self._earlier_gradients() or self._window_gradients
         return SavedGradients.take(self._run.parameters(), is_unreduced=sync.has_open_window)
+
+    @property
+    def holds_unreduced_window(self) -> bool:
+        """Whether gradients of this rank alone wait in a window of the loop's own."""
+        if self._open is not None and self._sync is not None:
+            return self._sync.has_open_window
+        return self._window_gradients is not None and self._window_gradients.is_unreduced
 
     def _earlier_gradients(self) -> SavedGradients | None:
         """Copies of earlier steps' gradients, where the loop adds to them; None where it clears."""
@@ -221,11 +231,6 @@ class Rollback:
         if window_gradients is not None and not window_gradients.is_unreduced:
             window_gradients.restore(list(self._run.parameters()))
         return window_gradients is None or not window_gradients.is_unreduced
-
-    def note_restored_gradients(self) -> None:
-        """Tell a sync that was attached since that restored gradients are those of all ranks."""
-        if self._window_gradients is not None and not self._window_gradients.is_unreduced:
-            note_reduced(self._run.parameters())
 
     def keep(self, cursor: Cursor, committed: CommittedCounts) -> None:
         """Before a batch: open a step and copy what it may change, unless a step is open."""

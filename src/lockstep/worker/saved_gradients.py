@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lockstep.operator.training_parts import TrainingParts
 
 GRADIENTS: Final = "gradients"
-"""The key of gradients that wait, in a state and in its "local"; states without any lack it."""
+"""The key of gradients that wait, in a state and in its "local", if there are such gradients."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,18 @@ class SavedGradients:
     @classmethod
     def from_state(cls, run: TrainingParts, state: Mapping[str, Any]) -> SavedGradients | None:
         """The gradients that a state holds, which another process may have saved; None if none."""
-        local = (state.get("local") or {}).get(GRADIENTS, {})
-        by_name = {**state.get(GRADIENTS, {}), **local}
-        if not by_name:
+        shared, local = state.get(GRADIENTS, {}), (state.get("local") or {}).get(GRADIENTS, {})
+        if not shared and not local:
             return None
         names = {id(parameter): name for name, parameter in run.named_parameters().items()}
-        return cls([by_name.get(names.get(id(each), "")) for each in run.parameters()])
+        # The program that wrote the state may have marked other parameters as each rank's own.
+        held = [local if is_local(each) else shared for each in run.parameters()]
+        return cls(
+            [
+                of_kind.get(names.get(id(each), ""))
+                for of_kind, each in zip(held, run.parameters(), strict=True)
+            ]
+        )
 
     def by_name(self, run: TrainingParts, *, local: bool) -> dict[str, torch.Tensor]:
         """The gradients by the names of their parameters.

@@ -128,8 +128,7 @@ class StateAccess:
         Args:
             take: see `lockstep.worker.state_dict.collect`.
         """
-        waiting = self._waiting_gradients()
-        if self.rank == 0 and waiting is not None and waiting.is_unreduced:
+        if self.rank == 0 and self._rollback is not None and self._rollback.holds_unreduced_window:
             _log.warning(
                 "a state was taken while gradients wait under no_sync(), which it does not hold:"
                 " what goes on from it lacks them. Close the window before: run its last backward"
@@ -138,7 +137,7 @@ class StateAccess:
         return self.copy_state(take)
 
     def copy_state(self, take: Callable[[Any], Any] = state_dicts.copy_to_cpu) -> dict[str, Any]:
-        """As `state_dict`, for a worker that may go back to the state."""
+        """As `state_dict`, without the warning of gradients that the state leaves out."""
         state = state_dicts.collect(self.operator, self.run, take)
         state["epoch"] = self.epochs_entered
         state["position"] = self._dataset_switch.positions(self.cursors)
@@ -147,8 +146,7 @@ class StateAccess:
         state["seed"], state["num_shards"] = assignment.seed, assignment.num_shards
         if self.run.has_local_tensors:
             state["local"] = take(self.local_state())
-        waiting = self._waiting_gradients()
-        if waiting is not None and not waiting.is_unreduced:
+        if (waiting := self._waiting_gradients()) is not None:
             state[GRADIENTS] = take(waiting.by_name(self.run, local=False))
         return state
 
@@ -169,13 +167,14 @@ class StateAccess:
         return state
 
     def _waiting_gradients(self) -> SavedGradients | None:
-        """The gradients that wait in a loop of the user's own for an optimizer."""
+        """The gradients of all ranks that wait in a loop of the user's own for an optimizer."""
         cursor = self.cursors.get("train")
         # A state within a window of the default loop is rewound, and goes without.
         is_rewound = cursor is not None and cursor.has_open_window
         if self._rollback is None or self.spec.saves_parts or is_rewound:
             return None
-        return self._rollback.window_gradients()
+        has_none = self._rollback.holds_unreduced_window
+        return None if has_none else self._rollback.window_gradients()
 
     def _rewind_to_window(self, state: dict[str, Any]) -> None:
         """Set the state back to the start of an open window, whose gradients are not saved."""
@@ -235,8 +234,7 @@ class StateAccess:
         """This rank's `lockstep.local` tensors; in an open window those of its start."""
         own = local_state(self.run)
         self._put_window_start(own)
-        waiting = self._waiting_gradients()
-        if waiting is not None and not waiting.is_unreduced:
+        if (waiting := self._waiting_gradients()) is not None:
             own[GRADIENTS] = waiting.by_name(self.run, local=True)
         return own
 

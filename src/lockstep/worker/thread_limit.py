@@ -8,16 +8,19 @@ the first worker notes the number that the program had, and the last one restore
 from __future__ import annotations
 
 import threading
+import weakref
 
 import torch
 
 _lock = threading.Lock()
-_holders: set[ThreadLimit] = set()
 _before = 1
 
 
 class ThreadLimit:
     """One worker's claim on the number of threads."""
+
+    def __init__(self) -> None:
+        self._threads = 1
 
     def set(self, threads: int) -> None:
         global _before
@@ -25,6 +28,7 @@ class ThreadLimit:
             if not _holders:
                 _before = torch.get_num_threads()
             _holders.add(self)
+            self._threads = threads
             torch.set_num_threads(threads)
 
     def release(self) -> None:
@@ -32,5 +36,9 @@ class ThreadLimit:
         with _lock:
             if self in _holders:
                 _holders.discard(self)
-                if not _holders:
-                    torch.set_num_threads(_before)
+                left = [each._threads for each in _holders]
+                torch.set_num_threads(left[0] if left else _before)
+
+
+# Weakly: a trainer that nobody shuts down keeps no claim.
+_holders: weakref.WeakSet[ThreadLimit] = weakref.WeakSet()

@@ -31,6 +31,23 @@ class StepsTheSecondAfterwards(TwoOptimizers):
         self.steps += 1
 
 
+class SwitchesLater(Regression):
+    """Both optimizers hold all parameters."""
+
+    def setup(self, config):
+        model = linear()
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+        self.register(models=model, optimizers=optimizers, criterion=nn.MSELoss())
+        self.optimizer = optimizers[0]
+        self.register_data(train_loader=loader(), validation_loader=loader())
+
+
+class HasAFrozenLayerLeft(TwoOptimizers):
+    def setup(self, config):
+        super().setup(config)
+        self._lockstep.registered.plain_models()[0][1].requires_grad_(False)
+
+
 class Closure(Regression):
     def setup(self, config):
         model = linear()
@@ -55,6 +72,12 @@ def test_a_second_optimizer_may_step_after_the_first_one():
     with trainer(StepsTheSecondAfterwards) as one:
         one.train(num_steps=2)
         assert one.get_local_operator().steps == 2
+
+
+@pytest.mark.parametrize("operator_cls", [SwitchesLater, HasAFrozenLayerLeft])
+def test_other_optimizers_without_parameters_of_their_own_that_train_are_no_matter(operator_cls):
+    with trainer(operator_cls) as one:
+        one.train(num_steps=1)
 
 
 class OfEachItsOwn(Regression):

@@ -37,3 +37,23 @@ def test_a_trainer_that_is_made_before_the_last_one_is_closed(threads):
     assert torch.get_num_threads() == 1
     second.shutdown()
     assert torch.get_num_threads() == threads
+
+
+def test_a_claim_that_nobody_gives_up_ends_with_its_worker(threads):
+    dropped = ThreadLimit()
+    dropped.set(1)
+    del dropped
+    torch.set_num_threads(threads)
+    claim = ThreadLimit()
+    claim.set(1)
+    claim.release()
+    assert torch.get_num_threads() == threads
+
+
+def test_a_claim_that_stays_gets_its_own_number(threads):
+    first, second = ThreadLimit(), ThreadLimit()
+    first.set(2)
+    second.set(1)
+    second.release()
+    assert torch.get_num_threads() == 2
+    first.release()

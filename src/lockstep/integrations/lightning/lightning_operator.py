@@ -85,7 +85,8 @@ def from_lightning(
         train_dataloader, val_dataloader: loaders instead of the module's own.
         datamodule: a LightningDataModule, class or instance, or a function from the config.
         gradient_clip_val, gradient_clip_algorithm: "norm" (the default) or "value".
-        max_epochs: for schedulers that ask ``self.trainer.estimated_stepping_batches``.
+        max_epochs: for schedulers that ask ``self.trainer.max_epochs``, or for
+            ``self.trainer.estimated_stepping_batches``.
 
     Raises:
         WrongTypeError: `module_cls` is none of these.
@@ -459,7 +460,8 @@ class LightningOperator(TrainingOperator):
         for target in self._hook_targets:
             target.teardown("fit")
         self.module.trainer = None
-        if self.datamodule is not None:
+        # In the driver's process another trainer may have been made with it since.
+        if self.datamodule is not None and self.datamodule.trainer is self._view:
             self.datamodule.trainer = None
         type(self)._is_manual = False  # in the driver's process the class is used again
 

@@ -43,6 +43,9 @@ _CONSTANTS: Final[dict[str, Any]] = {
 _PRECISIONS: Final = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
+_SAY_MAX_EPOCHS: Final = "TrainingOperator.from_lightning(MyModule, max_epochs=...)"
+
+
 class NoSuchTrainerAttributeError(NotAvailableError, AttributeError):
     """A module read an attribute of its trainer that only Lightning's own trainer has."""
 
@@ -55,7 +58,7 @@ class TrainerView:
     callback_metrics: dict[str, Any]
     optimizers: list[torch.optim.Optimizer]
     num_training_batches: float
-    _max_epochs: int | None
+    max_epochs: int
     accumulate_grad_batches: int
 
     def __init__(self, operator: TrainingOperator, factory: ModuleFactory, datamodule: Any) -> None:
@@ -79,7 +82,6 @@ class TrainerView:
             val_dataloaders=None,
             optimizers=[],
             lr_scheduler_configs=[],
-            _max_epochs=factory.max_epochs,
             precision=_PRECISIONS[options.precision],
             accumulate_grad_batches=options.accumulate,
             gradient_clip_val=options.clip_grad_norm if clip_value is None else clip_value,
@@ -87,6 +89,9 @@ class TrainerView:
             strategy=plugin,
             precision_plugin=plugin,
         )
+
+        if factory.max_epochs is not None:
+            vars(self)["max_epochs"] = factory.max_epochs
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise NotAvailableError(
@@ -101,6 +106,11 @@ class TrainerView:
         # `copy` and `pickle` look up dunder names, and expect an AttributeError.
         if name.startswith("__"):
             raise AttributeError(name)
+        if name == "max_epochs":
+            raise NoSuchTrainerAttributeError(
+                "self.trainer.max_epochs is not there: nobody said how long the run will be",
+                fix=_SAY_MAX_EPOCHS,
+            )
         raise NoSuchTrainerAttributeError(
             f"self.trainer.{name} is not there: a lockstep trainer runs this module",
             fix="write what you need it for in the program around trainer.train(), or read"
@@ -132,24 +142,18 @@ class TrainerView:
     progress_bar_metrics = logged_metrics
 
     @property
-    def max_epochs(self) -> int:
-        """The number of epochs that the program has announced."""
-        if self._max_epochs is None:
-            raise NotAvailableError(
-                "how long the run will be is not known here: nobody said max_epochs",
-                where="self.trainer.max_epochs, self.trainer.estimated_stepping_batches",
-                fix="TrainingOperator.from_lightning(MyModule, max_epochs=...)",
-            )
-        return self._max_epochs
-
-    @property
     def estimated_stepping_batches(self) -> float:
         """Optimizer steps of the whole run, for schedulers that need to know their end."""
-        epochs = self.max_epochs
+        if "max_epochs" not in vars(self):
+            raise NotAvailableError(
+                "how many steps the run will have is not known here: nobody said max_epochs",
+                where="self.trainer.estimated_stepping_batches",
+                fix=_SAY_MAX_EPOCHS,
+            )
         if self.num_training_batches == math.inf:
             return math.inf
         in_epoch = math.ceil(self.num_training_batches / self.accumulate_grad_batches)
-        return in_epoch * epochs
+        return in_epoch * self.max_epochs
 
 
 def update_view(view: TrainerView, **values: Any) -> None:

@@ -100,6 +100,19 @@ def test_a_length_that_nobody_said_is_missed_where_it_is_asked_for():
         TorchTrainer(training_operator_cls=untold)
 
 
+class AsksCarefully(Classifier):
+    def configure_optimizers(self):
+        self.told = getattr(self.trainer, "max_epochs", None)
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("epochs", [None, 2])
+def test_a_module_may_ask_whether_the_length_is_known(epochs):
+    operator = TrainingOperator.from_lightning(AsksCarefully, loader(), max_epochs=epochs)
+    with TorchTrainer(training_operator_cls=operator) as trainer:
+        assert trainer.get_local_operator().module.told == epochs
+
+
 class ClipsByANumber(Classifier):
     """A number that is not above zero means: not at all."""
 
@@ -130,5 +143,8 @@ def test_a_data_module_forgets_the_trainer_that_has_ended():
     operator = TrainingOperator.from_lightning(Classifier, datamodule=data)
     with TorchTrainer(training_operator_cls=operator) as trainer:
         trainer.train(num_steps=1)
+        second = TorchTrainer(training_operator_cls=operator)
+    assert data.trainer is not None  # the second one's
+    second.shutdown()
     assert data.trainer is None
     cloudpickle.dumps(operator)
