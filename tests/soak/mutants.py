@@ -74,7 +74,7 @@ MUTANTS = {
         "        if False and last is not None",
     ),
     "rounds_of_other_steps_are_added_up": Mutant(
-        "sync/reduction_rounds.py", "        self.step += 1\n", ""
+        "sync/reduction_rounds.py", "        self.step += number\n", ""
     ),
     "late_parameters_are_not_seen": Mutant(
         "sync/late_parameters.py", "        if id(module) in self._members:", "        if False:"
