@@ -332,7 +332,11 @@ class Helper:
 def trains_beside_a_helper():
     """In a group of three bundles: one for itself, one for the helper, and one is left."""
     os.environ["LOCKSTEP_START_TIMEOUT_S"] = "1"
-    helper = Helper.remote()
+    # Not in the first bundle, whose CPU Ray lends to others while this task waits.
+    second = PlacementGroupSchedulingStrategy(
+        ray.util.get_current_placement_group(), placement_group_bundle_index=1
+    )
+    helper = Helper.options(scheduling_strategy=second).remote()
     assert ray.get(helper.answer.remote())
     try:
         TorchTrainer(
