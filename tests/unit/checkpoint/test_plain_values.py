@@ -242,7 +242,7 @@ def test_a_modules_own_state_keeps_its_layout_versions(tmp_path: Path, write: An
         (np.datetime64("2020-01-01"), "datetime64"),
         (np.datetime64("2020-01-01", "ns"), "datetime64"),  # its `item` is an int
         (np.timedelta64(5, "ns"), "timedelta64"),
-        (np.datetime64("NaT"), "datetime64"),  # its `item` is None
+        (np.datetime64("NaT", "ns"), "datetime64"),  # its `item` is None
         (torch.ones(2, device="meta"), "Tensor"),
         (torch.nn.Linear(1, 1), "Linear"),
         (torch.nn.UninitializedParameter(), "UninitializedParameter"),
