@@ -67,7 +67,7 @@ class ReducesEverySecondBatch(StepsEverySecondBatch):
         return {}
 
 
-def on_workers(operator_cls, num_workers, body):
+def on_workers(operator_cls, num_workers, body, **options):
     """What `body(worker)` returns on each worker."""
     spec = WorkerSpec(
         operator_cls,
@@ -75,7 +75,7 @@ def on_workers(operator_cls, num_workers, body):
         num_workers,
         num_shards=num_workers,
         seed=0,
-        options=Options(),
+        options=Options(**options),
     )
 
     def one_rank(rank, make_group):
@@ -191,3 +191,10 @@ def test_those_under_no_sync_are_named(num_steps, caplog):
         states = on_workers(ReducesEverySecondBatch, 2, state_after(num_steps))
     assert all("gradients" not in state for state in states)
     assert ("no_sync" in caplog.text) == (num_steps == 5)
+
+
+def test_a_window_of_the_default_loop_is_begun_anew_and_leaves_nothing_out(caplog):
+    with caplog.at_level(logging.WARNING, logger="lockstep"):
+        states = on_workers(Plain, 2, state_after(1), accumulate=2)
+    assert [state["global_step"] for state in states] == [0, 0]
+    assert caplog.text == ""

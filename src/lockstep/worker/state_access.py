@@ -128,7 +128,8 @@ class StateAccess:
         Args:
             take: see `lockstep.worker.state_dict.collect`.
         """
-        if self.rank == 0 and self._rollback is not None and self._rollback.holds_unreduced_window:
+        rollback = None if self._is_rewound else self._rollback
+        if self.rank == 0 and rollback is not None and rollback.holds_unreduced_window:
             _log.warning(
                 "a state was taken while gradients wait under no_sync(), which it does not hold:"
                 " what goes on from it lacks them. Close the window before: run its last backward"
@@ -168,13 +169,16 @@ class StateAccess:
 
     def _waiting_gradients(self) -> SavedGradients | None:
         """The gradients of all ranks that wait in a loop of the user's own for an optimizer."""
-        cursor = self.cursors.get("train")
-        # A state within a window of the default loop is rewound, and goes without.
-        is_rewound = cursor is not None and cursor.has_open_window
-        if self._rollback is None or self.spec.saves_parts or is_rewound:
+        rollback = None if self._is_rewound or self.spec.saves_parts else self._rollback
+        if rollback is None or rollback.holds_unreduced_window:
             return None
-        has_none = self._rollback.holds_unreduced_window
-        return None if has_none else self._rollback.window_gradients()
+        return rollback.window_gradients()
+
+    @property
+    def _is_rewound(self) -> bool:
+        """Whether a state goes back to the start of an open window, and so holds no gradients."""
+        cursor = self.cursors.get("train")
+        return cursor is not None and cursor.has_open_window
 
     def _rewind_to_window(self, state: dict[str, Any]) -> None:
         """Set the state back to the start of an open window, whose gradients are not saved."""
@@ -189,8 +193,7 @@ class StateAccess:
 
     def _put_window_start(self, state: dict[str, Any]) -> None:
         """Give the modules' tensors in `state` the values from before an open window."""
-        cursor = self.cursors.get("train")
-        if cursor is None or not cursor.has_open_window:
+        if not self._is_rewound:
             return
         states = [*state["models"], state["criterion"]]
         before = self.operator._lockstep.window.buffers_before
@@ -202,8 +205,7 @@ class StateAccess:
     @property
     def _user_state_before(self) -> UserStateCopy | None:
         """The user's own state from the start of an open window; None without either."""
-        cursor = self.cursors.get("train")
-        if self._rollback is None or cursor is None or not cursor.has_open_window:
+        if self._rollback is None or not self._is_rewound:
             return None
         return self._rollback.user_state_before
 
