@@ -18,22 +18,23 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from lockstep.operator.operator_state import OperatorState
+    from lockstep.operator.training_parts import TrainingParts
+
 
 def refuse_optimizers(operator: Operator) -> None:
     """Before the default loop trains: refuse optimizers that it cannot step.
 
     Raises:
-        ConfigurationError: there are several, or one needs a closure, or an fp16 scale would let
-            one rank alone skip a step.
+        ConfigurationError: others than the one that is stepped hold parameters that train, or it
+            needs a closure, or an fp16 scale would let one rank alone skip a step.
     """
     run, state = registered_parts(operator), operator._lockstep
     if operator._lockstep_overrides_loop():
         return
     optimizer = require_single(operator, "optimizer", run.optimizers)
-    trained = [parameter for parameter in run.parameters() if parameter.requires_grad]
-    has_local = state.context.world_size > 1 and any(map(is_local, trained))
     has_plain_steps = type(state.step_actions) is StepActions
-    left = _parameters_left(optimizer, run.optimizers)
+    left = _parameters_left(optimizer, run.optimizers) if len(run.optimizers) > 1 else 0
     if left and not operator._lockstep_overrides(Operator.after_step):
         what = f"the default loop steps one optimizer, and {len(run.optimizers)} were registered"
         cause = f"{left} parameters of the others would never change"
@@ -42,7 +43,7 @@ def refuse_optimizers(operator: Operator) -> None:
         what = "the default loop gives an optimizer no closure, and this one needs one"
         cause = "it evaluates the loss itself, several times in a step"
         fix = "override train_batch, and call self.optimizer.step(closure) there"
-    elif state.context.options.precision == "fp16" and has_local:
+    elif _may_skip_alone(run, state):
         what = 'precision="fp16" with parameters that are each worker\'s own (lockstep.local)'
         cause = "where a local gradient overflows, one worker would skip a step that others take"
         fix = 'precision="bf16"'
@@ -52,8 +53,15 @@ def refuse_optimizers(operator: Operator) -> None:
     raise ConfigurationError(what, where=type(operator).__name__, got=names, cause=cause, fix=fix)
 
 
+def _may_skip_alone(run: TrainingParts, state: OperatorState) -> bool:
+    """Whether a scaler would look at gradients that are each rank's own."""
+    if state.context.options.precision != "fp16" or state.context.world_size == 1:
+        return False
+    return any(is_local(each) and each.requires_grad for each in run.parameters())
+
+
 def _parameters_left(stepped: Optimizer, optimizers: Iterable[Optimizer]) -> int:
-    """How many parameters train and are held by other optimizers than `stepped` alone."""
+    """How many parameters train that others of `optimizers` hold, and `stepped` does not."""
     held = set(map(id, optimizer_parameters(stepped)))
     others = {id(p): p for each in optimizers for p in optimizer_parameters(each)}
     return sum(p.requires_grad for number, p in others.items() if number not in held)

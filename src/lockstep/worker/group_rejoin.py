@@ -231,7 +231,8 @@ def join(worker: Worker, rank: int, formation: Formation) -> None:
     if formation.restore is None:
         worker.snapshots.forget()
         rejoin(worker.run, operator._lockstep.context, operator._lockstep.committed)
-        # A new sync does not know them. Those of a rank alone are undone, or were never restored.
+        # A sync that was attached anew does not know that gradients which wait are those of all
+        # ranks. Gradients of a rank alone have been undone, and are restored nowhere.
         note_reduced(worker.run.parameters())
     else:
         go_back(worker, group, formation.restore)

@@ -53,14 +53,13 @@ class SavedGradients:
         if not shared and not local:
             return None
         names = {id(parameter): name for name, parameter in run.named_parameters().items()}
-        # The program that wrote the state may have marked other parameters as each rank's own.
-        held = [local if is_local(each) else shared for each in run.parameters()]
-        return cls(
-            [
-                of_kind.get(names.get(id(each), ""))
-                for of_kind, each in zip(held, run.parameters(), strict=True)
-            ]
-        )
+
+        def saved(parameter: nn.Parameter) -> torch.Tensor | None:
+            # The program that wrote the state may have marked others as each rank's own.
+            of_kind: Mapping[str, torch.Tensor] = local if is_local(parameter) else shared
+            return of_kind.get(names.get(id(parameter), ""))
+
+        return cls(list(map(saved, run.parameters())))
 
     def by_name(self, run: TrainingParts, *, local: bool) -> dict[str, torch.Tensor]:
         """The gradients by the names of their parameters.

@@ -14,6 +14,8 @@ import torch
 
 _lock = threading.Lock()
 _before = 1
+# Weakly: a trainer that nobody shuts down keeps no claim.
+_holders: weakref.WeakSet[ThreadLimit] = weakref.WeakSet()
 
 
 class ThreadLimit:
@@ -38,7 +40,3 @@ class ThreadLimit:
                 _holders.discard(self)
                 left = [each._threads for each in _holders]
                 torch.set_num_threads(left[0] if left else _before)
-
-
-# Weakly: a trainer that nobody shuts down keeps no claim.
-_holders: weakref.WeakSet[ThreadLimit] = weakref.WeakSet()

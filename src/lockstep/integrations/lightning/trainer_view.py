@@ -41,8 +41,6 @@ _CONSTANTS: Final[dict[str, Any]] = {
 """The attributes of a Lightning trainer that was given no loggers and no callbacks."""
 
 _PRECISIONS: Final = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
-
-
 _SAY_MAX_EPOCHS: Final = "TrainingOperator.from_lightning(MyModule, max_epochs=...)"
 
 
@@ -89,7 +87,6 @@ class TrainerView:
             strategy=plugin,
             precision_plugin=plugin,
         )
-
         if factory.max_epochs is not None:
             vars(self)["max_epochs"] = factory.max_epochs
 
