@@ -6,11 +6,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep.errors import PeerLostError
-from lockstep.operator import Options
-from lockstep.worker import Worker, WorkerSpec
-from ranks.table import as_threads
-
 SAMPLES, GLOBAL_BATCH = 44, 8
 """Not a multiple: the last global batch of an epoch has 4 samples."""
 STEPS = -(-SAMPLES // GLOBAL_BATCH)
@@ -79,24 +74,3 @@ def farthest(model, other):
     """The largest difference between two models' weights."""
     pairs = zip(model.parameters(), other.parameters(), strict=True)
     return max((a - b).abs().max().item() for a, b in pairs)
-
-
-def on_two_threads(operator_cls, body, **options):
-    """``body(worker)`` on each of two ranks, which are threads over real gloo."""
-    spec = WorkerSpec(operator_cls, {}, 2, num_shards=2, seed=0, options=Options(**options))
-
-    def one_rank(rank, make_group):
-        worker = Worker(spec, rank, rank)
-        worker._group = make_group()
-        try:
-            worker._build_operator(torch.device("cpu"))
-            return body(worker)
-        finally:
-            worker.stop()
-
-    results = as_threads(2, one_rank)
-    failures = [result for result in results if isinstance(result, BaseException)]
-    # A rank that lost its peer says less than the peer.
-    for failure in sorted(failures, key=lambda one: isinstance(one, PeerLostError)):
-        raise failure
-    return results

@@ -10,9 +10,9 @@ from tests.unit.integrations.lightning.modules import (
     Classifier,
     by_lightning,
     farthest,
-    on_two_threads,
     problem,
 )
+from tests.unit.integrations.lightning.two_threads import on_two_threads
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Subset
 

@@ -11,9 +11,9 @@ from tests.unit.integrations.lightning.modules import (
     STEPS,
     Classifier,
     loader,
-    on_two_threads,
     problem,
 )
+from tests.unit.integrations.lightning.two_threads import on_two_threads
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from lockstep import TorchTrainer, TrainingOperator
