@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import zlib
 from contextlib import suppress
-from numbers import Integral
+from numbers import Integral, Number
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final
 
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from lockstep.content_digest import content_digest
 
@@ -22,6 +24,10 @@ _LEAST: Final = 8
 _PARTS: Final = 8
 """Of a sample, at most."""
 _DEPTH: Final = 3
+_SETTINGS: Final = (str, int, float, PurePath)
+_FINGERPRINT: Final = "_fingerprint"
+"""With which a dataset of Hugging Face's names its samples."""
+_COLUMNS: Final = (list, tuple, np.ndarray, np.memmap, torch.Tensor)
 
 
 def contents_of(dataset: Any, size: int | None) -> list[int]:
@@ -31,9 +37,8 @@ def contents_of(dataset: Any, size: int | None) -> list[int]:
     Lists in which samples have the same name tell nothing, as those of labels. Nothing of the
     program's is called: it may read files, or draw random numbers.
     """
-    held = [dataset] if type(dataset) is list else getattr(dataset, "__dict__", {}).values()
     found = []
-    for column in list(held):
+    for column in _held_by(dataset).values():
         if type(column) not in (list, tuple) or len(column) != size or size < _LEAST:
             continue
         places = _spread(size)
@@ -63,6 +68,65 @@ def held_contents(dataset: Any) -> list[str | int]:
     with suppress(TypeError, NotImplementedError):  # from its `__len__`
         return [*contents_of(dataset, len(dataset))]
     return []
+
+
+def identity_of(dataset: Any) -> int | None:
+    """A number that two ranks have in common only where their datasets hold the same samples.
+
+    None of a dataset that holds no list, array or tensor in which each sample is another one, as
+    one that computes them when it is asked. Everything that tells two datasets apart counts here,
+    also what `contents_of` leaves out: numbers, whole paths, settings such as a folder or a seed.
+    So datasets with two identities may well have the same samples.
+    """
+    described: list[str] = []
+    try:
+        is_known = _describe(dataset, described, _DEPTH)
+    except (TypeError, NotImplementedError):  # of one that has no length
+        return None
+    return zlib.crc32("\n".join(described).encode()) if is_known else None
+
+
+def _describe(dataset: Any, described: list[str], depth: int) -> bool:
+    """Add what `dataset` and those within it hold; True if that tells one sample from another."""
+    is_known = False
+    size = len(dataset)
+    for name, value in _held_by(dataset).items():
+        described.append(f"{name}={value}" if isinstance(value, _SETTINGS) else name)
+        is_known |= name == _FINGERPRINT
+        for part in _parts(value, size):
+            if _is_column(part, size):
+                samples = [part[place] for place in _spread(size)]
+                digests = [content_digest(sample) for sample in samples]
+                described += digests
+                # A number that each sample has may be its place, which is the same in any dataset.
+                is_known |= len({*digests}) == len(digests) and not any(map(_is_number, samples))
+            elif depth and (isinstance(part, Dataset) or _FINGERPRINT in _held_by(part)):
+                is_known |= _describe(part, described, depth - 1)
+    return is_known
+
+
+def _parts(value: Any, size: int) -> list[Any]:
+    """What `value` holds, if those are few and no samples; else `value`."""
+    if _is_column(value, size):
+        return [value]
+    held = [*value.values()] if type(value) is dict else value
+    return list(held[:_PARTS]) if type(held) in (list, tuple) else [held]
+
+
+def _is_column(value: Any, size: int) -> bool:
+    """Does `value` have a place for each sample?"""
+    is_one = type(value) in _COLUMNS and (getattr(value, "ndim", 1) > 0)
+    return size >= _LEAST and is_one and len(value) == size
+
+
+def _is_number(sample: Any) -> bool:
+    return isinstance(sample, Number) or getattr(sample, "ndim", 1) == 0
+
+
+def _held_by(dataset: Any) -> dict[str, Any]:
+    if type(dataset) is list:
+        return {"": dataset}
+    return dict(getattr(dataset, "__dict__", {}))
 
 
 def _spread(size: int) -> range:

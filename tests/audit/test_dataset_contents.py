@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, TensorDataset
 
 from lockstep.audit.probe.hooking import hook_in
 from lockstep.audit.probe.probe import Probe
-from lockstep.dataset_contents import contents_of
+from lockstep.dataset_contents import contents_of, identity_of
 
 
 class Listed(Dataset):
@@ -92,3 +92,62 @@ def test_functions_that_shuffle_are_pickled_while_they_are_watched():
     finally:
         probe.stop()
     assert (np.random.permutation, np.random.shuffle, random.shuffle) == functions
+
+
+class Held(Dataset):
+    """Has what it is given as attributes, and so many samples."""
+
+    def __init__(self, **held):
+        vars(self).update(held)
+
+    def __len__(self):
+        return 40
+
+
+def _pictures(seed):
+    return torch.randint(256, (40, 3), generator=torch.Generator().manual_seed(seed))
+
+
+IDENTITIES = {
+    "tensors": lambda seed: Held(images=_pictures(seed), labels=torch.arange(40) % 2),
+    "arrays": lambda seed: Held(data=_pictures(seed).numpy()),
+    "a dictionary": lambda seed: Held(data={"x": _pictures(seed), "y": list(range(40))}),
+    "paths": lambda seed: Held(files=[f"/data/{seed}/{name}" for name in NAMES]),
+    "a folder": lambda seed: Held(root=Path("data") / str(seed), files=NAMES),
+    "within another": lambda seed: Held(base=TensorDataset(_pictures(seed))),
+    "joined": lambda seed: ConcatDataset([Held(x=_pictures(seed)), Held(x=_pictures(9))]),
+    "of Hugging Face's": lambda seed: Held(_fingerprint=f"{seed:016x}"),
+}
+
+
+@pytest.mark.parametrize("kind", IDENTITIES)
+def test_equal_datasets_are_known_and_different_ones_are_not_taken_for_one(kind):
+    made = IDENTITIES[kind]
+    assert identity_of(made(1)) is not None
+    assert identity_of(made(1)) == identity_of(made(1))
+    assert identity_of(made(1)) != identity_of(made(2))
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        pytest.param({}, id="nothing"),
+        pytest.param({"numbers": list(range(40))}, id="numbers"),
+        pytest.param({"numbers": torch.arange(40), "scale": torch.tensor(2.0)}, id="a tensor"),
+        pytest.param({"labels": [number % 3 for number in range(40)]}, id="labels"),
+        pytest.param({"cache": [None] * 40}, id="a cache"),
+        pytest.param({"shown": NAMES[:8]}, id="of another length"),
+    ],
+)
+def test_a_dataset_that_computes_its_samples_has_no_identity(held):
+    assert identity_of(Held(**held)) is None
+
+
+def test_a_stream_has_no_identity():
+    class Stream(IterableDataset):
+        names = NAMES
+
+        def __iter__(self):
+            return iter(NAMES)
+
+    assert identity_of(Stream()) is None

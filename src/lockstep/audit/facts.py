@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from lockstep.audit.finding import Place
@@ -336,13 +336,18 @@ class WorkerDraws:
     after: dict[str, int] = field(default_factory=dict)
 
 
+MOST_INDICES: Final = 20_000
+"""Of one iteration over a loader."""
+
+
 @dataclass
 class Loading:
     """One iteration over a data loader: which samples, or what the batches held.
 
     `part` stands for the samples that a ``Subset`` has, and `samples` are the `indices` in the
     dataset that it was taken from. `contents` has a number for each list of names in a dataset that
-    a sampler shares out; see `lockstep.dataset_contents`. `rows` tells, for each tensor of a
+    a sampler shares out, and `dataset` stands for all that the dataset holds (of a ``Subset``, the
+    one that it was taken from); see `lockstep.dataset_contents`. `rows` tells, for each tensor of a
     batch, what the samples of the first `indices` held, or of a stream the first samples, and
     `shapes` are those of the first batch. What a sampler says of
     itself are its `replicas` and whether it `shuffles`; `step` says how many steps there had been.
@@ -366,6 +371,7 @@ class Loading:
     shuffles: bool | None = None
     part: int | None = None
     contents: list[int] = field(default_factory=list)
+    dataset: int | None = None
     size: int | None = None
     training: bool = False
     has_ended: bool = False

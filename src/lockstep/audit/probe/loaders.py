@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from torch.utils.data import dataloader as module
 
-from lockstep.audit.facts import Loading
+from lockstep.audit.facts import MOST_INDICES, Loading
 from lockstep.audit.probe.batches import (
     BATCHES,
     ROWS,
@@ -24,15 +24,15 @@ from lockstep.audit.probe.batches import (
     tensors_or_contents,
 )
 from lockstep.audit.probe.frames import users_lines
+from lockstep.audit.probe.records import LoaderKey
 from lockstep.audit.probe.worker_draws import SeenInit, drawn_by_workers, places_of, room_for
-from lockstep.dataset_contents import contents_of
+from lockstep.dataset_contents import contents_of, identity_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lockstep.audit.probe.probe import Probe
 
-_INDICES: Final = 20_000
 _LOADINGS: Final = 64
 
 _shared_with_workers: Final[deque[Any]] = deque(maxlen=4 * _LOADINGS)
@@ -77,17 +77,23 @@ def _note_beginning(probe: Probe, iterator: Any, loader: DataLoader[Any]) -> Non
     if loader not in keys:
         # A dataset of a loader stays; its indices may be millions.
         key = f"{type(loader.dataset).__name__}#{len(keys)}"
-        keys[loader] = (key, _part(loader.dataset), probe.harmlessly(_contents, loader) or [])
-    key, part, contents = keys[loader]
+        keys[loader] = LoaderKey(
+            key,
+            _part(loader.dataset),
+            probe.harmlessly(_contents, loader) or [],
+            probe.harmlessly(identity_of, _whole(loader.dataset)),
+        )
+    known = keys[loader]
     loading = Loading(
-        key,
+        known.key,
         users_lines(),
         sampler=_sampler_name(loader),
         replicas=_replicas(loader),
         shuffles=getattr(_sampler(loader), "shuffle", None),
         size=_size(loader.dataset),
-        part=part,
-        contents=contents,
+        part=known.part,
+        contents=known.contents,
+        dataset=known.dataset,
         step=probe.steps_done,
         worker_seed=int(iterator._base_seed) if loader.num_workers else None,
     )
@@ -174,6 +180,13 @@ def _contents(loader: DataLoader[Any]) -> list[int]:
     return contents_of(loader.dataset, _size(loader.dataset))
 
 
+def _whole(dataset: Any) -> Any:
+    """The dataset that a ``Subset`` was taken from."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset
+
+
 def _of_the_whole(dataset: Any, index: int) -> int:
     """Which sample of the dataset that a ``Subset`` was taken from."""
     while isinstance(dataset, Subset):
@@ -184,7 +197,7 @@ def _of_the_whole(dataset: Any, index: int) -> int:
 def _next_index(probe: Probe, original: Callable[..., Any], iterator: Any) -> Any:
     index = original(iterator)
     loading = probe.loading.get(iterator)
-    if probe.is_on and loading is not None and len(loading.indices) < _INDICES:
+    if probe.is_on and loading is not None and len(loading.indices) < MOST_INDICES:
         probe.harmlessly(_note_indices, loading, getattr(iterator, "_dataset", None), index)
     return index
 

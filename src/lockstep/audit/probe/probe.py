@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     )
     from lockstep.audit.finding import Place
     from lockstep.audit.probe.graphs import Mark
-    from lockstep.audit.probe.records import Arrival, Known, Reduced, Schedule
+    from lockstep.audit.probe.records import Arrival, Known, LoaderKey, Reduced, Schedule
 
 
 _kept: list[Any] = []
@@ -292,9 +292,7 @@ class Probe:
         self.living: list[weakref.ref[torch.nn.Module]] = []
         self.step_hooks: tuple[Any, ...] = ()
         self.gradient_names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
-        self.loader_keys: weakref.WeakKeyDictionary[Any, tuple[str, int | None, list[int]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.loader_keys: weakref.WeakKeyDictionary[Any, LoaderKey] = weakref.WeakKeyDictionary()
         self.loading: weakref.WeakKeyDictionary[Any, Loading] = weakref.WeakKeyDictionary()
         self.worker_memory: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.delivered: Loading | None = None

@@ -128,3 +128,12 @@ class Reduced:
     origin: Gathered
     held: torch.Tensor | None
     through_data: tuple[float, int] | None = None
+
+
+class LoaderKey(NamedTuple):
+    """What a loader is known by, and what its dataset holds; see ``Loading``."""
+
+    key: str
+    part: int | None
+    contents: list[int]
+    dataset: int | None

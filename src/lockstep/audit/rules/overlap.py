@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from lockstep.audit.facts import MOST_INDICES
 from lockstep.audit.rules.base import Code
 
 if TYPE_CHECKING:
@@ -166,9 +167,12 @@ def _overlap(loadings: dict[int, Loading]) -> Finding | None:
     if 4 * pairs * max(map(_drawn_again, loadings.values())) > len(shared):
         return None  # with replacement: then also any two ranks may draw the same sample
     parts = len({x.part for x in loadings.values()}) > 1
-    whole = not parts and all(len(set(x.indices)) >= (x.size or 0) for x in loadings.values())
+    most = min(first.size, MOST_INDICES)
+    whole = not parts and all(len(set(x.indices)) >= most for x in loadings.values())
     shares = shares_out(loadings)
-    missed = 0 if parts else max(first.size - len(readers), 0)
+    # Only the first indices of a rank are known: of others nobody can say that no rank read them.
+    is_counted = not parts and first.size <= MOST_INDICES
+    missed = max(first.size - len(readers), 0) if is_counted else 0
     is_dealt = _is_dealt(loadings, missed)
     # An index is the same sample on two ranks only if they have one dataset.
     if not (_same_dataset(loadings) or (shares and not parts) or is_dealt):
@@ -180,9 +184,15 @@ def _overlap(loadings: dict[int, Loading]) -> Finding | None:
         if parts
         else f"in one pass over {first.key} ({first.size} samples) "
     )
+    said = (
+        f"each of ranks {sorted(loadings)} read all samples: {len(loadings)} ranks do the work of "
+        "one"
+        if whole and is_counted
+        else f"{len(shared)} samples were read by more than one of ranks {sorted(loadings)}"
+        + (f", and {missed} by none" if is_counted else "")
+    )
     return SAME.finding(
-        f"{read}{len(shared)} samples were read by more than one of ranks {sorted(loadings)}"
-        + ("" if parts else f", and {missed} by none"),
+        f"{read}{said}",
         "one split for all ranks: random_split(..., generator=torch.Generator().manual_seed(0)), "
         "before a DistributedSampler shares it out"
         if parts
@@ -326,11 +336,15 @@ def shares_out(loadings: dict[int, Loading]) -> bool:
 
 
 def _same_dataset(loadings: dict[int, Loading]) -> bool:
-    """Did equal indices bring equal rows, and so many different ones that it is no chance?
+    """Do the ranks' datasets hold the same? Or did equal indices bring equal rows, and so many
+    different ones that it is no chance?
 
     All tensors of a batch count: files of a rank's own may have the same labels in the same order.
-    Rows that are augmented differ, and then nothing is known.
+    Rows that are augmented differ, and tell nothing.
     """
+    held = {x.dataset for x in loadings.values()}
+    if len(held) == 1 and None not in held:
+        return True
     first, *others = loadings.values()
     return all(_agree(first, other) for other in others)
 
