@@ -42,6 +42,15 @@ def test_losses_that_are_nearly_alike_are_no_shared_loss():
     assert _graver(ledgers) == []
 
 
+def test_evaluations_of_modules_of_other_sizes_are_not_compared():
+    ledgers = _recorded("bugs/h_statistics")
+    assert "LS309" in _graver(ledgers)
+    for one in ledgers[0].evaluations:
+        one.counts = [count + 1 for count in one.counts]
+    assert "LS309" not in _graver(ledgers)
+    assert not any(ledger.facts.unseen for ledger in ledgers)
+
+
 def _read(indices, sampler="Own", key="data#0", where=(), **said):
     indices = list(map(int, indices))
     of_training = {"training": True, "has_ended": True}

@@ -179,7 +179,8 @@ def _of_all_ranks(evaluations: list[list[Evaluation]]) -> list[tuple[Evaluation,
         found: dict[tuple[object, ...], Evaluation] = {}
         for one in of_rank:
             place = sum(known[0] == one.step for known in found)
-            found[one.step, place, tuple(one.names)] = one
+            # Of other sizes they are other modules: one rank's head, say.
+            found[one.step, place, tuple(one.names), tuple(one.counts)] = one
         by_rank.append(found)
     shared = [known for known in by_rank[0] if all(known in found for found in by_rank)]
     return [tuple(found[known] for found in by_rank) for known in shared]
