@@ -3,6 +3,7 @@
 
 import copy
 import datetime
+import pickle
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import PeerLostError
 from lockstep.group import Group
+from lockstep.serialization import dumps
 from lockstep.sync import DataParallelModel, replicate
 from lockstep.sync.sharded_sync import ShardedSync
 
@@ -42,6 +44,16 @@ def test_F36_device_ids_of_one_gpu_worker():
         assert operator.device_ids == [0]
         assert next(operator.model.parameters()).device == operator.device
         assert one.train()["num_samples"] == 22
+
+
+def test_a_tensor_arrives_on_the_cpu_of_a_driver_without_a_gpu():
+    parameter = nn.Parameter(torch.ones(2, device="cuda"), requires_grad=False)
+    sent = {"loss": torch.ones((), device="cuda"), "weights": [parameter], "count": torch.ones(1)}
+    arrived = pickle.loads(dumps(sent))
+    (weights,) = arrived["weights"]
+    assert {each.device.type for each in (arrived["loss"], weights, arrived["count"])} == {"cpu"}
+    assert isinstance(weights, nn.Parameter)
+    assert not weights.requires_grad
 
 
 def test_F40_the_model_comes_back_on_the_cpu(tmp_path):

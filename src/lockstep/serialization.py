@@ -167,7 +167,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             plain = type(obj).__bases__[0]
             names = list(vars(obj)["_modules"]["parametrizations"])
             return _bare_module, (plain, names), vars(obj), None, None, _fill_module
+        # Whoever receives it may have no accelerator: torch would refuse to load it there.
+        if type(obj) is torch.Tensor and not _is_without_device(obj):
+            return obj.detach().cpu().requires_grad_(obj.requires_grad).__reduce_ex__(2)
+        if type(obj) is nn.Parameter and not _is_without_device(obj):
+            return nn.Parameter(obj.detach().cpu(), obj.requires_grad).__reduce_ex__(2)
         return super().reducer_override(obj)
+
+
+def _is_without_device(tensor: torch.Tensor) -> bool:
+    return tensor.device.type in ("cpu", "meta")
 
 
 class _Unpickler(pickle.Unpickler):

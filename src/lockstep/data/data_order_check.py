@@ -18,7 +18,7 @@ from lockstep.errors import DataOrderError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lockstep.data.global_batches import GlobalBatches
+    from lockstep.data.global_batches import GlobalBatch, GlobalBatches
     from lockstep.data.shard_assignment import ShardAssignment
 
 _CHECKED_FIELDS: Final = {
@@ -48,11 +48,16 @@ _CHECKED_FIELDS: Final = {
 
 
 def plan_fingerprint(
-    batches: GlobalBatches, dataset: Any, assignment: ShardAssignment, epoch: int
+    batches: GlobalBatches,
+    first: GlobalBatch | None,
+    dataset: Any,
+    assignment: ShardAssignment,
+    epoch: int,
 ) -> dict[str, Any]:
     """The plan of an epoch as plain JSON, equal on ranks that read by the same plan.
 
     Args:
+        first: the first global batch of the epoch; None if there is none.
         dataset: what the loader reads from; None where the items are the batches.
     """
     return {
@@ -65,12 +70,11 @@ def plan_fingerprint(
         "num_shards": assignment.num_shards,
         "seed": assignment.seed,
         "epoch": epoch,
-        "first_batch": _first_batch(batches, assignment.seed, epoch),
+        "first_batch": _digest_of(first, batches),
     }
 
 
-def _first_batch(batches: GlobalBatches, seed: int, epoch: int) -> str | None:
-    first = next(batches.of_epoch(seed, epoch), None)
+def _digest_of(first: GlobalBatch | None, batches: GlobalBatches) -> str | None:
     if first is None:
         return None
     # Of a stream of samples, hash one sample only: it shows a stream that is already split by rank,

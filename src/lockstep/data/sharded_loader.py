@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
@@ -30,6 +31,7 @@ from lockstep.data.global_batches import GlobalBatch, global_batches_of
 from lockstep.data.loader_copy import LoaderCopy, StepPlan
 from lockstep.data.seeded_dataset import Request, SeededDataset, Segment
 from lockstep.data.shard_assignment import shard_bounds
+from lockstep.errors import DataOrderError
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
@@ -121,8 +123,10 @@ class ShardedLoader:
         self.joint = parts is not BatchParts.BY_SHARD
         self.first_items: str | None = None
         self._borrows = parts is BatchParts.JOINT_OR_BORROWED
+        self._loader, self._asked_size = loader, global_batch_size
         batches = global_batches_of(loader, assignment.num_shards, global_batch_size)
         self._batches = replace(batches, drop_last=False) if keeps_last else batches
+        self._begun: tuple[int, Iterator[GlobalBatch]] | None = None
         self._dataset = loader.dataset if isinstance(loader, DataLoader) else None
         self._copy: LoaderCopy | None = None  # None: the items are the batches already
         if isinstance(loader, DataLoader):
@@ -190,8 +194,12 @@ class ShardedLoader:
         """The plan of `epoch`, equal on all workers, as plain JSON; see `check_same_plan`.
 
         Draws the first items of the epoch's stream; reads samples from streams and from tensors.
+        A sampler may count how often it is iterated: the epoch goes on with what was drawn.
         """
-        return plan_fingerprint(self._batches, self._dataset, self.assignment, epoch)
+        drawn = self._batches.of_epoch(self.assignment.seed, epoch, 0, self._note_first)
+        first = next(drawn, None)
+        self._begun = None if first is None else (epoch, chain([first], drawn))
+        return plan_fingerprint(self._batches, first, self._dataset, self.assignment, epoch)
 
     def samples_of(self, shards: Sequence[int], first_step: int, steps: int) -> int | None:
         """Samples of `shards` in `steps` steps from `first_step` on, into further epochs.
@@ -241,13 +249,32 @@ class ShardedLoader:
 
     def close(self) -> None:
         """End the loader's persistent worker processes, if it has any."""
+        self._begun = None
         if self._copy is not None:
             self._copy.close()
 
+    def _drawn(self, epoch: int, offset: int) -> Iterator[GlobalBatch]:
+        """The global batches of an epoch from item `offset` on."""
+        begun, self._begun = self._begun, None
+        if begun is not None and begun[0] == epoch and not offset:
+            return begun[1]
+        return self._batches.of_epoch(self.assignment.seed, epoch, offset, self._note_first)
+
+    def _refuse_other_size(self) -> None:
+        """Raise if the loader's batch size is another one than when the reading began."""
+        now = global_batches_of(self._loader, self.assignment.num_shards, self._asked_size)
+        if now.per_step != self._batches.per_step:
+            raise DataOrderError(
+                "the loader's batch size has changed",
+                expected=f"{self._batches.per_step} samples in a global batch, as after setup",
+                got=f"{now.per_step}",
+                cause="the place in an epoch is counted in global batches of one size",
+                fix="trainer.save(path), and a new TorchTrainer with the other size that loads it",
+            )
+
     def _plans(self, epoch: int, start_step: int, offset: int) -> Iterator[StepPlan]:
-        seed = self.assignment.seed
-        batches = self._batches.of_epoch(seed, epoch, offset, self._note_first)
-        for step, batch in enumerate(batches, start_step):
+        self._refuse_other_size()
+        for step, batch in enumerate(self._drawn(epoch, offset), start_step):
             shards = [self._segment(batch, shard) for shard in self.assignment.shards]
             requests = [
                 Request(epoch, step, segments)

@@ -6,10 +6,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from lockstep.errors import ConfigurationError
-from lockstep.operator.loop_protocols import rank_and_step
+from lockstep.operator.loop_protocols import Operator, rank_and_step
 
 if TYPE_CHECKING:
-    from lockstep.operator.loop_protocols import Operator
     from lockstep.operator.rank_context import Options
 
 CUSTOM_LOOP_FIXES: Final = {
@@ -37,6 +36,34 @@ def requested_loop_options(options: Options) -> list[str]:
         "clip_grad_norm": options.clip_grad_norm is not None,
     }
     return [name for name, is_wanted in wanted.items() if is_wanted]
+
+
+def refuse_late_changes(operator: Operator) -> None:
+    """Raise for what `setup` has set in the operator too late, or where it has only half an effect.
+
+    Raises:
+        ConfigurationError: `loss_reduction` is another one than at `register`, or a method was
+            assigned to the operator that its class does not override.
+    """
+    run = operator._lockstep.registered
+    reduction = operator.loss_reduction
+    if run is not None and run.sync_options.averages is not (reduction == "mean"):
+        raise ConfigurationError(
+            f'loss_reduction became "{reduction}" after register',
+            where=type(operator).__name__,
+            cause="gradients are added up by what it was there",
+            fix=f'loss_reduction = "{reduction}" in the class, or'
+            f' self.register(..., loss_reduction="{reduction}")',
+        )
+    for name in vars(operator):
+        method = getattr(Operator, name, None)
+        if callable(method) and not operator._lockstep_overrides(method):
+            raise ConfigurationError(
+                f"{name} was assigned to the operator, and belongs into its class",
+                where=type(operator).__name__,
+                cause="which loops are the user's own is asked of the class",
+                fix=f"def {name}(self, ...) in the class, which may call what self.config asks for",
+            )
 
 
 def refuse_own_step(operator: Operator) -> None:

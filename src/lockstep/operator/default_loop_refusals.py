@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigurationError
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from lockstep.operator.training_parts import TrainingParts
 
 
+_log = logging.getLogger("lockstep")
+
+
 def refuse_optimizers(operator: Operator) -> None:
     """Before the default loop trains: refuse optimizers that it cannot step.
 
@@ -34,7 +38,7 @@ def refuse_optimizers(operator: Operator) -> None:
         return
     optimizer = require_single(operator, "optimizer", run.optimizers)
     has_plain_steps = type(state.step_actions) is StepActions
-    left = _parameters_left(optimizer, run.optimizers) if len(run.optimizers) > 1 else 0
+    left = _parameters_left([optimizer], run.optimizers) if len(run.optimizers) > 1 else 0
     if left and not operator._lockstep_overrides(Operator.after_step):
         what = f"the default loop steps one optimizer, and {len(run.optimizers)} were registered"
         cause = f"{left} parameters of the others would never change"
@@ -53,6 +57,23 @@ def refuse_optimizers(operator: Operator) -> None:
     raise ConfigurationError(what, where=type(operator).__name__, got=names, cause=cause, fix=fix)
 
 
+def warn_of_optimizers_left(operator: Operator) -> None:
+    """After a pass of the default loop: warn of optimizers that the user's `after_step` was to step
+    (see `refuse_optimizers`), and has not."""
+    run, state = registered_parts(operator), operator._lockstep
+    stepped = [each for each in run.optimizers if each in state.have_stepped]
+    left = [each for each in run.optimizers if each not in state.have_stepped]
+    if not stepped or operator._lockstep_overrides_loop() or not _parameters_left(stepped, left):
+        return
+    state.have_stepped.update(left)  # said once
+    if state.context.world_rank == 0:
+        _log.warning(
+            "%s has stepped and %s has not: the default loop steps one optimizer, and what the"
+            " others hold does not change. Step them in after_step, or override train_batch",
+            *(", ".join(type(each).__name__ for each in these) for these in (stepped, left)),
+        )
+
+
 def _may_skip_alone(run: TrainingParts, state: OperatorState) -> bool:
     """Whether a scaler would look at gradients that are each rank's own."""
     if state.context.options.precision != "fp16" or state.context.world_size == 1:
@@ -60,8 +81,8 @@ def _may_skip_alone(run: TrainingParts, state: OperatorState) -> bool:
     return any(is_local(each) and each.requires_grad for each in run.parameters())
 
 
-def _parameters_left(stepped: Optimizer, optimizers: Iterable[Optimizer]) -> int:
-    """How many parameters train that others of `optimizers` hold, and `stepped` does not."""
-    held = set(map(id, optimizer_parameters(stepped)))
+def _parameters_left(stepped: Iterable[Optimizer], optimizers: Iterable[Optimizer]) -> int:
+    """How many parameters train that `optimizers` hold, and none of `stepped`."""
+    held = {id(p) for each in stepped for p in optimizer_parameters(each)}
     others = {id(p): p for each in optimizers for p in optimizer_parameters(each)}
     return sum(p.requires_grad for number, p in others.items() if number not in held)

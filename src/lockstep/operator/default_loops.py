@@ -32,7 +32,7 @@ from lockstep.operator.default_forward import (
     describe_value,
     require_single,
 )
-from lockstep.operator.default_loop_refusals import refuse_optimizers
+from lockstep.operator.default_loop_refusals import refuse_optimizers, warn_of_optimizers_left
 from lockstep.operator.loop_protocols import Operator, PassIterator, rank_and_step
 from lockstep.operator.preserved_state import preserve_state
 from lockstep.operator.registration import registered_parts, step_schedulers
@@ -122,6 +122,7 @@ def train_epoch(
             recorder.add(metrics)
             if state.global_batch.closes_window:
                 state.window.batches.clear()
+    warn_of_optimizers_left(operator)
     return recorder.summary()
 
 
@@ -150,13 +151,13 @@ def step_batch_schedulers(state: OperatorState, info: Mapping[str, Any]) -> None
 
 
 def require_metrics(operator: Operator, method: str, result: Any) -> dict[str, Any]:
-    """The metrics that a user's method returned.
+    """The metrics that a user's method returned; names that are no strings (classes) become some.
 
     Raises:
         WrongTypeError: `result` is no dict.
     """
     if isinstance(result, dict):
-        return result
+        return {str(name): value for name, value in result.items()}
     loss = "train_loss" if method.startswith("train") else "val_loss"
     raise WrongTypeError(
         f"{method} returned something else than metrics",
@@ -463,12 +464,12 @@ def backward(operator: Operator, loss: torch.Tensor, weight: float | None) -> No
 def validate(operator: Operator, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
     state = operator._lockstep
     state.step_actions.set_training(registered_parts(operator), False)
-    recorder = _MetricsRecorder(state)
-    with torch.no_grad(), operator.timers.record("validation"):
+    with state.in_validation(), torch.no_grad(), operator.timers.record("validation"):
+        recorder = _MetricsRecorder(state)
         for batch_idx, batch in enumerate(iterator):
             result = operator.validate_batch(batch, {**info, "batch_idx": batch_idx})
             recorder.add(require_metrics(operator, "validate_batch", result))
-    return recorder.summary()
+        return recorder.summary()
 
 
 @in_phase(Phase.VALIDATION)

@@ -62,6 +62,7 @@ class GlobalBatchContext:
             is a mean over targets; see `AverageMeterCollection.update`.
         criterion_call: what the default loss of the shard in hand has called last; None if it has
             not run.
+        num_computed: how many shards, and plain batches, were computed.
     """
 
     reduction: ReductionContext
@@ -80,6 +81,7 @@ class GlobalBatchContext:
     stepped_optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     partial_weights: dict[str, float] = field(default_factory=dict)
     criterion_call: CriterionCall | None = None
+    num_computed: int = 0
 
     def between_batches(self) -> GlobalBatchContext:
         """The context that stands after this batch until the next one is delivered."""
@@ -117,6 +119,10 @@ class GlobalBatchContext:
     def shards_in(self, batch: Any) -> tuple[ShardBatch, ...]:
         """The shards of a loop's batch; a batch that the user made from it is one shard.
 
+        Only the first of the plain batches that are computed in a step has the seed of the batch
+        that was delivered: further ones, and those between two batches, go on with the loop's own
+        draws. With one seed they would all draw the same numbers, and so would the loop after each.
+
         Args:
             batch: this context, the plain batch that was delivered, or a batch that the user made
                 from it (moved, augmented, cut).
@@ -127,22 +133,28 @@ class GlobalBatchContext:
         """
         if isinstance(batch, GlobalBatchContext):
             return batch.shards
+        shard = self._shard_of(batch)
+        is_first = self.joint_batch is not None and not self.num_computed
+        return (shard if is_first else replace(shard, seed=None),)
+
+    def _shard_of(self, batch: Any) -> ShardBatch:
+        """A plain batch, with the samples and the seed of the batch from which the loop made it."""
         joint_batch = self.joint_batch
         if self.read_ahead is not None:
             joint_batch = self.read_ahead.source_of(batch, joint_batch)
         if joint_batch is None:
-            return (ShardBatch(batch, leading_length(batch), seed=0),)
+            return ShardBatch(batch, leading_length(batch), seed=None)
         if joint_batch.batch is batch:
-            return (joint_batch,)
+            return joint_batch
         # The samples of a copy of a borrowed batch belong to another worker, too.
         if joint_batch.is_borrowed:
-            return (replace(joint_batch, batch=batch),)
+            return replace(joint_batch, batch=batch)
         rows, delivered = leading_length(batch), leading_length(joint_batch.batch)
         if rows == delivered:  # moved or augmented: it holds the same samples
-            return (replace(joint_batch, batch=batch),)
+            return replace(joint_batch, batch=batch)
         if delivered != joint_batch.num_samples:
             raise _unknown_samples_error(rows, delivered, joint_batch.num_samples)
-        return (ShardBatch(batch, rows, joint_batch.seed),)
+        return ShardBatch(batch, rows, joint_batch.seed)
 
     def activate_shard(
         self, shard: ShardBatch, *, per_shard: bool
@@ -155,6 +167,7 @@ class GlobalBatchContext:
                 batch of this worker (a gather, a contrastive loss) then raise.
         """
         self.criterion_call = None
+        self.num_computed += 1
         shard.seed_randomness()
         whole = self.reduction
         return activate(

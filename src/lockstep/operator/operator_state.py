@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import nn
+    from torch.optim import Optimizer
 
     from lockstep.metrics.step_log import StepLog
     from lockstep.operator.rank_context import RankContext
@@ -74,6 +76,7 @@ class OperatorState:
         precision: autocast and loss scaling. Its scale is set by `state_dict.apply`.
         registered: the arguments of `register`; None before. Set by `TrainingOperator.register`.
         loaders: the arguments of `register_data`, by purpose.
+        is_set_up: the user's `setup` is over. Set by `conclude_setup`.
         registered_metrics: the arguments of `register_metrics`. Reset by `begin_call`.
         step_actions: the default loop's calls on models and optimizers. Replaced by an
             integration's `setup`.
@@ -108,6 +111,8 @@ class OperatorState:
             where a step opens, and set back where it undoes the step.
         is_uncounted: what is computed was counted before, or is counted by another worker. Set by
             `without_counting`.
+        is_after_step: the user's `after_step` runs. Set by the hooks on optimizers' steps.
+        have_stepped: the optimizers that have stepped since the worker started. Filled by them.
         put_buffers_back: gives buffers the values that they had before the open step. Set by
             `Rollback`.
         epochs_finished: counts the passes over the training data that were completed. Set by the
@@ -120,6 +125,7 @@ class OperatorState:
         self.precision = Precision(context.options.precision, context.device)
         self.registered: TrainingParts | None = None
         self.loaders: dict[str, Any] = {}
+        self.is_set_up = False
         self.step_actions = StepActions()
         self.registered_metrics = RegisteredMetrics()
         every, limit = context.options.shadow_every, context.options.shadow_limit
@@ -133,6 +139,8 @@ class OperatorState:
         self.steps_taken_back = 0
         self.further_counts: list[Counts] = []
         self.is_uncounted = False
+        self.is_after_step = False
+        self.have_stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.put_buffers_back: Callable[[], None] = _no_copies
         self.epochs_finished: Callable[[], int] = _no_epochs
         self.begin_call("train")
@@ -189,6 +197,22 @@ class OperatorState:
             yield
         finally:
             self.is_uncounted = before
+
+    @contextmanager
+    def in_validation(self) -> Iterator[None]:
+        """Inside, a validation that a training loop of the user's own runs counts for itself."""
+        training = self.global_batch
+        if training.purpose != "train":
+            yield
+            return
+        counts = self.meters, self.pass_sums, self.latest
+        self.meters = AverageMeterCollection()
+        self.global_batch = GlobalBatchContext(training.reduction, "validation")
+        try:
+            yield
+        finally:
+            self.global_batch = training
+            self.meters, self.pass_sums, self.latest = counts
 
     def compare_hardware(self) -> None:
         """Refuse to compare bits between workers that are not equal; see `Shadow`."""

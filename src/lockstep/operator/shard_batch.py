@@ -41,7 +41,7 @@ class ShardBatch:
         batch: what the user's loader collated.
         num_samples: samples in it that count; 0 for a borrowed batch, see
             `lockstep.data.sharded_loader`.
-        seed: seeds every global generator before the batch is computed on.
+        seed: seeds every global generator before the batch is computed on; None: they go on.
         shard: the number of the shard; of the first one, if the batch holds several.
         origin: epoch, step and samples of the batch; None for a batch that no worker delivered.
         miscount: see `lockstep.data.LoadedPart`.
@@ -49,7 +49,7 @@ class ShardBatch:
 
     batch: Any
     num_samples: int
-    seed: int
+    seed: int | None
     shard: int = 0
     origin: BatchOrigin | None = None
     miscount: WeightError | None = None
@@ -75,4 +75,5 @@ class ShardBatch:
         return self.num_samples == 0
 
     def seed_randomness(self) -> None:
-        seed_all(self.seed)
+        if self.seed is not None:
+            seed_all(self.seed)

@@ -273,7 +273,19 @@ class TrainingOperator:
         )
 
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
-        """Hand over the loaders; each is kept as it is and read in exact, disjoint parts."""
+        """Hand over the loaders, in `setup`; each is kept, and read in exact, disjoint parts.
+
+        Raises:
+            WrongTypeError: something is no loader.
+            ConfigurationError: `setup` is over.
+        """
+        if self._lockstep.is_set_up:
+            raise ConfigurationError(
+                "register_data was called after setup",
+                cause="this worker reads the loaders of setup, and so do those that join it later",
+                fix="change what the dataset holds between two calls (its size, its transform); or"
+                " trainer.save(path), and a new TorchTrainer that loads it",
+            )
         self._lockstep.loaders = {
             "train": require_single_loader("train", train_loader),
             "validation": require_single_loader("validation", validation_loader),

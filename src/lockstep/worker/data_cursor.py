@@ -78,6 +78,7 @@ class Cursor:
         self.window_start = 0
         self._steps: Generator[Step, None, None] | None = None
         self._ahead: Step | None = None
+        self._unread: Exception | None = None
         self._agreed_in: Group | None = None
         # How the present epoch began, by `StepSource.first_items`, and the one before it, into
         # which a step may be undone.
@@ -103,6 +104,8 @@ class Cursor:
         Collective:
             Every rank of `group`, at the same position; see `StepSource.agree`.
         """
+        if self._unread is not None:
+            self._abandon()  # an earlier call failed where it read
         if self._agreed_in is group:
             return
         if group.size > 1:
@@ -136,7 +139,7 @@ class Cursor:
         self.source.close()
 
     def _abandon(self) -> None:
-        steps, self._steps, self._ahead = self._steps, None, None
+        steps, self._steps, self._ahead, self._unread = self._steps, None, None, None
         if steps is not None:
             # Closing the generator ends the loader's processes now, and not at a garbage
             # collection.
@@ -148,10 +151,31 @@ class Cursor:
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None
             return ahead
-        if self._steps is not None:
-            return next(self._steps, None)
-        self._steps = self.source.batches(self.epoch, self.step)
-        return self._in_order(next(self._steps, None))
+        try:
+            if self._steps is not None:
+                return next(self._steps, None)
+            self._steps = self.source.batches(self.epoch, self.step)
+            return self._in_order(next(self._steps, None))
+        except Exception as error:
+            self._unread = error
+            raise
+
+    def refuse_unread(self) -> None:
+        """Raise if a loop that has come to its end went on behind a batch that could not be read.
+
+        An error ends the reading, so that to the loop the epoch seems to be over.
+
+        Raises:
+            DataOrderError: from what the dataset, or the loader, has raised.
+        """
+        if self._unread is not None:
+            raise DataOrderError(
+                "the loop went on after a batch that could not be read",
+                where=f"epoch {self.epoch}, from global batch {self.step} on",
+                got=f"{type(self._unread).__name__}: {self._unread}",
+                cause="what it leaves out on one rank, the other ranks train on",
+                fix="catch the error in the dataset's __getitem__, and return another sample",
+            ) from self._unread
 
     def _in_order(self, read: Step | None) -> Step | None:
         """The first step that is read at the position, in the order in which the epoch began.

@@ -89,7 +89,7 @@ class OptimizerRecorder:
             {name: None if p.grad is None else copy_to_cpu(p.grad) for name, p in held}
         )
         delivered = self._operator._lockstep.global_batch.joint_batch
-        if delivered is not None:
+        if delivered is not None and delivered.seed is not None:
             self._current.has_drawn |= _has_drawn_since(delivered.seed)
 
     def _named_parameters(

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import BatchSampler, DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from lockstep.data import BatchParts, ShardAssignment, ShardedLoader, split_batch_size
 from lockstep.errors import ConfigurationError
@@ -36,6 +36,33 @@ def test_every_sample_is_seen_once(shuffle: bool, joint: bool) -> None:
             for same_step in zip(*workers, strict=True):
                 own = [part.num_samples for step in same_step for part in step.parts]
                 assert sum(own) == same_step[0].num_samples
+
+
+class Counting(Sampler):
+    """Gives another order each time."""
+
+    def __init__(self):
+        self.iterations = 0
+
+    def __iter__(self):
+        self.iterations += 1
+        yield from torch.arange(8).roll(self.iterations - 1).tolist()
+
+    def __len__(self):
+        return 8
+
+
+def test_a_sampler_is_iterated_once_an_epoch_however_many_ranks_compare_their_plans() -> None:
+    sampler = Counting()
+    loader = ShardedLoader(
+        DataLoader(range(8), batch_size=2, sampler=sampler),
+        ShardAssignment(1, range(1), seed=0),
+        parts=BatchParts.BY_SHARD,
+    )
+    for epoch in range(2):
+        loader.fingerprint(epoch)
+        assert samples([list(loader.batches(epoch))]) == torch.arange(8).roll(epoch).tolist()
+    assert sampler.iterations == 2
 
 
 def test_unshuffled_data_stays_in_order() -> None:

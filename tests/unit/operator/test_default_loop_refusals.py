@@ -31,6 +31,13 @@ class StepsTheSecondAfterwards(TwoOptimizers):
         self.steps += 1
 
 
+class StepsTheSecond(TwoOptimizers):
+    def after_step(self):
+        second = self._lockstep.registered.optimizers[1]
+        second.step()
+        second.zero_grad()
+
+
 class SwitchesLater(Regression):
     """Both optimizers hold all parameters."""
 
@@ -72,6 +79,21 @@ def test_a_second_optimizer_may_step_after_the_first_one():
     with trainer(StepsTheSecondAfterwards) as one:
         one.train(num_steps=2)
         assert one.get_local_operator().steps == 2
+
+
+def test_a_second_optimizer_that_after_step_steps_calls_no_after_step(caplog):
+    with trainer(StepsTheSecond) as one:
+        before = one.get_model()[1].weight.clone()
+        one.train(num_steps=2)
+        assert not torch.equal(one.get_model()[1].weight, before)
+    assert "has not" not in caplog.text
+
+
+def test_a_second_optimizer_that_nobody_steps_is_told_once(caplog):
+    with trainer(StepsTheSecondAfterwards) as one:
+        one.train(num_steps=2)
+        one.train(num_steps=2)
+    assert caplog.text.count("SGD has stepped and SGD has not") == 1
 
 
 @pytest.mark.parametrize("operator_cls", [SwitchesLater, HasAFrozenLayerLeft])

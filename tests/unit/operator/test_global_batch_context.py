@@ -46,6 +46,19 @@ def test_a_plain_batch_is_one_shard():
     assert (cut.num_samples, cut.seed) == (2, 1)
 
 
+def test_only_the_first_plain_batch_of_a_step_has_the_seed_that_was_delivered():
+    """Further ones would all draw the same numbers, and so would the loop behind each of them."""
+    context, seeds = step(ShardBatch(ROWS, 3, seed=1), is_joint=True), []
+    for _ in range(3):
+        (cut,) = context.shards_in(ROWS[:2])
+        seeds.append(cut.seed)
+        with context.activate_shard(cut, per_shard=False):
+            pass
+    assert seeds == [1, None, None]
+    (behind,) = context.between_batches().shards_in(ROWS)
+    assert behind.seed is None
+
+
 def test_a_batch_that_was_only_moved_keeps_the_samples_that_were_delivered():
     """Its leading length may be anything: here two samples of three time steps."""
     delivered = ShardBatch(ROWS, 2, seed=1, shard=4)

@@ -2,19 +2,26 @@
 """Where a run is cut into calls changes nothing: weights, metrics, epochs, schedules."""
 
 import itertools
+import random
 
 import pytest
 import torch
 from tests.unit.trainer.programs import (
+    BATCH,
     SAMPLES,
     STEPS_PER_EPOCH,
     Regression,
     Streaming,
     by_hand,
+    loader,
+    problem,
     same,
     trainer,
     weights,
 )
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep.errors import DataOrderError
 
 WHOLE = None
 
@@ -54,6 +61,100 @@ def test_the_cut_of_calls_does_not_change_the_weights(operator, calls):
     assert sum(result["num_samples"] for result in results) == 2 * SAMPLES + 12
     assert results[-1]["epoch"] == state["epoch"] == 3
     assert state["global_step"] == 10
+
+
+class Broken(Dataset):
+    """One sample cannot be read."""
+
+    def __init__(self):
+        self.samples = list(zip(*problem(), strict=True))
+        self.is_mended = False
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        if index == 14 and not self.is_mended:
+            raise OSError("a broken file")
+        return self.samples[index]
+
+
+class LeavesOut(Regression):
+    """Its loop goes on behind what cannot be read."""
+
+    def data(self):
+        self.dataset = Broken()
+        return DataLoader(self.dataset, BATCH)
+
+    def train_epoch(self, iterator, info):
+        steps = 0
+        while True:
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return {"steps": steps}
+            except OSError:
+                continue
+            super().train_batch(batch, info)
+            steps += 1
+
+
+def test_a_loop_that_goes_on_behind_what_cannot_be_read_is_refused():
+    """An error ends the reading: the rest of the epoch would be left out."""
+    with trainer(LeavesOut) as one:
+        with pytest.raises(DataOrderError, match="could not be read") as caught:
+            one.train()
+        assert "a broken file" in str(caught.value)
+        one.get_local_operator().dataset.is_mended = True
+        one.train()
+        assert one.get_local_operator().global_step == STEPS_PER_EPOCH
+
+
+class Replays(Regression):
+    """Trains on what it has kept, when there are no more batches."""
+
+    def train_epoch(self, iterator, info):
+        kept, self.drawn = list(iterator), []
+        for index in range(6):
+            self.drawn.append(random.random())
+            super().train_batch(random.choice(kept), {"batch_idx": index})
+        return {}
+
+
+def test_a_loop_that_trains_on_batches_of_its_own_goes_on_to_draw():
+    with trainer(Replays) as one:
+        one.train()
+        drawn = one.get_local_operator().drawn
+    assert len(set(drawn)) == len(drawn)
+
+
+class ValidatesWithin(Regression):
+    def train_epoch(self, iterator, info):
+        self.seen = []
+        for index, batch in enumerate(iterator):
+            super().train_batch(batch, {"batch_idx": index})
+            self.seen.append(self.validate(loader(), {})["val_loss"])
+            self.model.train()
+        return {"val_loss": self.seen[-1]}
+
+
+def test_a_validation_within_a_training_loop_counts_for_itself():
+    with trainer(ValidatesWithin) as one:
+        result = one.train()
+        seen = one.get_local_operator().seen
+        assert result["val_loss"] == seen[-1] != seen[0]
+        assert one.validate()["val_loss"] == pytest.approx(seen[-1], rel=1e-12)
+
+
+class ByClass(Regression):
+    def validate(self, iterator, info):
+        return {**super().validate(iterator, info), 0: 0.25, 1: 0.75}
+
+
+def test_names_of_metrics_that_are_no_strings_become_some():
+    with trainer(ByClass) as one:
+        result = one.validate()
+    assert (result["0"], result["1"]) == (0.25, 0.75)
 
 
 @pytest.mark.parametrize("operator", [Regression, Streaming])
