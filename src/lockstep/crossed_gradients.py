@@ -60,7 +60,9 @@ def _state_of(gradient: torch.Tensor | None) -> tuple[int, int]:
 
 def note_crossing(node: Any) -> None:
     """Note that gradients have crossed ranks in `node` of a graph, whose backward runs."""
-    first = next((leaf for leaf in _leaves(node) if isinstance(leaf, torch.nn.Parameter)), None)
+    first = next(
+        (leaf for leaf in leaves_behind(node) if isinstance(leaf, torch.nn.Parameter)), None
+    )
     if first is not None:
         note = _notes[first] = _Note(node, first)
         call_at_end_of_task(note.note_gradient)
@@ -73,13 +75,13 @@ def have_crossed(parameters: Iterable[torch.Tensor]) -> bool:
         if not note.holds(first):
             continue
         node = note.node()
-        behind = (first,) if node is None else _leaves(node)
+        behind = (first,) if node is None else leaves_behind(node)
         if any(id(leaf) in asked for leaf in behind):
             return True
     return False
 
 
-def _leaves(node: Any) -> Iterator[torch.Tensor]:
+def leaves_behind(node: Any) -> Iterator[torch.Tensor]:
     """The tensors to which the gradients lead that `node` passes on."""
     seen, waiting = {node}, [node]
     while waiting:

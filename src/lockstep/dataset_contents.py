@@ -101,7 +101,9 @@ def _describe(dataset: Any, described: list[str], depth: int) -> bool:
                 # A number that each sample has may be its place, which is the same in any dataset.
                 is_known |= len({*digests}) == len(digests) and not any(map(_is_number, samples))
             elif depth and (isinstance(part, Dataset) or _FINGERPRINT in _held_by(part)):
-                is_known |= _describe(part, described, depth - 1)
+                is_told = _describe(part, described, depth - 1)
+                # Of another size it may be what samples are drawn from, on each rank other ones.
+                is_known |= is_told and (type(dataset) is ConcatDataset or len(part) == size)
     return is_known
 
 

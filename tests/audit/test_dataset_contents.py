@@ -137,6 +137,7 @@ def test_equal_datasets_are_known_and_different_ones_are_not_taken_for_one(kind)
         pytest.param({"labels": [number % 3 for number in range(40)]}, id="labels"),
         pytest.param({"cache": [None] * 40}, id="a cache"),
         pytest.param({"shown": NAMES[:8]}, id="of another length"),
+        pytest.param({"pool": TensorDataset(torch.rand(90, 3))}, id="draws from another one"),
     ],
 )
 def test_a_dataset_that_computes_its_samples_has_no_identity(held):

@@ -166,14 +166,20 @@ def test_an_addition_is_no_factor_also_where_few_elements_tell(shape):
     slot.set_reduced(first)
     captures.note("rank 0", 1, 0)
     first.view(-1)[-1] += 1.0  # a vector's last element is not among the samples
-    assert captures.has_suspicious_changes([slot])
+    assert captures.has_suspicious_changes([slot], set)
+
+
+def by_hand_through_data(rank):
+    for param, gradient in zip(rank.params, own(rank), strict=True):
+        param.data.add_(gradient, alpha=-0.1)
 
 
 @every_way
-def test_an_update_by_hand_is_refused_at_the_second(way):
+@pytest.mark.parametrize("update", [by_hand, by_hand_through_data])
+def test_an_update_by_hand_is_refused_at_the_second(way, update):
     def body(rank):
-        by_hand(rank)
-        by_hand(rank)
+        update(rank)
+        update(rank)
 
     for error in refused(way, "LS101", body, moved=True):
         assert "no gradient was reduced" in str(error)

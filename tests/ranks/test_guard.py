@@ -7,7 +7,7 @@ from torch import nn
 
 from harness import assert_equal_on_all_ranks, assert_same, gradients, reset, rows, run_ranks
 from lockstep.errors import GradientNotReducedError, UnknownParameterError
-from lockstep.sync import local, replicate
+from lockstep.sync import is_local, local, replicate
 
 X = rows(8, 4, seed=1)
 
@@ -214,13 +214,102 @@ def test_a_parameter_that_nobody_knows_is_refused_and_a_local_one_is_not():
     on_two_ranks(body)
 
 
-def test_an_optimizer_that_nobody_synchronises_is_left_alone():
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_an_optimizer_that_nobody_synchronises_is_told_of_once(caplog, is_marked):
     def body(group, model, sync):
         mine = nn.Parameter(torch.ones(3))
+        if is_marked:
+            local(mine)
         mine.grad = torch.ones(3)
-        torch.optim.SGD([mine], lr=0.1).step()
+        optimizer = torch.optim.SGD([mine], lr=0.1)
+        optimizer.step()
+        optimizer.step()
 
     on_two_ranks(body)
+    said = [one.message for one in caplog.records if "that nobody synchronises" in one.message]
+    assert len(said) == (0 if is_marked else 2), "once on each rank"
+
+
+class Centred(torch.optim.SGD):
+    """Torch hooks its step, and that of its base as soon as there is another plain SGD."""
+
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            param.grad = param.grad - param.grad.mean()
+        return super().step(closure)
+
+
+def test_a_step_within_the_step_of_a_subclass_is_one_step():
+    def body(group, model, sync):
+        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        optimizer = Centred(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(X[group.rank :: 2]).square().mean().backward()
+            optimizer.step()
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+    plain = reset(nn.Linear(4, 3), seed=3)
+    optimizer = Centred(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        plain(X).square().mean().backward()
+        optimizer.step()
+    for weights in on_two_ranks(body):
+        assert_same(weights, dict(plain.named_parameters()))
+
+
+@pytest.mark.parametrize("clips_all", [True, False])
+def test_a_norm_that_counts_local_parameters_is_refused(clips_all):
+    """It is another one on each rank, and would scale the shared gradients apart."""
+
+    def body(group, model, sync):
+        shared = [param for param in model.parameters() if not is_local(param)]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(X[group.rank :: 2]).square().mean().backward()
+        clipped = list(model.parameters()) if clips_all else shared
+        nn.utils.clip_grad_norm_(clipped, 1e-3)
+        if not clips_all:
+            optimizer.step()
+            return
+        with pytest.raises(GradientNotReducedError, match="norm that counts local parameters"):
+            optimizer.step()
+
+    def build():
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        local(model[1])
+        return model
+
+    on_two_ranks(body, build)
+
+
+def test_a_log_by_one_rank_beside_a_target_network_holds_nobody_up():
+    def body(group, model, sync):
+        critic, target = model
+        optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            critic(X).mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                for old, new in zip(target.parameters(), critic.parameters(), strict=True):
+                    old.lerp_(new, 0.1)
+            if group.rank == 0 and step == 0:
+                torch.autograd.grad(critic(X).mean(), list(critic.parameters()))
+
+    on_two_ranks(body, lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(4, 3)))
+
+
+def test_a_weight_that_reaches_tensors_outside_is_told(caplog):
+    def body(group, model, sync):
+        between = model(X).detach().requires_grad_(True)
+        head = nn.Linear(3, 1).double()
+        sync.backward(model(X).mean() + head(between).mean(), weight=4)
+
+    on_two_ranks(body)
+    said = [one.message for one in caplog.records if "outside of the synchronised" in one.message]
+    assert len(said) == 2, "once on each rank"
+    assert "3 tensors" in said[0]
 
 
 def assigned(model):

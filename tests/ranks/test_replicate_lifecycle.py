@@ -139,6 +139,10 @@ def test_refusals_at_attach():
         replicate(nn.Sequential(nn.LazyLinear(3)))
     with pytest.raises(WrongTypeError, match=r"`1\.running_mean` is a lazy buffer(.|\n)*forward"):
         replicate(nn.Sequential(nn.Linear(4, 3), nn.LazyBatchNorm1d()))
+    small = nn.Linear(4, 3, dtype=torch.bfloat16)
+    small.weight.grad_dtype = torch.float32  # an attribute of no effect before torch 2.13
+    with pytest.raises(WrongTypeError, match="`weight` is to have gradients of another dtype"):
+        replicate(small)
     with pytest.raises(ConfigurationError, match="buffers"):
         replicate(model, buffers="sometimes")
     with pytest.raises(ConfigurationError, match="bucket_cap_mb"):

@@ -14,9 +14,8 @@ leaves out calls no hook.
 from __future__ import annotations
 
 import logging
-import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -31,14 +30,13 @@ from lockstep.randomness import derive_seed, preserve_rng_state
 from lockstep.sync.optimizer_inspection import (
     given_closure,
     inner_optimizers,
+    is_step_running,
     optimizer_parameters,
     share_parameters,
     with_closure,
 )
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from torch.utils.hooks import RemovableHandle
 
     from lockstep.operator.training_parts import TrainingParts
@@ -117,7 +115,7 @@ class OptimizerStepHooks:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self._begun and not _is_step_running(self._begun):
+        if self._begun and not is_step_running(self._begun):
             self._begun.clear()
         if self._is_within_another_step(optimizer):
             self._begun.append(optimizer)
@@ -158,22 +156,6 @@ class OptimizerStepHooks:
     def _is_within_another_step(self, optimizer: Optimizer) -> bool:
         """Whether a step is a part of one that has begun, of the same object or parameters."""
         return any(each is optimizer or share_parameters(each, optimizer) for each in self._begun)
-
-
-def _is_step_running(optimizers: Sequence[Optimizer]) -> bool:
-    """Whether the `step` of one of `optimizers` is being called.
-
-    Torch calls no hook after a step that has raised, which a loop may catch and call again.
-    """
-    # What calls the hooks has another name; torch.compile keeps "step" in the names it makes up.
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if "step" in frame.f_code.co_name:
-            this = frame.f_locals.get("self")
-            if any(this is each for each in optimizers):
-                return True
-        frame = frame.f_back
-    return False
 
 
 def add_step_listeners(operator: Operator, hooks: OptimizerStepHooks) -> None:

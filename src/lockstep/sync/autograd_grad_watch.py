@@ -7,43 +7,54 @@ them, but it sees the traces: weights that have changed although no gradient was
 optimizer stepped (an update by hand), or reduced gradients that have changed otherwise than by a
 factor or a limit.
 
-Some elements of each gradient tell clipping from additions. The other ranks are not asked: a rank
+Some elements of each weight tell of writes through ``weight.data``, which no version counts. Some
+elements of each gradient tell clipping from additions. The other ranks are not asked: a rank
 that computes gradients for its log alone must not wait for peers.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 from lockstep._torch_compat import version_of
 from lockstep.errors import GradientNotReducedError
+from lockstep.tensor_copies import is_shard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from lockstep.sync.buckets import Slot
 
+    HeldIds = Callable[[], Collection[int]]
+
 _SAMPLED: Final = 4
-"""Elements of each gradient that are compared, beside its norm."""
+"""Elements of each weight that are compared, and of each gradient, beside its norm."""
+
+
+class _Mark(NamedTuple):
+    """What changes when a program writes to a weight: its version, or some elements as bytes."""
+
+    version: int
+    elements: bytes
 
 
 class _Moment(NamedTuple):
     rounds: int
     steps: int
-    versions: int
+    weights: list[_Mark]
 
 
 class _Before(NamedTuple):
     """The state of a parameter after a call of ``torch.autograd.grad``.
 
     Attributes:
-        version: of the weight, at the call.
+        weight: at the call.
         sample: of the gradient that the last round left; None if there is none.
     """
 
-    version: int
+    weight: _Mark
     sample: torch.Tensor | None
 
 
@@ -71,9 +82,9 @@ class AutogradGradWatch:
             GradientNotReducedError: weights were changed since the last time, and nothing was
                 reduced.
         """
-        now = _Moment(rounds, steps, sum(version_of(slot.param) for slot in self._slots))
+        now = _Moment(rounds, steps, _marks_of(self._slots))
         last, self._last = self._last, now
-        if last is not None and last[:2] == now[:2] and last.versions != now.versions:
+        if last is not None and last[:2] == now[:2] and last.weights != now.weights:
             raise GradientNotReducedError(
                 "weights were changed after torch.autograd.grad, and no gradient was reduced",
                 where=f"{place}, step {steps + 1}",
@@ -82,9 +93,9 @@ class AutogradGradWatch:
                 fix="loss.backward() and an optimizer; an inner loop whose weights are restored"
                 " afterwards: `with gradients.no_sync():` around it",
             )
-        for slot in self._slots:
+        for slot, mark in zip(self._slots, now.weights, strict=True):
             if slot not in self._before:
-                self._before[slot] = _Before(version_of(slot.param), _sample_of(slot))
+                self._before[slot] = _Before(mark, _sample_of(slot))
 
     @property
     def is_pending(self) -> bool:
@@ -101,16 +112,28 @@ class AutogradGradWatch:
         if slot in self._before:
             self._before[slot] = self._before[slot]._replace(sample=_sample_of(slot))
 
-    def has_suspicious_changes(self, slots: Sequence[Slot]) -> bool:
+    def has_suspicious_changes(self, slots: Sequence[Slot], held: HeldIds) -> bool:
         """Before an optimizer of `slots` steps: whether the program changed weights or gradients.
 
         Gradients that were multiplied by a factor, or cut to a limit, do not count. Weights of
         other optimizers do: the gradients of `slots` were computed with them.
+
+        Args:
+            slots: what the optimizer steps.
+            held: gives the ids of the parameters of all optimizers. What none of them holds (a
+                target network) is looked at no longer, for nothing would ever step it.
         """
-        are_weights_changed = any(version_of(s.param) != b.version for s, b in self._before.items())
+        if not self._before:
+            return False
+        marks = dict(zip(self._before, _marks_of(self._before), strict=True))
+        are_weights_changed = any(marks[s] != before.weight for s, before in self._before.items())
         found = [(slot, self._before.pop(slot)) for slot in slots if slot in self._before]
-        for slot, before in self._before.items():
-            self._before[slot] = before._replace(version=version_of(slot.param))
+        ids = held()
+        self._before = {
+            slot: before._replace(weight=marks[slot])
+            for slot, before in self._before.items()
+            if id(slot.param) in ids or slot.param.grad is not None
+        }
         if are_weights_changed:
             return True
         if any(_is_assigned_by_hand(slot) for slot, before in found if before.sample is None):
@@ -177,6 +200,36 @@ def _is_limited(before: torch.Tensor, now: torch.Tensor) -> bool:
     return bool(((now == before) | cut).all() and (norm <= was).all())
 
 
+def _marks_of(slots: Collection[Slot]) -> list[_Mark]:
+    """The versions of weights and some of their elements, read from each device at once."""
+    elements = [_some_elements(slot.param) for slot in slots]
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for some in elements:
+        by_kind.setdefault((some.device, some.dtype), []).append(some)
+    read = {
+        kind: iter(
+            torch.cat(together)
+            .cpu()
+            .view(torch.uint8)
+            .split([len(t) * t.element_size() for t in together])
+        )
+        for kind, together in by_kind.items()
+    }
+    return [
+        _Mark(version_of(slot.param), next(read[some.device, some.dtype]).numpy().tobytes())
+        for slot, some in zip(slots, elements, strict=True)
+    ]
+
+
+def _some_elements(tensor: Any) -> torch.Tensor:
+    """At most `_SAMPLED`, of real numbers; of a shard, of this rank's rows."""
+    own: torch.Tensor = tensor.to_local() if is_shard(tensor) else tensor
+    flat = own.detach().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED]
+
+
 def _sample_of(slot: Slot) -> torch.Tensor | None:
     grad = slot.param.grad
     if grad is None or grad.layout is not torch.strided or not slot.holds_reduced:
@@ -193,7 +246,7 @@ def _sample(gradient: torch.Tensor) -> torch.Tensor:
     if flat.is_complex():
         flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
     found = torch.zeros(_SAMPLED + 1, dtype=torch.float64, device="cpu")
-    some = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED]
+    some = _some_elements(gradient)
     found[: len(some)] = some
     found[-1] = torch.linalg.vector_norm(flat, dtype=torch.float64)
     return found

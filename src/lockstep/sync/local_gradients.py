@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lockstep.sync.leaves_outside import LeavesOutside
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -28,13 +30,29 @@ class LocalGradients:
 
     Args:
         parameters: those that lie in the synchronised modules.
+        shared: the other parameters of these modules.
+        place: this rank, for a message.
+
+    Attributes:
+        outside: looks for gradients that nobody divides.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        shared: Iterable[torch.Tensor],
+        place: str,
+    ) -> None:
         self._parameters = list(parameters)
+        self.outside = LeavesOutside([*self._parameters, *shared], place)
         self._earlier: list[torch.Tensor | None] | None = None
         self._hooks: list[RemovableHandle] = []
         self._before: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None] = {}
+
+    @property
+    def has_any(self) -> bool:
+        """Whether a parameter in the synchronised modules is this rank's own."""
+        return bool(self._parameters)
 
     def begin_batch(self, *, is_borrowed: bool) -> None:
         """Let backwards add to the gradients from now on, unless the batch is a borrowed one."""

@@ -34,6 +34,9 @@ def local(parameter_or_module: Owned) -> Owned:
     alone, and not with its module, has to be marked again in a deep copy of the model. A buffer
     stays each rank's own when a forward puts another tensor in its place.
 
+    Clip the gradients of shared parameters by a norm of these alone: one that counts local
+    parameters is another one on each rank, and the step is refused.
+
     A checkpoint of `TorchTrainer` holds those of every rank. Where another number of workers goes
     on from it, all begin with rank 0's; and a worker that replaces a lost one begins with those of
     the worker that sends it the state.

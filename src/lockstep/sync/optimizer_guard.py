@@ -15,6 +15,7 @@ parameters looked at one by one.
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Final
@@ -27,6 +28,7 @@ from lockstep.errors import ConfigurationError, GradientNotReducedError, Unknown
 from lockstep.sync.local_parameters import is_local
 from lockstep.sync.optimizer_inspection import (
     given_closure,
+    is_step_running,
     optimizer_parameters,
     with_closure,
 )
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 
     from lockstep.sync.buckets import Slot
     from lockstep.sync.reduction_rounds import ReductionRounds
+
+_log = logging.getLogger("lockstep")
 
 _EXACT: Final = 2**52
 """Below it float64 holds every whole number."""
@@ -63,9 +67,16 @@ class _Watch:
                     self.slots.setdefault(slot.owner, []).append(slot)  # type: ignore[arg-type]
                 elif not is_local(param):
                     self.unknown.append((f"param_groups[{group_number}][{number}]", param))
+        self.own: list[tuple[str, torch.Tensor]] = []
         if not self.slots and self.unknown:
-            # Keep new parameters of synchronised models; others are of models of this rank alone.
+            # New parameters of synchronised models stay; others may be of this rank alone.
+            self.own = [one for one in self.unknown if not _registry.knows_module_of(one[1])]
             self.unknown = [one for one in self.unknown if _registry.knows_module_of(one[1])]
+
+    @property
+    def is_done_with_all_rounds(self) -> bool:
+        """Whether a step has used every round that there was."""
+        return all(each.num_rounds <= self.rounds.get(each, -1) for each in self.slots)
 
 
 class _Registry:
@@ -104,6 +115,17 @@ class _Registry:
             if self._hook is not None and not len(self._owners):
                 self._hook.remove()
                 self._hook = None
+
+    @property
+    def has_peers(self) -> bool:
+        with self._lock:
+            return any(owner.needs_guard for owner in self._owners)
+
+    def held_ids(self) -> set[int]:
+        """The ids of the synchronised parameters that optimizers hold which have stepped."""
+        with self._lock:
+            watches = [*self.watches.values()]
+        return {id(s.param) for watch in watches for slots in watch.slots.values() for s in slots}
 
     def knows_module_of(self, param: torch.Tensor) -> bool:
         with self._lock:
@@ -185,7 +207,10 @@ def _before_step(
     watch = _registry.watch(optimizer)
     if not watch.slots:
         _refuse_unknown(watch)
+        _warn_of_own(optimizer, watch)
         return None
+    if watch.is_done_with_all_rounds and is_step_running((optimizer,)):
+        return None  # a subclass's step calls that of its base, which torch may have hooked as well
     closure = given_closure(args, kwargs)
     if closure is None:
         _check(watch)
@@ -239,11 +264,30 @@ def _check(watch: _Watch) -> None:
             continue
         if owner.last_full_round <= since:
             _check_each(owner, watch, slots, since)
-        if owner.has_suspicious_changes(slots):
+        is_touched = owner.local.has_any and any(
+            slot.param.grad is not None and not slot.is_untouched for slot in slots
+        )
+        # A norm over this rank's own parameters as well (`clip_grad_norm_(model.parameters())`)
+        # scales the shared gradients by another number on each rank.
+        if is_touched or owner.has_suspicious_changes(slots, _registry.held_ids):
             _compare_between_ranks(owner, watch, slots)
         watch.rounds[owner] = owner.num_rounds
         owner.note_step(watch.number)
     _refuse_unknown(watch)
+
+
+def _warn_of_own(optimizer: Optimizer, watch: _Watch) -> None:
+    """Say once that an optimizer steps what is in no synchronised module, and not marked."""
+    names = [name for name, param in watch.own if param.grad is not None]
+    if names and _registry.has_peers:
+        watch.own = []
+        _log.warning(
+            "%s steps parameters that nobody synchronises, %s: each rank trains its own. Hand their"
+            " module to replicate() too; or, if each rank is to have its own, mark it:"
+            " lockstep.local(module)",
+            type(optimizer).__name__,
+            ", ".join(names[:4]),
+        )
 
 
 def _refuse_unknown(watch: _Watch) -> None:
@@ -310,10 +354,10 @@ def _compare_between_ranks(owner: ReductionRounds, watch: _Watch, slots: list[Sl
             owner,
             watch,
             differ,
-            cause="after its reduction a gradient was changed (p.grad += autograd.grad(...)?), and"
-            " on each rank into something else",
-            fix="add up the losses and run one backward; or lockstep.average_gradients for what"
-            " autograd.grad computed, before it is added",
+            cause="after its reduction a gradient was changed on each rank into something else:"
+            " by what autograd.grad computed there, or by a norm that counts local parameters",
+            fix="add up the losses and run one backward; clip_grad_norm_ of the parameters that"
+            " ranks share",
         )
 
 

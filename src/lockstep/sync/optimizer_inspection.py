@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,6 +17,7 @@ from lockstep.tensor_tree import leaves_with_path, tree_map_with_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from types import FrameType
 
     from torch.optim import Optimizer
 
@@ -36,6 +38,22 @@ def share_parameters(one: Optimizer, other: Optimizer) -> bool:
     """Whether two optimizers hold a parameter that is the same tensor."""
     own = set(map(id, optimizer_parameters(one)))
     return any(id(parameter) in own for parameter in optimizer_parameters(other))
+
+
+def is_step_running(optimizers: Iterable[Optimizer]) -> bool:
+    """Whether the `step` of one of `optimizers` is being called.
+
+    Torch calls no hook after a step that has raised, which a loop may catch and call again.
+    """
+    # What calls the hooks has another name; torch.compile keeps "step" in the names it makes up.
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if "step" in frame.f_code.co_name:
+            this = frame.f_locals.get("self")
+            if any(this is each for each in optimizers):
+                return True
+        frame = frame.f_back
+    return False
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from lockstep.group import Group
+    from lockstep.sync.autograd_grad_watch import HeldIds
     from lockstep.sync.ordered_reducer import ShardGradient
     from lockstep.sync.round_contribution import RoundTotals, UnreadTotals
     from lockstep.sync.synced_tensors import SyncedTensors
@@ -112,7 +113,7 @@ class ReductionRounds:
         self._unread: UnreadTotals | None = None
         self._accumulated: list[Slot] = []  # whose gradient is a sum with those of earlier rounds
         self._grad_watch = AutogradGradWatch(self.slots)
-        self.local = LocalGradients(found.local)
+        self.local = LocalGradients(found.local, found.parameters.values(), self.place)
         self._late = LateParameters(modules, found.parameters.values())
         self._new_window()
         self.transport = make_transport(self, self.slots, found.signature(), cap_bytes)
@@ -157,6 +158,7 @@ class ReductionRounds:
             weight = as_weight(weight, self.place)
             self._judge_unread_sums()  # the weights of the last round set the unit of the next one
             given = backward_kwargs.get("gradient")
+            self.local.outside.look_at(loss, weight)
             scale, loss, given = self.weights.scale_loss(loss, given, weight)
             backward_kwargs["gradient"] = given
             self._open_window(WEIGHTED)
@@ -461,9 +463,9 @@ class ReductionRounds:
         for slot in self._accumulated:
             slot.accept_changes()
 
-    def has_suspicious_changes(self, slots: Sequence[Slot]) -> bool:
+    def has_suspicious_changes(self, slots: Sequence[Slot], held: HeldIds) -> bool:
         """Whether local gradients may have got into gradients or weights of `slots`."""
-        return self._grad_watch.has_suspicious_changes(slots)
+        return self._grad_watch.has_suspicious_changes(slots, held)
 
     @property
     def needs_guard(self) -> bool:

@@ -40,8 +40,9 @@ _FAULTS: Final = {
         "backward(create_graph=True) through synchronised parameters",
         "a penalty on parameter.grad would differentiate this rank's gradient and not the global"
         " one: what is reduced has no graph",
-        "put the penalty into the loss, with torch.autograd.grad(loss, inputs,"
-        " create_graph=True), and run one backward; what is this rank's own belongs into"
+        "a penalty on the gradient with respect to the inputs belongs into the loss, with"
+        " torch.autograd.grad(loss, inputs, create_graph=True); one on the batch's gradient with"
+        " respect to the weights cannot be split over ranks; what is this rank's own belongs into"
         " no_sync()",
     ),
     "by_hand": _FaultKind(

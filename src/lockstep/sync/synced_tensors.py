@@ -197,6 +197,8 @@ def _refuse_parameter(param: torch.nn.Parameter, name: str) -> str | None:
         return f"`{name}` is a {_strides(param)} tensor, whose gradient has no fixed place"
     if not param.is_leaf:
         return f"`{name}` is not a leaf of the autograd graph"
+    if getattr(param, "grad_dtype", param.dtype) != param.dtype:  # torch 2.13
+        return f"`{name}` is to have gradients of another dtype ; leave grad_dtype out"
     return None
 
 
