@@ -38,12 +38,11 @@ def requested_loop_options(options: Options) -> list[str]:
     return [name for name, is_wanted in wanted.items() if is_wanted]
 
 
-def refuse_late_changes(operator: Operator) -> None:
-    """Raise for what `setup` has set in the operator too late, or where it has only half an effect.
+def refuse_other_reduction(operator: Operator) -> None:
+    """Raise if `loss_reduction` is another one than at `register`.
 
     Raises:
-        ConfigurationError: `loss_reduction` is another one than at `register`, or a method was
-            assigned to the operator that its class does not override.
+        ConfigurationError: it is.
     """
     run = operator._lockstep.registered
     reduction = operator.loss_reduction
@@ -55,6 +54,14 @@ def refuse_late_changes(operator: Operator) -> None:
             fix=f'loss_reduction = "{reduction}" in the class, or'
             f' self.register(..., loss_reduction="{reduction}")',
         )
+
+
+def refuse_assigned_methods(operator: Operator) -> None:
+    """Raise if `setup` has assigned a method to the operator that its class does not override.
+
+    Raises:
+        ConfigurationError: it would be called by some loops, and not by all.
+    """
     for name in vars(operator):
         method = getattr(Operator, name, None)
         if callable(method) and not operator._lockstep_overrides(method):
