@@ -14,7 +14,9 @@ from lockstep.audit.finding import Place
 from lockstep.audit.judgement import judge
 from lockstep.audit.ledger import Ledger
 from lockstep.audit.prints import Fingerprint
+from lockstep.audit.probe.hooking import hook_in
 from lockstep.audit.probe.loaders import _replicas, _sampler_name
+from lockstep.audit.probe.probe import Probe
 from lockstep.audit.rules.data import Data
 from lockstep.audit.rules.mixed import OwnScales
 from lockstep.audit.rules.overlap import same_samples
@@ -278,3 +280,25 @@ def test_a_rule_that_asks_for_scales_hears_nothing_of_counts():
 def test_a_notice_of_counts_is_told_once():
     told = [found.code for found in judge(_recorded("healthy/images_of_other_sizes"))]
     assert told == ["LS203"]
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_head_that_one_rank_reduces_in_its_own_group_is_held_by_it_alone(is_own):
+    """As where each half of the ranks trains a task of its own, with a wrapper of its group."""
+    ledgers = _recorded("healthy/plain")
+    for ledger in ledgers:
+        head = ledger.tracks[0].parameters[-1]
+        head.name = f"head_{ledger.rank}.bias"
+        head.group = [ledger.rank] if is_own else None
+    assert ("LS305" in _graver(ledgers)) == (not is_own)
+
+
+def test_loaders_that_follow_one_another_are_told_apart():
+    probe = Probe()
+    hook_in(probe)
+    try:
+        for _ in range(3):
+            list(DataLoader(range(8)))
+    finally:
+        probe.stop()
+    assert len({each.key for each in probe.ledger.loadings}) == 3

@@ -76,7 +76,8 @@ def _note_beginning(probe: Probe, iterator: Any, loader: DataLoader[Any]) -> Non
     keys = probe.loader_keys
     if loader not in keys:
         # A dataset of a loader stays; its indices may be millions.
-        key = f"{type(loader.dataset).__name__}#{len(keys)}"
+        probe.loaders_seen += 1
+        key = f"{type(loader.dataset).__name__}#{probe.loaders_seen - 1}"
         keys[loader] = LoaderKey(
             key,
             _part(loader.dataset),

@@ -292,6 +292,7 @@ class Probe:
         self.living: list[weakref.ref[torch.nn.Module]] = []
         self.step_hooks: tuple[Any, ...] = ()
         self.gradient_names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self.loaders_seen = 0
         self.loader_keys: weakref.WeakKeyDictionary[Any, LoaderKey] = weakref.WeakKeyDictionary()
         self.loading: weakref.WeakKeyDictionary[Any, Loading] = weakref.WeakKeyDictionary()
         self.worker_memory: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

@@ -131,7 +131,11 @@ def _settings(track: SharedTrack, number: int) -> Finding | None:
 def _holdings(world: World, track: SharedTrack) -> Finding | None:
     """What one wrapper reduces on all ranks, optimizers of all ranks should hold."""
     held = {
-        rank: {p.name for p in of_rank.parameters if p.wrapper and not p.local}
+        rank: {
+            p.name
+            for p in of_rank.parameters
+            if p.wrapper and not p.local and set(track.ranks) <= set(p.group or track.ranks)
+        }
         for rank, of_rank in track.tracks.items()
     }
     elsewhere = {
