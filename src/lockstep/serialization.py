@@ -168,15 +168,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             names = list(vars(obj)["_modules"]["parametrizations"])
             return _bare_module, (plain, names), vars(obj), None, None, _fill_module
         # Whoever receives it may have no accelerator: torch would refuse to load it there.
-        if type(obj) is torch.Tensor and not _is_without_device(obj):
-            return obj.detach().cpu().requires_grad_(obj.requires_grad).__reduce_ex__(2)
-        if type(obj) is nn.Parameter and not _is_without_device(obj):
-            return nn.Parameter(obj.detach().cpu(), obj.requires_grad).__reduce_ex__(2)
+        is_tensor = type(obj) in (torch.Tensor, nn.Parameter)
+        if is_tensor and obj.device.type not in ("cpu", "meta"):
+            moved = obj.detach().cpu()
+            moved = nn.Parameter(moved) if type(obj) is nn.Parameter else moved
+            return moved.requires_grad_(obj.requires_grad).__reduce_ex__(2)
         return super().reducer_override(obj)
-
-
-def _is_without_device(tensor: torch.Tensor) -> bool:
-    return tensor.device.type in ("cpu", "meta")
 
 
 class _Unpickler(pickle.Unpickler):

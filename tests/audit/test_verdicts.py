@@ -9,7 +9,7 @@ import pytest
 from tests.audit.traces import TRACES, read_trace
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lockstep.audit.facts import Loading, Parameter, Step, Term, Track
+from lockstep.audit.facts import MOST_INDICES, Loading, Parameter, Step, Term, Track
 from lockstep.audit.finding import Place
 from lockstep.audit.judgement import judge
 from lockstep.audit.ledger import Ledger
@@ -80,6 +80,16 @@ def test_draws_with_replacement_share_samples_however_many_ranks_draw(ranks):
 
     assert told(again=True) is None
     assert told(again=False).code == "LS503"
+
+
+def test_of_a_large_dataset_the_first_samples_tell_that_each_rank_reads_all():
+    """The probe writes so many indices down, and what no rank read is not known."""
+    numbers, size = np.random.default_rng(0), 2 * MOST_INDICES
+    read = [numbers.permutation(size)[:MOST_INDICES] for _ in range(2)]
+    found = _same_samples(_read(each, "RandomSampler", size=size, dataset=7) for each in read)
+    assert found.code == "LS503"
+    assert "by none" not in found.message
+    assert _same_samples(_read(each[:-1], size=size, dataset=7) for each in read) is None
 
 
 @pytest.mark.parametrize("ranks", [4, 8])

@@ -266,10 +266,10 @@ class ShardedLoader:
         if now.per_step != self._batches.per_step:
             raise DataOrderError(
                 "the loader's batch size has changed",
-                expected=f"{self._batches.per_step} samples in a global batch, as after setup",
+                expected=f"{self._batches.per_step} items in a global batch, as when it was made",
                 got=f"{now.per_step}",
                 cause="the place in an epoch is counted in global batches of one size",
-                fix="trainer.save(path), and a new TorchTrainer with the other size that loads it",
+                fix="a new loader: a new TorchTrainer that loads a checkpoint, or shard_loader(...)",
             )
 
     def _plans(self, epoch: int, start_step: int, offset: int) -> Iterator[StepPlan]:

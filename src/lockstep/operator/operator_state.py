@@ -111,7 +111,7 @@ class OperatorState:
             where a step opens, and set back where it undoes the step.
         is_uncounted: what is computed was counted before, or is counted by another worker. Set by
             `without_counting`.
-        is_after_step: the user's `after_step` runs. Set by the hooks on optimizers' steps.
+        runs_after_step: the user's `after_step` runs. Set by the hooks on optimizers' steps.
         have_stepped: the optimizers that have stepped since the worker started. Filled by them.
         put_buffers_back: gives buffers the values that they had before the open step. Set by
             `Rollback`.
@@ -139,7 +139,7 @@ class OperatorState:
         self.steps_taken_back = 0
         self.further_counts: list[Counts] = []
         self.is_uncounted = False
-        self.is_after_step = False
+        self.runs_after_step = False
         self.have_stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.put_buffers_back: Callable[[], None] = _no_copies
         self.epochs_finished: Callable[[], int] = _no_epochs

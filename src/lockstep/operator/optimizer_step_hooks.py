@@ -190,14 +190,14 @@ def _note_step(operator: Operator, optimizer: Optimizer) -> None:
     if state.step_log is not None:
         state.step_log.note_rates(group.get("lr") for group in optimizer.param_groups)
     # An optimizer that `after_step` itself steps does not call it again.
-    if operator._lockstep_overrides(Operator.after_step) and not state.is_after_step:
+    if operator._lockstep_overrides(Operator.after_step) and not state.runs_after_step:
         # The same numbers on every rank: what is drawn goes into weights that ranks share.
         seed = derive_seed(
             state.context.shard_assignment.seed, "after_step", operator.global_step, number
         )
-        state.is_after_step = True
+        state.runs_after_step = True
         try:
             with torch.no_grad(), preserve_rng_state(seed):
                 operator.after_step()
         finally:
-            state.is_after_step = False
+            state.runs_after_step = False

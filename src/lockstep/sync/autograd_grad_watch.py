@@ -223,11 +223,16 @@ def _marks_of(slots: Collection[Slot]) -> list[_Mark]:
 
 def _some_elements(tensor: Any) -> torch.Tensor:
     """At most `_SAMPLED`, of real numbers; of a shard, of this rank's rows."""
-    own: torch.Tensor = tensor.to_local() if is_shard(tensor) else tensor
-    flat = own.detach().reshape(-1)
+    flat = _flat(tensor.to_local() if is_shard(tensor) else tensor)
+    return flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED]
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All numbers one after the other; a complex one is two."""
+    flat = tensor.detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED]
+    return flat
 
 
 def _sample_of(slot: Slot) -> torch.Tensor | None:
@@ -242,11 +247,8 @@ def _sample(gradient: torch.Tensor) -> torch.Tensor:
 
     The sampled elements alone would miss an addition to the others; zeros are common behind a ReLU.
     """
-    flat = gradient.detach().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
     found = torch.zeros(_SAMPLED + 1, dtype=torch.float64, device="cpu")
     some = _some_elements(gradient)
     found[: len(some)] = some
-    found[-1] = torch.linalg.vector_norm(flat, dtype=torch.float64)
+    found[-1] = torch.linalg.vector_norm(_flat(gradient), dtype=torch.float64)
     return found

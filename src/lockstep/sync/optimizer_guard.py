@@ -6,8 +6,8 @@ and removed when one is detached and none is left. A sync that is only collected
 torch may be iterating over its hooks when the garbage collector runs. The hook sees cases that no
 wrapper can: a gradient assigned by hand after ``autograd.grad``, an open window of ``no_sync``
 backwards, a parameter outside of every `GradientSync`. A program may change gradients *after* their
-reduction, if all ranks do the same; after ``torch.autograd.grad`` the ranks compare that (see
-`autograd_grad_watch`).
+reduction, if all ranks do the same: the ranks compare that after ``torch.autograd.grad`` (see
+`autograd_grad_watch`), and where some parameters are each rank's own.
 
 Fast path: one comparison per GradientSync. Only when the last round did not reduce everything are
 parameters looked at one by one.
@@ -264,16 +264,23 @@ def _check(watch: _Watch) -> None:
             continue
         if owner.last_full_round <= since:
             _check_each(owner, watch, slots, since)
-        is_touched = owner.local.has_any and any(
-            slot.param.grad is not None and not slot.is_untouched for slot in slots
-        )
-        # A norm over this rank's own parameters as well (`clip_grad_norm_(model.parameters())`)
-        # scales the shared gradients by another number on each rank.
-        if is_touched or owner.has_suspicious_changes(slots, _registry.held_ids):
+        if _may_be_scaled_apart(owner, slots) or owner.has_suspicious_changes(
+            slots, _registry.held_ids
+        ):
             _compare_between_ranks(owner, watch, slots)
         watch.rounds[owner] = owner.num_rounds
         owner.note_step(watch.number)
     _refuse_unknown(watch)
+
+
+def _may_be_scaled_apart(owner: ReductionRounds, slots: list[Slot]) -> bool:
+    """Whether reduced gradients were changed where a norm may count this rank's own parameters.
+
+    `clip_grad_norm_(model.parameters())` then scales them by another number on each rank.
+    """
+    return owner.local.has_any and any(
+        slot.param.grad is not None and not slot.is_untouched for slot in slots
+    )
 
 
 def _warn_of_own(optimizer: Optimizer, watch: _Watch) -> None:

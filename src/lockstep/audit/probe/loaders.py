@@ -24,7 +24,7 @@ from lockstep.audit.probe.batches import (
     tensors_or_contents,
 )
 from lockstep.audit.probe.frames import users_lines
-from lockstep.audit.probe.records import LoaderKey
+from lockstep.audit.probe.records import KnownLoader
 from lockstep.audit.probe.worker_draws import SeenInit, drawn_by_workers, places_of, room_for
 from lockstep.dataset_contents import contents_of, identity_of
 
@@ -73,12 +73,12 @@ def _note_beginning(probe: Probe, iterator: Any, loader: DataLoader[Any]) -> Non
     probe.loading.pop(iterator, None)
     if not probe.is_on or len(probe.ledger.loadings) >= _LOADINGS:
         return
-    keys = probe.loader_keys
+    keys = probe.known_loaders
     if loader not in keys:
         # A dataset of a loader stays; its indices may be millions.
         probe.loaders_seen += 1
         key = f"{type(loader.dataset).__name__}#{probe.loaders_seen - 1}"
-        keys[loader] = LoaderKey(
+        keys[loader] = KnownLoader(
             key,
             _part(loader.dataset),
             probe.harmlessly(_contents, loader) or [],

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     )
     from lockstep.audit.finding import Place
     from lockstep.audit.probe.graphs import Mark
-    from lockstep.audit.probe.records import Arrival, Known, LoaderKey, Reduced, Schedule
+    from lockstep.audit.probe.records import Arrival, Known, KnownLoader, Reduced, Schedule
 
 
 _kept: list[Any] = []
@@ -293,7 +293,9 @@ class Probe:
         self.step_hooks: tuple[Any, ...] = ()
         self.gradient_names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self.loaders_seen = 0
-        self.loader_keys: weakref.WeakKeyDictionary[Any, LoaderKey] = weakref.WeakKeyDictionary()
+        self.known_loaders: weakref.WeakKeyDictionary[Any, KnownLoader] = (
+            weakref.WeakKeyDictionary()
+        )
         self.loading: weakref.WeakKeyDictionary[Any, Loading] = weakref.WeakKeyDictionary()
         self.worker_memory: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.delivered: Loading | None = None

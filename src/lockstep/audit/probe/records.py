@@ -130,7 +130,7 @@ class Reduced:
     through_data: tuple[float, int] | None = None
 
 
-class LoaderKey(NamedTuple):
+class KnownLoader(NamedTuple):
     """What a loader is known by, and what its dataset holds; see ``Loading``."""
 
     key: str
