@@ -269,7 +269,8 @@ class ShardedLoader:
                 expected=f"{self._batches.per_step} items in a global batch, as when it was made",
                 got=f"{now.per_step}",
                 cause="the place in an epoch is counted in global batches of one size",
-                fix="a new loader: a new TorchTrainer that loads a checkpoint, or shard_loader(...)",
+                fix="a new loader: a new TorchTrainer that loads a checkpoint, or"
+                " lockstep.shard_loader(loader)",
             )
 
     def _plans(self, epoch: int, start_step: int, offset: int) -> Iterator[StepPlan]:

@@ -104,8 +104,6 @@ class Cursor:
         Collective:
             Every rank of `group`, at the same position; see `StepSource.agree`.
         """
-        if self._unread is not None:
-            self._abandon()  # an earlier call failed where it read
         if self._agreed_in is group:
             return
         if group.size > 1:

@@ -110,6 +110,42 @@ def test_a_loop_that_goes_on_behind_what_cannot_be_read_is_refused():
         assert one.get_local_operator().global_step == STEPS_PER_EPOCH
 
 
+class ValidatesBroken(Regression):
+    def setup(self, config):
+        super().setup(config)
+        self.dataset = Broken()
+        self.register_data(train_loader=loader(), validation_loader=DataLoader(self.dataset, BATCH))
+
+
+def test_a_call_after_one_that_failed_where_it_read_begins_anew():
+    with trainer(ValidatesBroken) as one:
+        with pytest.raises(OSError, match="a broken file"):
+            one.validate()
+        one.get_local_operator().dataset.is_mended = True
+        assert one.validate()["num_samples"] == SAMPLES
+
+
+class TrainsOnBroken(Regression):
+    def data(self):
+        self.dataset = Broken()
+        return DataLoader(self.dataset, BATCH)
+
+
+@pytest.mark.parametrize("calls_own", [False, True])
+def test_an_epoch_goes_on_where_a_call_failed_to_read(calls_own):
+    class Own(TrainsOnBroken):
+        def train_epoch(self, iterator, info):
+            return super().train_epoch(iterator, info)
+
+    with trainer(Own if calls_own else TrainsOnBroken) as one:
+        with pytest.raises(OSError, match="a broken file"):
+            one.train()
+        one.get_local_operator().dataset.is_mended = True
+        one.train()
+        assert one.get_local_operator().global_step == STEPS_PER_EPOCH
+        assert same(weights(one.get_model()), by_hand(STEPS_PER_EPOCH))
+
+
 class Replays(Regression):
     """Trains on what it has kept, when there are no more batches."""
 
