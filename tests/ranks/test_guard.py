@@ -224,6 +224,8 @@ def test_an_optimizer_that_nobody_synchronises_is_told_of_once(caplog, is_marked
         optimizer = torch.optim.SGD([mine], lr=0.1)
         optimizer.step()
         optimizer.step()
+        replicate(reset(nn.Linear(2, 2), seed=1), group=group).detach()
+        optimizer.step()
 
     on_two_ranks(body)
     said = [one.message for one in caplog.records if "that nobody synchronises" in one.message]

@@ -90,6 +90,7 @@ class _Registry:
         self.version = 0
         self.watches: weakref.WeakKeyDictionary[Optimizer, _Watch] = weakref.WeakKeyDictionary()
         self.numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self.warned_of: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def find(self, param: torch.Tensor) -> Slot | None:
         slot = self._slots.get(id(param))
@@ -286,8 +287,8 @@ def _may_be_scaled_apart(owner: ReductionRounds, slots: list[Slot]) -> bool:
 def _warn_of_own(optimizer: Optimizer, watch: _Watch) -> None:
     """Say once that an optimizer steps what is in no synchronised module, and not marked."""
     names = [name for name, param in watch.own if param.grad is not None]
-    if names and _registry.has_peers:
-        watch.own = []
+    if names and _registry.has_peers and optimizer not in _registry.warned_of:
+        _registry.warned_of.add(optimizer)  # a watch is made anew when another sync is attached
         _log.warning(
             "%s steps parameters that nobody synchronises, %s: each rank trains its own. Hand their"
             " module to replicate() too; or, if each rank is to have its own, mark it:"
