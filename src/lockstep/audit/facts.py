@@ -394,6 +394,24 @@ class Evaluation:
 
 
 @dataclass
+class UsedBuffers:
+    """What a module's saved buffers held before forwards that have a gradient.
+
+    `prints` are theirs after so many `steps`: of the first such forward, and then of the first of
+    each step before which one of them was written to. `used` are those that results with a gradient
+    followed from; None where that was not seen.
+    """
+
+    module: str
+    names: list[str]
+    counts: list[int]
+    where: list[Place]
+    steps: list[int] = field(default_factory=list)
+    prints: list[Fingerprint] = field(default_factory=list)
+    used: list[str] | None = None
+
+
+@dataclass
 class ModelSent:
     """A message as large as what an optimizer holds (`size` numbers), after so many steps.
 

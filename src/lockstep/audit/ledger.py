@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         Permutation,
         Step,
         Track,
+        UsedBuffers,
     )
 
 FIRST_STEPS: Final = 64
@@ -94,6 +95,7 @@ class Ledger:
     calls: list[Collective] = field(default_factory=list)
     calls_made: int = 0
     evaluations: list[Evaluation] = field(default_factory=list)
+    buffers_used: list[UsedBuffers] = field(default_factory=list)
     failure: Failure | None = None
     stack: list[Place] = field(default_factory=list)
     stuck_in: Collective | None = None

@@ -60,7 +60,7 @@ def note_evaluation(probe: Probe, module: torch.nn.Module) -> None:
 def _write_down(probe: Probe, module: torch.nn.Module) -> bool:
     buffers = {
         name: b
-        for name, b in _saved_buffers(module)
+        for name, b in saved_buffers(module)
         if b.is_floating_point() and not getattr(b, "_lockstep_local", False)
     }
     evaluations = probe.ledger.evaluations
@@ -81,10 +81,10 @@ def _write_down(probe: Probe, module: torch.nn.Module) -> bool:
 
 
 def _versions(module: torch.nn.Module) -> Versions:
-    return [(id(b), 0 if b.is_inference() else b._version) for _, b in _saved_buffers(module)]
+    return [(id(b), 0 if b.is_inference() else b._version) for _, b in saved_buffers(module)]
 
 
-def _saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """What its state dict holds: caches and masks are no part of a model."""
     for prefix, part in module.named_modules():
         for name, buffer in part._buffers.items():

@@ -44,7 +44,14 @@ if TYPE_CHECKING:
     )
     from lockstep.audit.finding import Place
     from lockstep.audit.probe.graphs import Mark
-    from lockstep.audit.probe.records import Arrival, Known, KnownLoader, Reduced, Schedule
+    from lockstep.audit.probe.records import (
+        Arrival,
+        KeptBuffers,
+        Known,
+        KnownLoader,
+        Reduced,
+        Schedule,
+    )
 
 
 _kept: list[Any] = []
@@ -276,8 +283,7 @@ class Probe:
         self.arrivals: list[Arrival] = []
         self.gather_nodes: list[tuple[Mark, Gathered]] = []
         self.received: list[tuple[Collective, weakref.ref[torch.Tensor]]] = []
-        self.has_sent = False
-        self.follows = False
+        self.has_sent = self.follows = False
         self.reduced_in_place: list[Reduced] = []
         self.passing_back: list[Any] = []
         self.scatters = False
@@ -302,6 +308,7 @@ class Probe:
         self.stepping: list[int] = []
         self.steps_done = 0
         self.evaluated = Evaluated()
+        self.buffers_used: dict[int, KeptBuffers] = {}
         self.detailed = True
         self.compiles = False
         self.forward_hook: Callable[[], None] | None = None

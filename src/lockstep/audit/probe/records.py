@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
-    import weakref
-
     import torch
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    from lockstep.audit.facts import Gathered
+    from lockstep.audit.facts import Gathered, UsedBuffers
     from lockstep.audit.finding import Place
     from lockstep.audit.probe.graphs import Mark
 
@@ -137,3 +136,23 @@ class KnownLoader(NamedTuple):
     part: int | None
     contents: list[int]
     dataset: int | None
+
+
+class KeptBuffers:
+    """What is known of the buffers of one module that training calls.
+
+    Attributes:
+        fact: None where it has none that matter.
+        step: the optimizer steps before the last look.
+    """
+
+    def __init__(self, module: torch.nn.Module, fact: UsedBuffers | None) -> None:
+        self.module = weakref.ref(module)
+        self.fact = fact
+        self.step = -1
+        self._versions: list[tuple[int, int]] = []
+
+    def has_changed(self, buffers: list[torch.Tensor]) -> bool:
+        """Were they written to, or replaced, since this was asked last?"""
+        before, self._versions = self._versions, [(id(b), b._version) for b in buffers]
+        return before != self._versions

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from lockstep.audit.facts import Forward
 from lockstep.audit.fingerprint import numpy_state
 from lockstep.audit.probe.batches import ROWS, each_row, hash_of, read_on, tensors_in
+from lockstep.audit.probe.buffers_used import note_buffers
 from lockstep.audit.probe.called import note_acting, note_call
 from lockstep.audit.probe.evaluations import note_evaluation
 from lockstep.audit.probe.frames import users_lines
@@ -166,6 +167,8 @@ def _look_at(probe: Probe, module: torch.nn.Module, args: Any) -> None:
         if not probe.recent.has_called or probe.recent.fed is None:
             _note_fed(probe, args)
         note_acting(probe, module)
+        if probe.ledger.started_group:
+            note_buffers(probe, module)
 
 
 def _note_forward(probe: Probe, module: torch.nn.Module, args: Any) -> None:

@@ -20,7 +20,7 @@ from lockstep.audit.rules.replicas import BEFORE, BETWEEN
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from lockstep.audit.facts import Evaluation, FrozenModule, Step
+    from lockstep.audit.facts import Evaluation, FrozenModule, Step, UsedBuffers
     from lockstep.audit.finding import Finding
     from lockstep.audit.prints import Fingerprint
     from lockstep.audit.shared_track import SharedTrack
@@ -134,17 +134,21 @@ def _of_frozen(
     )
 
 
-EVALUATED = Code("LS309", "ranks evaluate with different buffers")
+BUFFERS = Code("LS309", "ranks compute with different buffers")
 
 
 class Buffers:
-    """Only at an evaluation: between forwards they differ in every healthy run."""
+    """At an evaluation, and those that gradients follow from: others differ in healthy runs."""
 
-    codes = (EVALUATED,)
+    codes = (BUFFERS,)
 
     def judge(self, world: World) -> Iterable[Finding]:
         ledgers = world.ledgers
         if len(ledgers) < 2 or world.trains_own_models:
+            return
+        in_training = _used_in_training(world)
+        if in_training is not None:
+            yield in_training
             return
         for at_once in _of_all_ranks([led.evaluations for led in ledgers.values()]):
             first = at_once[0]
@@ -157,7 +161,7 @@ class Buffers:
             if different:
                 names = [first.names[i] for i in different]
                 norms = [float(each.buffers.norms[different[0]]) for each in at_once]
-                yield EVALUATED.finding(
+                yield BUFFERS.finding(
                     f"after step {first.step} the ranks evaluated {first.module} with "
                     f"different {named(names)}: each has another model",
                     "evaluate through the wrapper (it broadcasts rank 0's buffers), use "
@@ -170,6 +174,63 @@ class Buffers:
                     where=first.where,
                 )
                 return
+
+
+def _used_in_training(world: World) -> Finding | None:
+    """A buffer that began the same on all ranks and became each rank's own, and gradients'."""
+    if world.is_model_parallel or not world.in_step:
+        return None
+    at_home = {name.rpartition(".")[0] for t in world.tracks for name in t.at_home}
+    for known in _side_by_side_buffers([led.buffers_used for led in world.ledgers.values()]):
+        first = known[0]
+        by_step = [dict(zip(each.steps, each.prints, strict=True)) for each in known]
+        shared = sorted(set.intersection(*map(set, by_step)))
+        used = set.intersection(*(set(each.used or ()) for each in known))
+        if not used or not shared or shared[0] != first.steps[0]:
+            continue
+        began, *later = ([prints[step] for prints in by_step] for step in shared)
+        apart = set(_different(began, first.counts))
+        for step, prints in zip(shared[1:], later, strict=True):
+            different = [
+                place
+                for place in _different(prints, first.counts)
+                if place not in apart
+                and first.names[place] in used
+                and first.names[place].rpartition(".")[0] not in at_home
+            ]
+            if different:
+                names = [first.names[place] for place in different]
+                norms = [float(each.norms[different[0]]) for each in prints]
+                of_ranks = dict(zip(world.ledgers, norms, strict=True))
+                are_apart = _are_apart(np.array(norms), _NORMS_ALLOWED)
+                said = numbers(of_ranks) if are_apart else "the same, of other elements"
+                return BUFFERS.finding(
+                    f"the ranks began with the same {named(names)} of {first.module} and compute "
+                    f"step {step + 1} with different ones (norm of `{names[0]}`: {said}): "
+                    "gradients follow from it, and each rank has updated its own",
+                    "all-reduce what it is updated with, or broadcast the buffer, on every rank "
+                    "before a forward uses it. If it is meant to differ, `lockstep.local(module)`",
+                    rank=sorted(world.ledgers),
+                    optimizer="*",
+                    step=step + 1,
+                    parameters=names,
+                    evidence={"norms": of_ranks},
+                    where=first.where,
+                )
+    return None
+
+
+def _side_by_side_buffers(of_ranks: list[list[UsedBuffers]]) -> list[tuple[UsedBuffers, ...]]:
+    """The k-th module of a kind with the k-th of that kind on the other ranks."""
+    by_rank: list[dict[tuple[object, ...], UsedBuffers]] = []
+    for of_rank in of_ranks:
+        found: dict[tuple[object, ...], UsedBuffers] = {}
+        for one in of_rank:
+            kind = (one.module, tuple(one.names), tuple(one.counts))
+            found[(*kind, sum(known[:-1] == kind for known in found))] = one
+        by_rank.append(found)
+    shared = [known for known in by_rank[0] if all(known in found for found in by_rank)]
+    return [tuple(found[known] for found in by_rank) for known in shared]
 
 
 def _of_all_ranks(evaluations: list[list[Evaluation]]) -> list[tuple[Evaluation, ...]]:
