@@ -82,7 +82,7 @@ def have_crossed(parameters: Iterable[torch.Tensor]) -> bool:
 
 
 def leaves_behind(node: Any) -> Iterator[torch.Tensor]:
-    """The tensors to which the gradients lead that `node` passes on."""
+    """The leaf tensors that a backward from `node` reaches."""
     seen, waiting = {node}, [node]
     while waiting:
         for before, _ in waiting.pop().next_functions:

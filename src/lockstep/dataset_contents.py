@@ -22,11 +22,11 @@ _SAMPLES: Final = 16
 """Of a list, at most, evenly spread."""
 _LEAST: Final = 8
 _PARTS: Final = 8
-"""Of a sample, at most."""
+"""Of a sample, or of what an attribute of a dataset holds, at most."""
 _DEPTH: Final = 3
 _SETTINGS: Final = (str, int, float, PurePath)
 _FINGERPRINT: Final = "_fingerprint"
-"""With which a dataset of Hugging Face's names its samples."""
+"""The attribute in which a Hugging Face dataset keeps a hash of its content."""
 _COLUMNS: Final = (list, tuple, np.ndarray, np.memmap, torch.Tensor)
 
 
@@ -90,11 +90,14 @@ def _describe(dataset: Any, described: list[str], depth: int) -> bool:
     """Add what `dataset` and those within it hold; True if that tells one sample from another."""
     is_known = False
     size = len(dataset)
+    described.append(f"{size} samples")
     for name, value in _held_by(dataset).items():
         described.append(f"{name}={value}" if isinstance(value, _SETTINGS) else name)
         is_known |= name == _FINGERPRINT
         for part in _parts(value, size):
-            if _is_column(part, size):
+            if isinstance(part, _SETTINGS):
+                described.append(str(part))
+            elif _is_column(part, size):
                 samples = [part[place] for place in _spread(size)]
                 digests = [content_digest(sample) for sample in samples]
                 described += digests
@@ -108,11 +111,13 @@ def _describe(dataset: Any, described: list[str], depth: int) -> bool:
 
 
 def _parts(value: Any, size: int) -> list[Any]:
-    """What `value` holds, if those are few and no samples; else `value`."""
+    """What `value` holds, where it is no column: all datasets, and the first of other things."""
     if _is_column(value, size):
         return [value]
     held = [*value.values()] if type(value) is dict else value
-    return list(held[:_PARTS]) if type(held) in (list, tuple) else [held]
+    if type(held) not in (list, tuple):
+        return [held]
+    return [part for place, part in enumerate(held) if place < _PARTS or isinstance(part, Dataset)]
 
 
 def _is_column(value: Any, size: int) -> bool:

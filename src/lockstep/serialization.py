@@ -167,13 +167,19 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             plain = type(obj).__bases__[0]
             names = list(vars(obj)["_modules"]["parametrizations"])
             return _bare_module, (plain, names), vars(obj), None, None, _fill_module
-        # Whoever receives it may have no accelerator: torch would refuse to load it there.
         is_tensor = type(obj) in (torch.Tensor, nn.Parameter)
         if is_tensor and obj.device.type not in ("cpu", "meta"):
-            moved = obj.detach().cpu()
-            moved = nn.Parameter(moved) if type(obj) is nn.Parameter else moved
-            return moved.requires_grad_(obj.requires_grad).__reduce_ex__(2)
+            return in_host_memory(obj).__reduce_ex__(2)
         return super().reducer_override(obj)
+
+
+def in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor or parameter as a process without an accelerator can load it, marks included."""
+    moved = tensor.detach().cpu()
+    if type(tensor) is nn.Parameter:
+        moved = nn.Parameter(moved, requires_grad=False)
+    vars(moved).update(vars(tensor))  # such as the mark of `lockstep.local`
+    return moved.requires_grad_(tensor.requires_grad)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -116,6 +116,11 @@ IDENTITIES = {
     "a folder": lambda seed: Held(root=Path("data") / str(seed), files=NAMES),
     "within another": lambda seed: Held(base=TensorDataset(_pictures(seed))),
     "joined": lambda seed: ConcatDataset([Held(x=_pictures(seed)), Held(x=_pictures(9))]),
+    "a rank's own shards": lambda seed: Held(shards=[f"{seed}.tar"], names=NAMES),
+    "a seed in a dictionary": lambda seed: Held(config={"seed": seed}, names=NAMES),
+    "many joined": lambda seed: ConcatDataset(
+        [*[Held(x=_pictures(9))] * 9, Held(x=_pictures(seed))]
+    ),
     "of Hugging Face's": lambda seed: Held(_fingerprint=f"{seed:016x}"),
 }
 

@@ -92,6 +92,32 @@ def test_of_a_large_dataset_the_first_samples_tell_that_each_rank_reads_all():
     assert _same_samples(_read(each[:-1], size=size, dataset=7) for each in read) is None
 
 
+def test_a_loader_made_anew_over_one_dataset_is_known_by_what_it_holds():
+    """Its rows are augmented, and so other ones in each epoch."""
+    order = np.random.default_rng(0).permutation(96)
+    orders = [order, order, order]
+
+    def told(dataset):
+        ledgers = [Ledger(rank=rank, world_size=2, started_group=True) for rank in range(2)]
+        for ledger in ledgers:
+            ledger.loadings = [
+                _read(
+                    each[ledger.rank :: 2],
+                    "DistributedSampler",
+                    key=f"data#{epoch}",
+                    size=96,
+                    replicas=2,
+                    shuffles=True,
+                    dataset=dataset,
+                )
+                for epoch, each in enumerate(orders)
+            ]
+        return [found.code for found in Data().judge(World(ledgers))]
+
+    assert told(7) == ["LS504"]
+    assert told(None) == []
+
+
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_repeated_augmentation_deals_each_sample_to_several_ranks(ranks):
     size, numbers = 768, np.random.default_rng(0)

@@ -285,6 +285,29 @@ def test_a_norm_that_counts_local_parameters_is_refused(clips_all):
     on_two_ranks(body, build)
 
 
+def test_a_log_by_one_rank_before_a_clip_holds_nobody_up():
+    """The clipped step compares gradients anyway, and the log's trace is forgotten in it."""
+
+    def body(group, model, sync):
+        shared = [param for param in model.parameters() if not is_local(param)]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(X[group.rank :: 2]).square().mean().backward()
+            if group.rank == 0 and step == 0:
+                torch.autograd.grad(model(X).mean(), shared)
+            if step == 0:
+                nn.utils.clip_grad_norm_(shared, 1e-3)
+            optimizer.step()
+
+    def build():
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        local(model[1])
+        return model
+
+    on_two_ranks(body, build)
+
+
 def test_a_log_by_one_rank_beside_a_target_network_holds_nobody_up():
     def body(group, model, sync):
         critic, target = model

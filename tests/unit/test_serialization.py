@@ -7,8 +7,18 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep import local
 from lockstep.errors import NotPicklableError
-from lockstep.serialization import dumps_exception, dumps_or_refuse, join, pack, split, unpack
+from lockstep.serialization import (
+    dumps_exception,
+    dumps_or_refuse,
+    in_host_memory,
+    join,
+    pack,
+    split,
+    unpack,
+)
+from lockstep.sync import is_local
 
 
 def tensors():
@@ -59,6 +69,16 @@ def test_structure_and_parameters_survive():
         assert got["layer"].weight.requires_grad
         assert torch.equal(got["layer"].bias, layer.bias)
         assert got["text"] == sent["text"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8])
+def test_a_parameter_that_leaves_its_device_keeps_marks_and_whether_it_trains(dtype):
+    parameter = local(nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False))
+    moved = pickle.loads(pickle.dumps(in_host_memory(parameter)))
+    assert is_local(moved)
+    assert type(moved) is nn.Parameter
+    assert (moved.dtype, moved.requires_grad) == (dtype, False)
+    assert in_host_memory(nn.Parameter(torch.ones(3))).requires_grad
 
 
 def test_a_tensor_that_lies_on_the_cpu_is_not_copied():

@@ -160,7 +160,7 @@ def _mixes_in_weights(track: SharedTrack, rank: int, sent: list[ModelSent]) -> b
     told = {s.op for s in sent if s.weights} - set(REDUCING)
     if not told or rank not in track.tracks:
         return False
-    return any(track.begins_elsewhere(rank, number) for number in track.numbers_of(rank))
+    return any(track.changed_before_step(rank, number) for number in track.numbers_of(rank))
 
 
 def kept_at_home(tracks: Sequence[SharedTrack]) -> frozenset[str]:
@@ -254,17 +254,21 @@ def meet_again(tracks: Sequence[SharedTrack]) -> bool:
     if len(tracks[0].ranks) < 2:
         return False
     visited = [_states(tracks, rank) for rank in tracks[0].ranks]
-    each = list(zip(*(zip(*states, strict=True) for states in visited), strict=True))
-    moved = [of_ranks for of_ranks in each if len(set().union(*of_ranks)) > 1]
+    # Not strict: a rank may have left no step.
+    by_parameter = list(zip(*(zip(*states, strict=True) for states in visited), strict=False))
+    moved = [of_ranks for of_ranks in by_parameter if len(set().union(*of_ranks)) > 1]
     return _meet_after_all_were_apart(visited) or (
         bool(moved) and all(map(_meet_after_all_were_apart, moved))
     )
 
 
 def _meet_after_all_were_apart(visited: Sequence[Sequence[object]]) -> bool:
-    """By rank, what stands for the states that it was in, one after the other.
+    """Do all ranks reach one state again, after each was in a state that no other rank was in?
 
     A rank that is some steps behind is at weights that another one had before: this is no meeting.
+
+    Args:
+        visited: what stands for each rank's states, in their order.
     """
     for place, at_once in enumerate(zip(*visited, strict=False)):
         if len(set(at_once)) == 1:

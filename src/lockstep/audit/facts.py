@@ -337,7 +337,7 @@ class WorkerDraws:
 
 
 MOST_INDICES: Final = 20_000
-"""Of one iteration over a loader."""
+"""The probe keeps so many indices of one iteration over a loader."""
 
 
 @dataclass

@@ -199,7 +199,7 @@ class SharedTrack:
         """Every rank's record of one step."""
         return {r: s[number] for r, s in self._steps.items() if number in s}
 
-    def begins_elsewhere(self, rank: int, number: int) -> bool:
+    def changed_before_step(self, rank: int, number: int) -> bool:
         """Did a rank's step begin with other weights than its step before had left?"""
         before, step = self.step(rank, number - 1), self.step(rank, number)
         left = None if before is None else before.exit
@@ -317,7 +317,10 @@ class SharedTrack:
         )
 
     def _same_to_the_bit(self, kind: Kind, number: int) -> set[str]:
-        """Parameters that ranks share so: small weights may come near one another by chance."""
+        """Names of parameters whose bits are equal on all ranks.
+
+        Not of those whose values are close: small weights come near one another by chance.
+        """
         same: set[str] = set()
         other: set[str] = set()
         for prints, shared, held, _ in self._held(kind, number):

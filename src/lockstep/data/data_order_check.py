@@ -70,11 +70,11 @@ def plan_fingerprint(
         "num_shards": assignment.num_shards,
         "seed": assignment.seed,
         "epoch": epoch,
-        "first_batch": _digest_of(first, batches),
+        "first_batch": _digest_of_first_batch(first, batches),
     }
 
 
-def _digest_of(first: GlobalBatch | None, batches: GlobalBatches) -> str | None:
+def _digest_of_first_batch(first: GlobalBatch | None, batches: GlobalBatches) -> str | None:
     if first is None:
         return None
     # Of a stream of samples, hash one sample only: it shows a stream that is already split by rank,

@@ -261,16 +261,17 @@ class ShardedLoader:
         return self._batches.of_epoch(self.assignment.seed, epoch, offset, self._note_first)
 
     def _refuse_other_size(self) -> None:
-        """Raise if the loader's batch size is another one than when the reading began."""
+        """Raise if the loader's batch size has changed since this object was made."""
         now = global_batches_of(self._loader, self.assignment.num_shards, self._asked_size)
         if now.per_step != self._batches.per_step:
             raise DataOrderError(
                 "the loader's batch size has changed",
-                expected=f"{self._batches.per_step} items in a global batch, as when it was made",
+                expected=f"{self._batches.per_step} items in a global batch, as when training"
+                " began",
                 got=f"{now.per_step}",
                 cause="the place in an epoch is counted in global batches of one size",
-                fix="a new loader: a new TorchTrainer that loads a checkpoint, or"
-                " lockstep.shard_loader(loader)",
+                fix="trainer.save(path), then a new TorchTrainer with the new size and"
+                " trainer.load(path); under torchrun lockstep.shard_loader(loader) once more",
             )
 
     def _plans(self, epoch: int, start_step: int, offset: int) -> Iterator[StepPlan]:

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 def weight_of_inner_backward(operator: Operator, shard: ShardBatch) -> int | WeightError:
     """What a backward within `compute_loss` counts for.
 
-    An error, to be raised by the backward, where other workers may run another number of them.
+    Returns:
+        The number of samples; an error, which the backward raises, where another worker may run
+        more or fewer backwards.
     """
     state = operator._lockstep
     if state.context.options.accumulate > 1:

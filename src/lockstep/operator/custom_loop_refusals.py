@@ -38,11 +38,11 @@ def requested_loop_options(options: Options) -> list[str]:
     return [name for name, is_wanted in wanted.items() if is_wanted]
 
 
-def refuse_other_reduction(operator: Operator) -> None:
-    """Raise if `loss_reduction` is another one than at `register`.
+def refuse_late_reduction(operator: Operator) -> None:
+    """Raise if `loss_reduction` was set after `register`.
 
     Raises:
-        ConfigurationError: it is.
+        ConfigurationError: `register` has read another value.
     """
     run = operator._lockstep.registered
     reduction = operator.loss_reduction
@@ -50,7 +50,8 @@ def refuse_other_reduction(operator: Operator) -> None:
         raise ConfigurationError(
             f'loss_reduction became "{reduction}" after register',
             where=type(operator).__name__,
-            cause="gradients are added up by what it was there",
+            cause="register has told the gradients' synchronisation whether to add them up or to"
+            " average them",
             fix=f'loss_reduction = "{reduction}" in the class, or'
             f' self.register(..., loss_reduction="{reduction}")',
         )
@@ -60,7 +61,7 @@ def refuse_assigned_methods(operator: Operator) -> None:
     """Raise if `setup` has assigned a method to the operator that its class does not override.
 
     Raises:
-        ConfigurationError: it would be called by some loops, and not by all.
+        ConfigurationError: lockstep would call it in some loops, and not in all.
     """
     for name in vars(operator):
         method = getattr(Operator, name, None)
@@ -68,7 +69,8 @@ def refuse_assigned_methods(operator: Operator) -> None:
             raise ConfigurationError(
                 f"{name} was assigned to the operator, and belongs into its class",
                 where=type(operator).__name__,
-                cause="which loops are the user's own is asked of the class",
+                cause="lockstep asks the class which methods are overridden: this one would run in"
+                " some calls, and not in others",
                 fix=f"def {name}(self, ...) in the class, which may call what self.config asks for",
             )
 

@@ -53,7 +53,7 @@ def default_loss(operator: Operator, batch: Any) -> tuple[torch.Tensor, Any, Any
             + (f" with keys {sorted(map(str, batch))}" if isinstance(batch, dict) else ""),
             fix="override compute_loss(self, batch, batch_info)",
         )
-    _refuse_other_reduction(operator, criterion)
+    _refuse_criterion_reduction(operator, criterion)
     *features, target = batch
     output = model(*features)
     loss = criterion(output, target)
@@ -63,7 +63,7 @@ def default_loss(operator: Operator, batch: Any) -> tuple[torch.Tensor, Any, Any
     return loss, output, target
 
 
-def _refuse_other_reduction(operator: Operator, criterion: Any) -> None:
+def _refuse_criterion_reduction(operator: Operator, criterion: Any) -> None:
     """Refuse a criterion that is a sum where the operator's loss is a mean, or the reverse."""
     reduction, stated = reduction_of(criterion), operator.loss_reduction
     if reduction not in ("mean", "sum") or reduction == stated:

@@ -63,9 +63,11 @@ def warn_of_optimizers_left(operator: Operator) -> None:
     run, state = registered_parts(operator), operator._lockstep
     stepped = [each for each in run.optimizers if each in state.have_stepped]
     left = [each for each in run.optimizers if each not in state.have_stepped]
-    if not stepped or operator._lockstep_overrides_loop() or not _parameters_left(stepped, left):
+    if state.has_warned_of_optimizers_left or operator._lockstep_overrides_loop():
         return
-    state.have_stepped.update(left)  # said once
+    if not stepped or not _parameters_left(stepped, left):
+        return
+    state.has_warned_of_optimizers_left = True
     if state.context.world_rank == 0:
         _log.warning(
             "%s has stepped and %s has not: the default loop steps one optimizer, and what the"

@@ -151,7 +151,7 @@ def step_batch_schedulers(state: OperatorState, info: Mapping[str, Any]) -> None
 
 
 def require_metrics(operator: Operator, method: str, result: Any) -> dict[str, Any]:
-    """The metrics that a user's method returned; names that are no strings (classes) become some.
+    """The metrics that a user's method returned, with names (class numbers, say) made strings.
 
     Raises:
         WrongTypeError: `result` is no dict.

@@ -76,7 +76,6 @@ class OperatorState:
         precision: autocast and loss scaling. Its scale is set by `state_dict.apply`.
         registered: the arguments of `register`; None before. Set by `TrainingOperator.register`.
         loaders: the arguments of `register_data`, by purpose.
-        is_set_up: the user's `setup` is over. Set by `conclude_setup`.
         registered_metrics: the arguments of `register_metrics`. Reset by `begin_call`.
         step_actions: the default loop's calls on models and optimizers. Replaced by an
             integration's `setup`.
@@ -112,7 +111,9 @@ class OperatorState:
         is_uncounted: what is computed was counted before, or is counted by another worker. Set by
             `without_counting`.
         runs_after_step: the user's `after_step` runs. Set by the hooks on optimizers' steps.
-        have_stepped: the optimizers that have stepped since the worker started. Filled by them.
+        have_stepped: the optimizers that have stepped since the worker started. Filled by the hooks
+            on optimizers' steps.
+        has_warned_of_optimizers_left: `warn_of_optimizers_left` has. Set by it.
         put_buffers_back: gives buffers the values that they had before the open step. Set by
             `Rollback`.
         epochs_finished: counts the passes over the training data that were completed. Set by the
@@ -125,7 +126,6 @@ class OperatorState:
         self.precision = Precision(context.options.precision, context.device)
         self.registered: TrainingParts | None = None
         self.loaders: dict[str, Any] = {}
-        self.is_set_up = False
         self.step_actions = StepActions()
         self.registered_metrics = RegisteredMetrics()
         every, limit = context.options.shadow_every, context.options.shadow_limit
@@ -141,9 +141,15 @@ class OperatorState:
         self.is_uncounted = False
         self.runs_after_step = False
         self.have_stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.has_warned_of_optimizers_left = False
         self.put_buffers_back: Callable[[], None] = _no_copies
         self.epochs_finished: Callable[[], int] = _no_epochs
         self.begin_call("train")
+
+    @property
+    def is_set_up(self) -> bool:
+        """Whether the user's `setup` is over."""
+        return self.registered is not None and self.registered.trained_after_setup is not None
 
     def begin_call(self, purpose: str) -> None:
         """Begin a `train` or `validate`: its metrics start from nothing."""
@@ -200,7 +206,7 @@ class OperatorState:
 
     @contextmanager
     def in_validation(self) -> Iterator[None]:
-        """Inside, a validation that a training loop of the user's own runs counts for itself."""
+        """Keep the metrics of a validation within a user's training loop out of the call's."""
         training = self.global_batch
         if training.purpose != "train":
             yield

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lockstep._torch_compat import buffers_of, is_persistent, schedulers_within
 from lockstep.errors import ConfigurationError, UnknownParameterError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP_MANUAL
-from lockstep.operator.custom_loop_refusals import refuse_assigned_methods, refuse_other_reduction
+from lockstep.operator.custom_loop_refusals import refuse_assigned_methods, refuse_late_reduction
 from lockstep.operator.shadow import refuse_local_tensors
 from lockstep.operator.sync_setup import attach, check_shard_size, is_in_units
 from lockstep.operator.training_parts import TrainingParts
@@ -262,10 +262,9 @@ def conclude_setup(operator: Operator, registered: TrainingParts, returned: Any)
     if operator._lockstep.shadow is not None:
         refuse_local_tensors(registered.plain_modules())
     refuse_assigned_methods(operator)
-    refuse_other_reduction(operator)
+    refuse_late_reduction(operator)
     _take_scheduler(operator, registered)
     registered.trained_after_setup = registered.trained_parameters()
-    operator._lockstep.is_set_up = True
 
 
 def _take_scheduler(operator: Operator, registered: TrainingParts) -> None:

@@ -120,8 +120,8 @@ class AutogradGradWatch:
 
         Args:
             slots: what the optimizer steps.
-            held: gives the ids of the parameters of all optimizers. What none of them holds (a
-                target network) is looked at no longer, for nothing would ever step it.
+            held: gives the ids of the parameters of all optimizers that have stepped. What none
+                of them holds (a target network) is looked at no longer.
         """
         if not self._before:
             return False
@@ -222,7 +222,7 @@ def _marks_of(slots: Collection[Slot]) -> list[_Mark]:
 
 
 def _some_elements(tensor: Any) -> torch.Tensor:
-    """At most `_SAMPLED`, of real numbers; of a shard, of this rank's rows."""
+    """At most `_SAMPLED` evenly spread elements as real numbers; of a shard, this rank's rows'."""
     flat = _flat(tensor.to_local() if is_shard(tensor) else tensor)
     return flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED]
 

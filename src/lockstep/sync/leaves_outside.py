@@ -40,21 +40,27 @@ class LeavesOutside:
         # The leaves of a graph through units are not the shards: they are made for each forward.
         self._left = 0 if any(map(is_shard, inside)) else _BACKWARDS
 
-    def look_at(self, loss: torch.Tensor, weight: float) -> None:
-        """Look at the graph of a loss whose weighted backward begins, in the first backwards."""
-        if not self._left or loss.grad_fn is None:
+    def look_at(self, loss: torch.Tensor, scale: float) -> None:
+        """Look at the graph of a loss whose backward begins, in the first that are scaled.
+
+        Args:
+            scale: weight / unit, by which the loss is multiplied.
+        """
+        if not self._left or loss.grad_fn is None or scale == 1.0:
             return
         self._left -= 1
         found = [leaf for leaf in leaves_behind(loss.grad_fn) if id(leaf) not in self._inside]
-        if found and weight != 1.0:
+        if found:
             self._left = 0  # said once
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in found[:4])
             _log.warning(
                 "%s: a backward with a weight reaches %d tensors outside of the synchronised"
-                " modules, of shapes %s. Their gradients are multiplied by the weight, and nothing"
-                " divides them: use a plain loss.backward() for them, or hand their module to"
-                " replicate(), also if it is marked as local",
+                " modules, of shapes %s. Their gradients are multiplied by weight / unit (%g here),"
+                " and nothing divides them. If the program uses these gradients: loss.backward()"
+                " without a weight, or hand their module over too, also if it is marked as local:"
+                " replicate([model, other]), in an operator self.register(models=[model, other])",
                 self._place,
                 len(found),
                 shapes,
+                scale,
             )

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lockstep.sync.leaves_outside import LeavesOutside
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -30,21 +28,10 @@ class LocalGradients:
 
     Args:
         parameters: those that lie in the synchronised modules.
-        shared: the other parameters of these modules.
-        place: this rank, for a message.
-
-    Attributes:
-        outside: looks for gradients that nobody divides.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[torch.nn.Parameter],
-        shared: Iterable[torch.Tensor],
-        place: str,
-    ) -> None:
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._parameters = list(parameters)
-        self.outside = LeavesOutside([*self._parameters, *shared], place)
         self._earlier: list[torch.Tensor | None] | None = None
         self._hooks: list[RemovableHandle] = []
         self._before: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None] = {}

@@ -158,15 +158,16 @@ def release(owner: ReductionRounds) -> None:
 
 
 def tell_apart(optimizers: Iterable[Optimizer]) -> None:
-    """Number `optimizers`: ranks whose steps add up to other numbers are refused the next round.
+    """Give each optimizer a number: a round refuses ranks whose steps have other sums of numbers.
 
     Args:
         optimizers: in the same order on every rank.
     """
     for place, optimizer in enumerate(optimizers):
-        # Powers of three: up to two steps of each add up to a number of their own. All are odd, so
-        # that no step is lost in the check of a round, which is modulo 256.
-        _registry.numbers[optimizer] = pow(3, place, 2**20)
+        # Powers of three: with at most five optimizers, each stepped at most twice, every
+        # combination has a sum of its own below 256, the modulus of a round's check. All are odd,
+        # so that one lost step always shows.
+        _registry.numbers[optimizer] = pow(3, place, 256)
 
 
 def note_reduced(parameters: Iterable[torch.Tensor]) -> None:
@@ -265,9 +266,9 @@ def _check(watch: _Watch) -> None:
             continue
         if owner.last_full_round <= since:
             _check_each(owner, watch, slots, since)
-        if _may_be_scaled_apart(owner, slots) or owner.has_suspicious_changes(
-            slots, _registry.held_ids
-        ):
+        # Asked first: it forgets what the slots had before.
+        is_suspicious = owner.has_suspicious_changes(slots, _registry.held_ids)
+        if is_suspicious or _may_be_scaled_apart(owner, slots):
             _compare_between_ranks(owner, watch, slots)
         watch.rounds[owner] = owner.num_rounds
         owner.note_step(watch.number)
@@ -362,10 +363,10 @@ def _compare_between_ranks(owner: ReductionRounds, watch: _Watch, slots: list[Sl
             owner,
             watch,
             differ,
-            cause="after its reduction a gradient was changed on each rank into something else:"
-            " by what autograd.grad computed there, or by a norm that counts local parameters",
-            fix="add up the losses and run one backward; clip_grad_norm_ of the parameters that"
-            " ranks share",
+            cause="the ranks have changed these weights, or reduced gradients, each in its own way:"
+            " with a result of torch.autograd.grad, or by a norm that counts local parameters",
+            fix="(loss_a + loss_b).backward(); or clip without the local parameters, as in"
+            " clip_grad_norm_([p for n, p in model.named_parameters() if n != 'own.weight'], 1.0)",
         )
 
 

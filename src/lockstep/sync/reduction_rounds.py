@@ -38,6 +38,7 @@ from lockstep.sync.buckets import Slot
 from lockstep.sync.earlier_gradients import EarlierGradients
 from lockstep.sync.end_of_backward import call_at_end
 from lockstep.sync.late_parameters import LateParameters
+from lockstep.sync.leaves_outside import LeavesOutside
 from lockstep.sync.local_gradients import LocalGradients
 from lockstep.sync.round_contribution import PLAIN, WEIGHTED, Contribution, Fault
 from lockstep.sync.weighted_loss_scale import BatchWeights, as_weight
@@ -113,7 +114,8 @@ class ReductionRounds:
         self._unread: UnreadTotals | None = None
         self._accumulated: list[Slot] = []  # whose gradient is a sum with those of earlier rounds
         self._grad_watch = AutogradGradWatch(self.slots)
-        self.local = LocalGradients(found.local, found.parameters.values(), self.place)
+        self.local = LocalGradients(found.local)
+        self._outside = LeavesOutside([*found.local, *found.parameters.values()], self.place)
         self._late = LateParameters(modules, found.parameters.values())
         self._new_window()
         self.transport = make_transport(self, self.slots, found.signature(), cap_bytes)
@@ -158,9 +160,8 @@ class ReductionRounds:
             weight = as_weight(weight, self.place)
             self._judge_unread_sums()  # the weights of the last round set the unit of the next one
             given = backward_kwargs.get("gradient")
-            self.local.outside.look_at(loss, weight)
-            scale, loss, given = self.weights.scale_loss(loss, given, weight)
-            backward_kwargs["gradient"] = given
+            scale, loss, backward_kwargs["gradient"] = self.weights.scale_loss(loss, given, weight)
+            self._outside.look_at(loss, scale)
             self._open_window(WEIGHTED)
             self._window.weight += scale
         self._run_backward(lambda: loss.backward(**backward_kwargs), scale)
@@ -185,8 +186,7 @@ class ReductionRounds:
         """Set gradients of earlier rounds aside: no round reduces them, no hook sees them again."""
         self.listener.find_user_hooks()
         held = self._earlier.set_aside(self.transport.own_memory)
-        since = self._watched_from
-        if any(max(slot.last_round, self.last_full_round) <= since for slot in held):
+        if any(max(slot.last_round, self.last_full_round) <= self._watched_from for slot in held):
             self.has_added = True
 
     def _check_left_gradients(self) -> None:

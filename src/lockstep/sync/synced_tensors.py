@@ -197,8 +197,9 @@ def _refuse_parameter(param: torch.nn.Parameter, name: str) -> str | None:
         return f"`{name}` is a {_strides(param)} tensor, whose gradient has no fixed place"
     if not param.is_leaf:
         return f"`{name}` is not a leaf of the autograd graph"
-    if getattr(param, "grad_dtype", param.dtype) != param.dtype:  # torch 2.13
-        return f"`{name}` is to have gradients of another dtype ; leave grad_dtype out"
+    grad_dtype = getattr(param, "grad_dtype", param.dtype)  # torch 2.13 and newer have it
+    if grad_dtype != param.dtype:
+        return f"`{name}`, {param.dtype}, has grad_dtype={grad_dtype}: delete what sets it"
     return None
 
 

@@ -159,9 +159,9 @@ class Cursor:
             raise
 
     def refuse_unread(self) -> None:
-        """Raise if a loop that has come to its end went on behind a batch that could not be read.
+        """Raise if the user's loop caught an error of the loader and went on.
 
-        An error ends the reading, so that to the loop the epoch seems to be over.
+        The loader ends at its first error, so the rest of the epoch was never read.
 
         Raises:
             DataOrderError: from what the dataset, or the loader, has raised.
@@ -171,8 +171,10 @@ class Cursor:
                 "the loop went on after a batch that could not be read",
                 where=f"epoch {self.epoch}, from global batch {self.step} on",
                 got=f"{type(self._unread).__name__}: {self._unread}",
-                cause="what it leaves out on one rank, the other ranks train on",
-                fix="catch the error in the dataset's __getitem__, and return another sample",
+                cause="the loop caught the loader's error: this rank has trained on fewer batches"
+                " than its peers",
+                fix="in the dataset's __getitem__ (or __iter__): try: ..., and on an exception"
+                " return another sample",
             ) from self._unread
 
     def _in_order(self, read: Step | None) -> Step | None:

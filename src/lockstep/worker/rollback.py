@@ -187,9 +187,9 @@ class Rollback:
         put_buffers(self._buffers_at_call)
 
     def restore_call_start(self) -> bool:
-        """Restore settings of the call's beginning, after its state; False if gradients are lost.
+        """Restore the settings of the call's beginning, once the state of then is loaded.
 
-        A state holds gradients that wait, but for those of this rank alone.
+        Returns False if this rank held unreduced gradients then, which no state holds.
         """
         if self._settings_at_call is not None:
             self._settings_at_call.restore()

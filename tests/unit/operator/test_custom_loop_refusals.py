@@ -23,6 +23,18 @@ class OwnLoss(Regression):
         return (self.model(features) - target).abs().mean()
 
 
+class OwnValidation(Regression):
+    def setup(self, config):
+        super().setup(config)
+        self.validate = lambda iterator, info: {"seen": 1}
+
+
+class OwnState(Regression):
+    def setup(self, config):
+        super().setup(config)
+        self.state_dict = lambda: {"seen": 1}
+
+
 class WrappedLoss(Regression):
     """The class has a method of its own: all that asks for one finds it."""
 
@@ -44,7 +56,12 @@ class WrappedLoss(Regression):
 
 @pytest.mark.parametrize(
     ("operator_cls", "text"),
-    [(SumsLater, 'became "sum" after register'), (OwnLoss, "compute_loss was assigned")],
+    [
+        (SumsLater, 'became "sum" after register'),
+        (OwnLoss, "compute_loss was assigned"),
+        (OwnValidation, "validate was assigned"),
+        (OwnState, "state_dict was assigned"),
+    ],
 )
 def test_what_setup_sets_too_late_is_refused(operator_cls, text):
     with pytest.raises(ConfigurationError, match=text):

@@ -40,7 +40,7 @@ def diagnose_weights(track: SharedTrack) -> Iterator[Finding]:
     """What is wrong with the weights that an optimizer's steps begin with."""
     met: dict[int, int] = {}
     for number in track.numbers:
-        has_changed = any(track.begins_elsewhere(rank, number) for rank in track.ranks)
+        has_changed = any(track.changed_before_step(rank, number) for rank in track.ranks)
         equations = of_weights(track, number) if has_changed else None
         if equations is None:
             continue

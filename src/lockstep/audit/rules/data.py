@@ -79,10 +79,10 @@ def _side_by_side(world: World) -> list[dict[int, Loading]]:
 
 
 def _one_of_each_group(world: World, loadings: dict[int, Loading]) -> dict[int, Loading]:
-    """Without ranks that read what another one of a smaller group reads: they share its work.
+    """Keep one rank of each process group whose ranks all read the same samples.
 
-    As those that each take their part of a sequence or of a layer, beside a wrapper that averages
-    over all ranks. Where all ranks read the same, no group explains it.
+    They share the work on one batch: each takes a part of a sequence, or of a layer, beside a
+    wrapper that averages over all ranks. Where all ranks read the same, no group explains it.
     """
     kept = dict(loadings)
     for group in world.subgroups:
@@ -166,8 +166,10 @@ def _order(rank: int, loadings: list[Loading]) -> Finding | None:
 
 
 def _are_of_one_dataset(one: Loading, other: Loading) -> bool:
-    """Of one loader; or some tensor of both is the same, or a list of names in their datasets."""
+    """Of one loader; or their datasets hold the same, or some tensor of batches is the same."""
     if one.key == other.key or (one.contents and one.contents == other.contents):
+        return True
+    if one.dataset is not None and (one.dataset, one.part) == (other.dataset, other.part):
         return True
     columns = [*zip(one.rows, other.rows, strict=False), (one.batches, other.batches)]
     for here, there in columns:
