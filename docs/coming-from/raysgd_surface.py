@@ -323,6 +323,13 @@ def updated():
     return with_trainer(rate, Halves, scheduler_step_freq="manual")
 
 
+class TwoLoaders(Points):
+    def setup(self, config):
+        super().setup(config)
+        loader = DataLoader([1])
+        self.register_data(train_loader=[loader, loader])
+
+
 def operator_calls(table: Table) -> None:
     table.head("TrainingOperator: what setup calls")
     table.same(
@@ -370,11 +377,7 @@ def operator_calls(table: Table) -> None:
         lambda: inside(lambda op: type(op._lockstep.loaders["validation"])),
         DataLoader,
     )
-    loader = DataLoader([1])
-    table.refused(
-        "register_data(train_loader=[a, b])",
-        lambda: inside(lambda op: op.register_data(train_loader=[loader, loader])),
-    )
+    table.refused("register_data(train_loader=[a, b])", lambda: inside(bool, TwoLoaders))
 
 
 def operator_overrides(table: Table) -> None:

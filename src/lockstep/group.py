@@ -28,7 +28,7 @@ from lockstep.all_gather_sum import AllGatherSum, is_faster_by_all_gather
 from lockstep.errors import ConfigurationError, PeerLostError
 from lockstep.pending_collective import Pending, peer_lost_error
 from lockstep.phases import Phase, in_phase
-from lockstep.process_group_argument import require_process_group
+from lockstep.process_group_argument import default_process_group, require_process_group
 from lockstep.process_group_backend import (
     abort_nccl,
     call_watcher,
@@ -488,13 +488,12 @@ def _no_backend_error(what: str, where: str, device: torch.device) -> Configurat
 
 
 def resolve_group(group: Any | Group | None = None) -> Group:
-    """A `Group` from a user's argument: a group, a process group, or None.
+    """A `Group` from a user's argument: a group, a process group, or None for the world group.
 
-    None means the world group where one is initialised, else a rank alone.
+    Without a world group, a process that was started alone is a rank alone.
     """
     if isinstance(group, Group):
         return group
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
+    group = default_process_group() if group is None else group
     # Torch ends the process itself where a collective of NCCL's fails.
     return Group(require_process_group(group), can_be_given_up=False)

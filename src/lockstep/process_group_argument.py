@@ -1,13 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses what a user hands over as a process group, and is none that this rank is in."""
+"""The process group of a call: the user's argument, or the default group."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.errors import ConfigurationError, WrongTypeError
+from lockstep.errors import ConfigurationError, WrongTypeError, WrongUseError
+
+
+def default_process_group() -> Any | None:
+    """The world group; None in a process that was started alone.
+
+    Raises:
+        WrongUseError: a launcher started this process as one of several, and there is no group.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    started = os.environ.get("WORLD_SIZE", "") if "RANK" in os.environ else ""
+    if started.isdecimal() and int(started) > 1:
+        raise WrongUseError(
+            "this process is one of several, and they have no process group",
+            where=f"rank {os.environ['RANK']}",
+            got=f"WORLD_SIZE={started}",
+            cause="init_process_group is called later, or never: each rank would train by itself",
+            fix="torch.distributed.init_process_group() before this call; for a process that is to"
+            " be alone group=lockstep.group.Group(None)",
+        )
+    return None
 
 
 def require_process_group(given: Any | None) -> Any | None:

@@ -109,6 +109,7 @@ def test_a_loader_made_anew_over_one_dataset_is_known_by_what_it_holds():
                     replicas=2,
                     shuffles=True,
                     dataset=dataset,
+                    step=10 * epoch,
                 )
                 for epoch, each in enumerate(orders)
             ]

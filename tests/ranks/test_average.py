@@ -10,9 +10,10 @@ from lockstep.errors import (
     ConfigurationError,
     ReplicasDifferError,
     SparseGradientError,
+    UnknownParameterError,
     WeightError,
 )
-from lockstep.sync import average_gradients, replicate
+from lockstep.sync import average_gradients, local, replicate
 
 X = rows(9, 4, seed=1)
 
@@ -139,3 +140,31 @@ def test_many_tokens_do_not_overflow_a_low_precision(counts):
         return model.weight.grad.tolist()
 
     assert run_ranks(2, body) == [[[3.0, 3.0]]] * 2
+
+
+def test_averaged_gradients_beside_a_synchronised_model_are_stepped_with():
+    """The guard knows that ranks have the same ones; a gradient assigned later is unknown."""
+
+    def body(group):
+        body, head = reset(nn.Linear(4, 3), seed=3), reset(nn.Linear(3, 2), seed=4)
+        sync = replicate(body, group=group)
+        optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+        head(body(X[group.rank :: 2])).square().mean().backward()
+        average_gradients(head, group=group)
+        optimizer.step()
+        weights = [param.detach().clone() for param in (*body.parameters(), *head.parameters())]
+        head.weight.grad = torch.ones_like(head.weight)
+        with pytest.raises(UnknownParameterError, match="nobody synchronises"):
+            optimizer.step()
+        sync.detach()
+        return {str(number): weight for number, weight in enumerate(weights)}
+
+    assert_equal_on_all_ranks(run_ranks(2, body))
+
+
+def test_nothing_but_local_parameters_is_refused():
+    def body(group):
+        with pytest.raises(ConfigurationError, match="each rank's own"):
+            average_gradients(local(nn.Linear(4, 3)), group=group)
+
+    run_ranks(2, body)

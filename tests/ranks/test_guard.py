@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from harness import assert_equal_on_all_ranks, assert_same, gradients, reset, rows, run_ranks
-from lockstep.errors import GradientNotReducedError, UnknownParameterError
-from lockstep.sync import is_local, local, replicate
+from lockstep.errors import GradientNotReducedError, UnknownParameterError, WrongTypeError
+from lockstep.sync import GradientSync, is_local, local, replicate
 
 X = rows(8, 4, seed=1)
 
@@ -403,3 +403,62 @@ def test_the_hook_goes_with_the_last_sync():
     second.detach()
     second.detach()
     assert len(hooks) == before
+
+
+def test_a_frozen_parameter_of_whole_numbers_beside_a_log_is_stepped_over():
+    def body(group, model, sync):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = model(X[group.rank :: 2]).square().mean()
+        torch.autograd.grad(loss, model.weight, retain_graph=True)
+        sync.backward(loss, weight=4)
+        optimizer.step()
+
+    class Quantised(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 3)
+            codes = torch.ones(3, dtype=torch.int8)
+            self.codes = nn.Parameter(codes, requires_grad=False)
+
+    on_two_ranks(body, Quantised)
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [(0, "reduce_pending"), ({"loss": 1.0}, r"keys \['loss'\](.|\n)*out\['loss'\]")],
+)
+def test_a_loss_that_is_no_tensor_is_refused(given, fix):
+    def body(group, model, sync):
+        with pytest.raises(WrongTypeError, match=rf"no tensor(.|\n)*{fix}"):
+            sync.backward(given, weight=4)
+
+    on_two_ranks(body)
+
+
+def test_weights_loaded_on_one_rank_before_the_first_step_are_refused():
+    """Of a sync whose group is the program's own: a trainer compares them after `setup`."""
+
+    def body(group):
+        model = reset(nn.Linear(4, 3), seed=3)
+        sync = GradientSync([model], group, owns_group=True)
+        with torch.no_grad():
+            model.weight.add_(group.rank)
+        with pytest.raises(GradientNotReducedError, match="a first round with other weights"):
+            model(X).mean().backward()
+        sync.detach()
+
+    run_ranks(2, body)
+
+
+def test_weights_that_all_ranks_change_alike_before_the_first_step_are_not_refused():
+    def body(group):
+        model = reset(nn.Linear(4, 3), seed=3)
+        sync = GradientSync([model], group, owns_group=True)
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        for _ in range(2):
+            model(X[group.rank :: 2]).mean().backward()
+            with torch.no_grad():
+                model.weight.add_(group.rank)  # a later round does not look
+        sync.detach()
+
+    run_ranks(2, body)

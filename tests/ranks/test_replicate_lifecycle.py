@@ -125,6 +125,20 @@ def test_an_embedding_whose_forward_writes_rows_of_its_batch_trains_on_one_rank_
     replicate(replicas[2]).detach()
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_counts_the_rows_of_its_batch_trains_on_one_rank_alone(kind):
+    replicas = [kind(4, 3, scale_grad_by_freq=True) for _ in range(3)]
+
+    def body(group):
+        with pytest.raises(LostUpdateError, match=r"`weight` with scale_grad_by_freq"):
+            replicate(replicas[group.rank], group=group)
+        replicas[group.rank].requires_grad_(False)
+        replicate(nn.Sequential(replicas[group.rank], nn.Linear(3, 2)), group=group).detach()
+
+    run_ranks(2, body)
+    replicate(replicas[2]).detach()
+
+
 def test_refusals_at_attach():
     model = mlp()
     sync = replicate(model)
@@ -141,7 +155,7 @@ def test_refusals_at_attach():
         replicate(nn.Sequential(nn.Linear(4, 3), nn.LazyBatchNorm1d()))
     small = nn.Linear(4, 3, dtype=torch.bfloat16)
     small.weight.grad_dtype = torch.float32  # an attribute of no effect before torch 2.13
-    with pytest.raises(WrongTypeError, match="`weight` is to have gradients of another dtype"):
+    with pytest.raises(WrongTypeError, match=r"`weight`(.|\n)*has grad_dtype=torch.float32"):
         replicate(small)
     with pytest.raises(ConfigurationError, match="buffers"):
         replicate(model, buffers="sometimes")

@@ -331,7 +331,7 @@ def _refuse_distributed(sampler: Any) -> None:
             got=f"{type(sampler).__name__}(num_replicas={replicas})",
             cause="sharing out twice leaves most samples out, and its padding repeats some",
             fix="remove the sampler (shuffle=True shuffles over all workers), "
-            "or pass add_dist_sampler=False",
+            "or, in a TorchTrainer, pass add_dist_sampler=False",
         )
 
 

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from lockstep.data.batch_rows import slice_rows
+from lockstep.data.data_order_check import check_same_plan
 from lockstep.data.shard_assignment import ShardAssignment
 from lockstep.data.sharded_loader import BatchParts, ShardedLoader
 from lockstep.errors import CheckpointError
+from lockstep.group import Group, resolve_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -39,21 +41,23 @@ def shard_loader(loader: Any, *, group: Any = None, seed: int = 0) -> RankLoader
     Raises:
         NotShardableError: the data cannot be shared out so that each sample is seen once.
         WrongTypeError: `loader` is no loader.
+        DataOrderError: the ranks' loaders differ; on every rank.
+        WrongUseError: `group` is None, and this process has peers and no process group.
+        PeerLostError: another rank went away.
 
     Collective:
-        None. The ranks agree because they compute the same.
+        Every rank of a process group or `Group`: one exchange of what shows that all loaders are
+        alike. None for another object with ``rank`` and ``size``. Later calls compute the same on
+        all ranks, and communicate nothing.
     """
-    rank, size = _rank_and_size(group)
+    if group is None or isinstance(group, Group | dist.ProcessGroup):
+        ranks = resolve_group(group)
+        made = RankLoader(loader, rank=ranks.rank, size=ranks.size, seed=seed)
+        if ranks.size > 1:
+            check_same_plan(ranks.exchange(made.fingerprint()))
+        return made
+    rank, size = (each() if callable(each) else each for each in (group.rank, group.size))
     return RankLoader(loader, rank=rank, size=size, seed=seed)
-
-
-def _rank_and_size(group: Any) -> tuple[int, int]:
-    if group is None:
-        if dist.is_available() and dist.is_initialized():
-            return dist.get_rank(), dist.get_world_size()
-        return 0, 1
-    rank, size = group.rank, group.size
-    return (rank() if callable(rank) else rank), (size() if callable(size) else size)
 
 
 class RankLoader:

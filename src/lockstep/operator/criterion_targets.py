@@ -46,6 +46,7 @@ def count_targets(call: CriterionCall) -> float | None:
     if settings is None or not isinstance(target, torch.Tensor) or target.is_floating_point():
         return None
     weight, ignored = settings
+    target = target.long()  # torch compares uint8 modulo 256, and takes it for a mask as an index
     counted = target != ignored
     if weight is None:
         return float(counted.sum())
@@ -60,7 +61,9 @@ def computes_scores(criterion: Any) -> bool:
 def is_counted(criterion: Any, target: torch.Tensor) -> torch.Tensor:
     """For each of the targets that are classes, whether `criterion` does not ignore it."""
     settings = _settings(criterion)
-    return torch.ones_like(target, dtype=torch.bool) if settings is None else target != settings[1]
+    if settings is None or target.is_floating_point():
+        return torch.ones_like(target, dtype=torch.bool)
+    return target.long() != settings[1]
 
 
 def ignores_all(criterion: Any, batch: Any) -> bool:
@@ -73,7 +76,7 @@ def ignores_all(criterion: Any, batch: Any) -> bool:
         return False
     target = batch[-1]
     is_known = isinstance(target, torch.Tensor) and target.device.type == "cpu"
-    return is_known and not bool((target != settings[1]).any())
+    return is_known and not bool(is_counted(criterion, target).any())
 
 
 def _settings(criterion: Any) -> tuple[torch.Tensor | None, int] | None:

@@ -25,7 +25,9 @@ from lockstep.operator.weight_averages import make_weight_averages
 from lockstep.sync import is_local
 from lockstep.sync.local_parameters import mark_copies
 from lockstep.sync.meta_device import initialise, is_on_meta
+from lockstep.sync.replica_checks import uneven_embedding_error
 from lockstep.sync.shard_units import check_policy, find_units
+from lockstep.sync.synced_tensors import find_synced_tensors
 
 if TYPE_CHECKING:
     from lockstep.operator.loop_protocols import Operator
@@ -156,6 +158,8 @@ def build_training_parts(
     _refuse_foreign_schedulers(registered)
     for module in registered.modules():
         _refuse_buffers(module)
+    if context.shard_assignment.num_shards > 1:
+        _refuse_uneven_embeddings(registered)
     for module in registered.modules():
         _move(module, registered, context)
     for optimizer in registered.optimizers:
@@ -246,6 +250,14 @@ def _refuse_foreign_schedulers(registered: TrainingParts) -> None:
                 " learning rate of the run would never change",
                 fix="make the scheduler from the optimizer that is registered",
             )
+
+
+def _refuse_uneven_embeddings(registered: TrainingParts) -> None:
+    """Refuse, on one worker too, a gradient that depends on the shard that a row is in."""
+    uneven = find_synced_tensors(list(registered.modules())).uneven
+    scaled = {option: names for option, names in uneven.items() if option == "scale_grad_by_freq"}
+    if scaled:
+        raise uneven_embedding_error(scaled)
 
 
 def conclude_setup(operator: Operator, registered: TrainingParts, returned: Any) -> None:

@@ -145,7 +145,7 @@ class AutogradGradWatch:
             and (grad := slot.param.grad) is not None
             and grad.layout is torch.strided
         ]
-        kinds = {slot.param.dtype for slot, _ in found}
+        kinds = {slot.param.dtype for slot, before in found if before.sample is not None}
         rounding = 8.0 * max((torch.finfo(kind).eps for kind in kinds), default=0.0)
         return not all(_is_clipped(*each, rounding) for each in _group_for_comparison(pairs))
 

@@ -21,7 +21,7 @@ from lockstep.sync.bucket_transport import BucketTransport
 from lockstep.sync.buffer_broadcast import BufferBroadcast
 from lockstep.sync.reduction_rounds import ReductionRounds
 from lockstep.sync.replica_checks import compare_structures, compare_values
-from lockstep.sync.round_contribution import digest_of
+from lockstep.sync.round_contribution import RoundDigest
 from lockstep.sync.synced_tensors import as_modules, find_synced_tensors
 from lockstep.sync.tensor_broadcast import broadcast_tensors
 
@@ -57,8 +57,7 @@ def replicate(
             backward; "manual": when `GradientSync.broadcast_buffers` is called.
 
     Returns:
-        The sync, for its ``backward``, ``no_sync`` and ``detach``. A program need not keep it: the
-        hooks on the parameters hold it.
+        The sync, for its ``backward``, ``no_sync`` and ``detach``. Hooks on parameters hold it.
 
     Gradient:
         After each backward outside ``no_sync``: the mean over ranks, or by weights.
@@ -127,8 +126,8 @@ class GradientSync:
         number = compare_structures(group, self._found, self._settings)
         self._owns_group = owns_group
         self._buffers = BufferBroadcast(self._found.buffers.values())
+        parameters = list(self._found.parameters.values())
         if broadcast:
-            parameters = list(self._found.parameters.values())
             broadcast_tensors(group, parameters, cap_bytes=self._cap_bytes)
             self._buffers.broadcast(group, cap_bytes=self._cap_bytes)
         self._prepare(group)
@@ -142,7 +141,8 @@ class GradientSync:
             num_shards=None if order is None else order.num_shards,
             after_round=self.broadcast_buffers if buffers == "after_backward" else None,
         )
-        self._rounds.digest = digest_of(group.size, number)
+        # A trainer compares the weights itself, and a worker that joins later has no first round.
+        self._rounds.digest = RoundDigest(group.size, number, parameters if owns_group else ())
         optimizer_guard.protect(self._rounds)
 
     def _prepare(self, group: Group) -> None:
@@ -476,7 +476,7 @@ class GradientSync:
         # The shapes of now: a forward may have given them others, which not all ranks have seen.
         self._buffers = BufferBroadcast(self._found.buffers.values())
         self._rounds.join(group)
-        self._rounds.digest = digest_of(group.size, number)
+        self._rounds.digest = RoundDigest(group.size, number)
 
     def detach(self) -> None:
         """Take the hooks off and forget the group. Gradients stay, as plain tensors.

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockstep.crossed_gradients import have_crossed
-from lockstep.errors import CrossedWeightsError
+from lockstep.errors import ConfigurationError, CrossedWeightsError
 from lockstep.group import resolve_group
 from lockstep.sync import optimizer_guard
 from lockstep.sync.buckets import Slot
@@ -44,7 +44,7 @@ def average_gradients(model: Any, weight: float | None = None, *, group: Any = N
         and one all-reduce per bucket of 25 MiB. Blocks.
 
     Raises:
-        ConfigurationError: a GradientSync is attached already.
+        ConfigurationError: a GradientSync is attached already, or all parameters are local.
         ReplicasDifferError: the ranks' models differ; raised before gradients move.
         SparseGradientError: on every rank, if any rank has one.
         WeightError: a bad weight, or weights that add up to zero.
@@ -55,6 +55,13 @@ def average_gradients(model: Any, weight: float | None = None, *, group: Any = N
     ranks = resolve_group(group)
     share = 1.0 if weight is None else as_weight(weight, ranks.place)
     found = find_synced_tensors(as_modules(model))
+    if found.local and not found.parameters:
+        raise ConfigurationError(
+            "average_gradients was given parameters that are each rank's own",
+            where=ranks.place,
+            cause="all of them are marked with lockstep.local: nothing would be averaged",
+            fix="leave out lockstep.local(...), or average_gradients(...)",
+        )
     optimizer_guard.refuse_attached(found.parameters, "leave average_gradients out")
     compare_structures(ranks, found, {})
     slots = [
@@ -76,6 +83,7 @@ def average_gradients(model: Any, weight: float | None = None, *, group: Any = N
     sums = reducer.finish(must_read=True)
     assert sums is not None
     judge(sums, contribution, ranks, together=True)
+    optimizer_guard.note_averaged(slot.param for slot in held)
 
 
 def _crossed_error(shares: Sequence[float], ranks: Group) -> CrossedWeightsError:

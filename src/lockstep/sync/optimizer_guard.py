@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.compiler_disable import disable_dynamo
 from lockstep.errors import ConfigurationError, GradientNotReducedError, UnknownParameterError
@@ -91,6 +92,12 @@ class _Registry:
         self.watches: weakref.WeakKeyDictionary[Optimizer, _Watch] = weakref.WeakKeyDictionary()
         self.numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self.warned_of: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.averaged: Any = WeakIdKeyDictionary()
+
+    def is_averaged(self, param: torch.Tensor) -> bool:
+        """Whether the gradient of `param` is the one that `average_gradients` has left."""
+        known = self.averaged.get(param)
+        return known is not None and known() is param.grad
 
     def find(self, param: torch.Tensor) -> Slot | None:
         slot = self._slots.get(id(param))
@@ -176,6 +183,13 @@ def note_reduced(parameters: Iterable[torch.Tensor]) -> None:
         slot = _registry.find(parameter)
         if slot is not None:
             slot.set_reduced(parameter.grad)
+
+
+def note_averaged(parameters: Iterable[torch.Tensor]) -> None:
+    """Let optimizers use the gradients that `average_gradients` has made the same on all ranks."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            _registry.averaged[parameter] = weakref.ref(parameter.grad)
 
 
 def is_synchronised(param: torch.Tensor) -> bool:
@@ -287,13 +301,14 @@ def _may_be_scaled_apart(owner: ReductionRounds, slots: list[Slot]) -> bool:
 
 def _warn_of_own(optimizer: Optimizer, watch: _Watch) -> None:
     """Say once that an optimizer steps what is in no synchronised module, and not marked."""
-    names = [name for name, param in watch.own if param.grad is not None]
+    own = [(name, param) for name, param in watch.own if param.grad is not None]
+    names = [name for name, param in own if not _registry.is_averaged(param)]
     if names and _registry.has_peers and optimizer not in _registry.warned_of:
         _registry.warned_of.add(optimizer)  # a watch is made anew when another sync is attached
         _log.warning(
             "%s steps parameters that nobody synchronises, %s: each rank trains its own. Hand their"
-            " module to replicate() too; or, if each rank is to have its own, mark it:"
-            " lockstep.local(module)",
+            " module over too: replicate([model, other]), in an operator self.register(models=["
+            "model, other]); or, if each rank is to have its own, mark it: lockstep.local(module)",
             type(optimizer).__name__,
             ", ".join(names[:4]),
         )
@@ -301,13 +316,17 @@ def _warn_of_own(optimizer: Optimizer, watch: _Watch) -> None:
 
 def _refuse_unknown(watch: _Watch) -> None:
     for name, param in watch.unknown:
-        if param.grad is not None:
+        if param.grad is not None and not _registry.is_averaged(param):
+            is_plain = not isinstance(param, torch.nn.Parameter)
             raise UnknownParameterError(
                 f"the optimizer holds {name} with a gradient that nobody synchronises",
                 where=next((owner.place for owner in watch.slots), None),
                 got=f"a parameter of shape {tuple(param.shape)}",
                 cause="it was added or replaced after replicate(), or belongs to another module",
-                fix="hand its module to replicate() too, or mark it: lockstep.local(parameter)",
+                fix="before the optimizer is made: value = torch.nn.Parameter(value), and"
+                " replicate([model, torch.nn.ParameterList([value])])"
+                if is_plain
+                else "hand its module to replicate() too, or mark it: lockstep.local(parameter)",
             )
 
 

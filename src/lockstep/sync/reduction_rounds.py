@@ -40,7 +40,7 @@ from lockstep.sync.end_of_backward import call_at_end
 from lockstep.sync.late_parameters import LateParameters
 from lockstep.sync.leaves_outside import LeavesOutside
 from lockstep.sync.local_gradients import LocalGradients
-from lockstep.sync.round_contribution import PLAIN, WEIGHTED, Contribution, Fault
+from lockstep.sync.round_contribution import PLAIN, WEIGHTED, Contribution, Fault, RoundDigest
 from lockstep.sync.weighted_loss_scale import BatchWeights, as_weight
 from lockstep.sync.zero_weight_backward import GradientsBefore
 
@@ -82,7 +82,7 @@ class ReductionRounds:
         is_paused: inside `no_sync`.
         has_added: see `watch_gradients`.
         has_accumulated: the program left `no_sync` since the last optimizer step.
-        digest: of the number of this sync among those of the group, see `Contribution.digest`.
+        digest: of this sync among those of the group.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ReductionRounds:
         self.place = group.place
         self.num_shards = num_shards
         self.weights = BatchWeights(group, num_shards, averages=averages)
-        self.num_rounds = self.last_full_round = self.digest = 0
+        self.num_rounds, self.last_full_round, self.digest = 0, 0, RoundDigest(1, 0)
         self.slots = [
             Slot(number, name, param, self)
             for number, (name, param) in enumerate(found.parameters.items())
@@ -312,7 +312,7 @@ class ReductionRounds:
 
     def _contribute(self) -> Contribution:
         made = self._window.contribution(self.weights, self._earlier)
-        made.digest, self._contribution = self.digest, made
+        made.digest, self._contribution = self.digest.of_round(self.num_rounds), made
         return made
 
     def reduce_pending(self) -> None:

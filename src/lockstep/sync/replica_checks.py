@@ -53,8 +53,8 @@ def compare_structures(group: Group, found: SyncedTensors, settings: Mapping[str
     first = everyone[0]
     ranks = [rank for rank, other in enumerate(everyone) if other != first]
     if not ranks:
-        if found.renormed and group.size > 1:
-            raise _renormed_error(found.renormed)
+        if found.uneven and group.size > 1:
+            raise uneven_embedding_error(found.uneven)
         return number
     expected, got = _first_difference(first, everyone[ranks[0]])
     raise ReplicasDifferError(
@@ -67,10 +67,20 @@ def compare_structures(group: Group, found: SyncedTensors, settings: Mapping[str
     )
 
 
-def _renormed_error(names: list[str]) -> LostUpdateError:
+def uneven_embedding_error(names: Mapping[str, list[str]]) -> LostUpdateError:
+    """The refusal of embeddings, by the option for which they are refused."""
+    if "scale_grad_by_freq" in names:
+        return LostUpdateError(
+            "an embedding's gradient would depend on how the global batch is split",
+            got=f"{', '.join(names['scale_grad_by_freq'])} with scale_grad_by_freq",
+            cause="torch divides a row's gradient by how often the row is in one forward's batch:"
+            " here in one part of the global batch, not in all of it",
+            fix="scale_grad_by_freq=False, and where it is wanted a hook that divides by counts of"
+            " all ranks: weight.register_hook(lambda grad: grad / counts.clamp(min=1)[:, None])",
+        )
     return LostUpdateError(
         "each rank would write other rows of an embedding in its forward",
-        got=f"{', '.join(names)} with max_norm",
+        got=f"{', '.join(names['max_norm'])} with max_norm",
         cause="torch scales down the rows that are in the batch, and a rank has its own rows: the"
         " ranks' weights would no longer be the same",
         fix="max_norm=None, and scale all rows in forward or after the optimizer's step:"

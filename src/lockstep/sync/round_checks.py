@@ -82,16 +82,20 @@ def _out_of_step_error(
         " replicate([...]); a rank with nothing to run calls reduce_pending()"
     )
     if sums.digest != mine.digest * group.size and sums.check == mine.check * group.size:
-        got = "that round of another replicate(), or gradients that had left before a collective"
+        got = (
+            "that round of another replicate(), a first round with other weights, or gradients that"
+            " had left before a collective"
+        )
         cause = (
-            "some ranks used models in another order; or a collective inside the backward"
+            "some ranks used models in another order; or weights were changed on some ranks after"
+            " replicate() (loaded on rank 0?); or a collective inside the backward"
             " (torch.distributed.nn, SyncBatchNorm) that earlier backwards did not have, beside a"
             " branch that some ranks left out"
         )
         fix = (
             "run the backwards of all models in one order on every rank, or hand the models to one"
-            " replicate([...]); replicate(model, bucket_cap_mb=1e6) sends no gradient before the"
-            " backward has ended"
+            " replicate([...]); load weights before replicate(), which sends rank 0's to all;"
+            " replicate(model, bucket_cap_mb=1e6) sends no gradient before the backward has ended"
         )
     return GradientNotReducedError(
         "the ranks reduced different rounds together",

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
+from lockstep.sync.tensor_bits import sum_of_bits
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -27,6 +29,27 @@ def digest_of(size: int, *facts: int) -> int:
     The number is never zero, and so small that the sum of all ranks' is exact in float32.
     """
     return 1 + zlib.crc32(repr(facts).encode()) % (2**24 // size - 1)
+
+
+class RoundDigest:
+    """The digest that a rank brings to its rounds: ranks that differ refuse the round.
+
+    Args:
+        size: the number of ranks.
+        number: of this sync among those of the group.
+        weights: what ranks that make the sync together have made equal. The first round compares
+            them as they are then: one rank may have loaded others meanwhile.
+    """
+
+    def __init__(self, size: int, number: int, weights: Iterable[torch.Tensor] = ()) -> None:
+        self._size, self._number = size, number
+        self._weights = list(weights) if size > 1 else []
+
+    def of_round(self, earlier_rounds: int) -> int:
+        """The digest of the round that follows so many rounds."""
+        if earlier_rounds:
+            self._weights = []
+        return digest_of(self._size, self._number, *map(sum_of_bits, self._weights))
 
 
 class Fault(NamedTuple):

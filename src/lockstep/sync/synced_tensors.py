@@ -36,14 +36,15 @@ class SyncedTensors:
         parameters: name to parameter, in registration order.
         buffers: name to place, in registration order.
         refused: what cannot be synchronised at all, one sentence each.
-        renormed: embeddings whose forward writes to the weight, only to the rows of its batch.
+        uneven: weights of embeddings that train by what else is in the forward's batch, by the
+            option that asks for it.
         local: the parameters that the program has marked with `local`.
     """
 
     parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, BufferPlace] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
-    renormed: list[str] = field(default_factory=list)
+    uneven: dict[str, list[str]] = field(default_factory=dict)
     local: list[torch.nn.Parameter] = field(default_factory=list)
     _structure: list[Entry] | None = field(default=None, init=False)
 
@@ -114,8 +115,8 @@ def find_synced_tensors(modules: Sequence[torch.nn.Module]) -> SyncedTensors:
             refusal = _refuse_module(owner, prefix)
             if refusal:
                 found.refused.append(refusal)
-            if _is_renormed(owner):
-                found.renormed.append(f"`{prefix}weight`")
+            for option in uneven_options(owner):
+                found.uneven.setdefault(option, []).append(f"`{prefix}weight`")
             _collect(found, owner, prefix, seen)
     if any(param.device.type != "cpu" for param in found.parameters.values()):
         # Buffers that are None stay each rank's own on an accelerator: to learn that rank 0 has
@@ -168,17 +169,22 @@ def _refuse_module(module: torch.nn.Module, name: str) -> str | None:
     return None
 
 
-def _is_renormed(module: torch.nn.Module) -> bool:
-    """Whether ranks with other rows in their batches would train other weights.
+def uneven_options(module: torch.nn.Module) -> list[str]:
+    """The options by which an embedding trains otherwise where a batch is split.
 
-    A frozen embedding is the same on all ranks wherever it is read.
+    With ``max_norm`` a forward writes to the rows of its own batch. With ``scale_grad_by_freq`` a
+    gradient is divided by how often its row is in the forward's own batch. A frozen embedding is
+    the same on all ranks wherever it is read.
     """
-    return (
-        isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
-        and module.max_norm is not None
-        and module.weight.requires_grad
-        and not is_local(module.weight)
-    )
+    if not isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+        return []
+    if not module.weight.requires_grad or is_local(module.weight):
+        return []
+    is_on = {
+        "max_norm": module.max_norm is not None,
+        "scale_grad_by_freq": module.scale_grad_by_freq,
+    }
+    return [option for option, is_wanted in is_on.items() if is_wanted]
 
 
 def _refuse_lazy(kind: str, name: str) -> str:

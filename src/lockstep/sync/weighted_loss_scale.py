@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep import reduction_context
-from lockstep.errors import ConfigurationError, WeightError
+from lockstep.errors import ConfigurationError, WeightError, WrongTypeError
 from lockstep.sync.round_contribution import PLAIN, WEIGHTED
 
 if TYPE_CHECKING:
@@ -41,6 +41,23 @@ def as_weight(weight: Any, where: str) -> float:
         where=where,
         got=repr(weight),
         fix="gradients.backward(loss, weight=len(batch)), or the number of tokens",
+    )
+
+
+def _no_loss_error(given: Any, where: str) -> WrongTypeError:
+    """A backward was given `given`, which is no tensor."""
+    fix = "return the loss as a tensor"
+    if isinstance(given, int | float):
+        fix = "on a rank that has no loss in this step: gradients.reduce_pending()"
+    elif hasattr(given, "keys"):
+        fix = "gradients.backward(out['loss'], weight=...)"
+    keys = f" with keys {sorted(map(str, given.keys()))}" if hasattr(given, "keys") else ""
+    return WrongTypeError(
+        "backward was given a loss that is no tensor",
+        where=where,
+        expected="a tensor",
+        got=f"{type(given).__name__}{keys}" if keys else f"{type(given).__name__}: {given!r:.60}",
+        fix=fix,
     )
 
 
@@ -165,6 +182,12 @@ class BatchWeights:
     def scale_loss(
         self, loss: torch.Tensor, given: torch.Tensor | None, weight: float
     ) -> tuple[float, torch.Tensor, torch.Tensor | None]:
-        """Multiply the loss by its weight in units; see the function `scale_loss`."""
+        """Multiply the loss by its weight in units; see the function `scale_loss`.
+
+        Raises:
+            WrongTypeError: the loss is no tensor.
+        """
+        if not isinstance(loss, torch.Tensor):
+            raise _no_loss_error(loss, self._place)
         share = weight / self.unit(WEIGHTED) if self.averages else float(weight > 0)
         return scale_loss(loss, given, share, self._place)

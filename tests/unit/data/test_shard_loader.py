@@ -6,10 +6,11 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, random_split
 
+from harness import run_ranks
 from lockstep.data import RankLoader, shard_loader
-from lockstep.errors import CheckpointError, NotShardableError
+from lockstep.errors import CheckpointError, DataOrderError, NotShardableError
 from sharing import plain
 
 
@@ -170,3 +171,44 @@ def test_a_loader_without_length_has_none() -> None:
     with pytest.raises(TypeError, match="has no length"):
         len(shard_loader(Batches()))
     assert shard_loader(_loader()).dataset.tensors[0].shape == (37,)
+
+
+class Split(IterableDataset):
+    """Each rank's own part already."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __iter__(self):
+        return iter(range(self.rank, 40, 2))
+
+
+DIFFERENT = {
+    "another split": lambda rank: _loader_of(
+        random_split(TensorDataset(torch.arange(40)), [0.8, 0.2], _seeded(rank))[0]
+    ),
+    "another order": lambda rank: _loader(generator=_seeded(rank)),
+    "other files": lambda rank: _loader_of([f"{(number + rank) % 40}.txt" for number in range(40)]),
+    "split already": lambda rank: DataLoader(Split(rank), batch_size=4),
+}
+
+
+def _seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def _loader_of(data):
+    return DataLoader(data, batch_size=4)
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_loaders_that_differ_between_ranks_are_refused_on_all(case):
+    def body(group):
+        with pytest.raises(DataOrderError):
+            shard_loader(DIFFERENT[case](group.rank), group=group)
+        return [plain(batch[0]) for batch in shard_loader(_loader(), group=group)]
+
+    one, other = run_ranks(2, body)
+    assert sorted([n for batch in one for n in batch] + [n for batch in other for n in batch]) == [
+        *range(37)
+    ]

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import TorchTrainer, TrainingOperator
-from lockstep.errors import ConfigurationError
+from lockstep.errors import ConfigurationError, LostUpdateError
 from lockstep.keys import BATCH_SIZE
 
 X = torch.randn(24, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -57,6 +57,7 @@ class Focal(nn.CrossEntropyLoss):
 CASES = {
     "class weights": (Transposed, nn.CrossEntropyLoss(weight=WEIGHT), X, CLASSES),
     "ignored": (Transposed, nn.CrossEntropyLoss(), X, SOME),
+    "bytes": (Transposed, nn.CrossEntropyLoss(weight=WEIGHT), X, CLASSES.to(torch.uint8)),
     "both, smoothed": (
         Transposed,
         nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1),
@@ -255,3 +256,31 @@ def test_a_sum_in_a_wrapper_contradicts_a_mean():
         pytest.raises(ConfigurationError, match="the criterion is a sum"),
     ):
         trainer.train()
+
+
+class Frequent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(2, 3, scale_grad_by_freq=True, dtype=torch.float64)
+        self.head = nn.Linear(3, 2, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.head(self.words(x))
+
+
+class OfWords(TrainingOperator):
+    def setup(self, config):
+        model = Frequent()
+        self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+            criterion=nn.CrossEntropyLoss(),
+        )
+        self.register_data(train_loader=DataLoader(TensorDataset(CLASSES, CLASSES), batch_size=8))
+
+
+def test_a_gradient_that_depends_on_its_shard_is_refused_on_one_worker_too():
+    with pytest.raises(LostUpdateError, match="scale_grad_by_freq"):
+        TorchTrainer(training_operator_cls=OfWords, num_shards=2)
+    with TorchTrainer(training_operator_cls=OfWords) as trainer:
+        trainer.train(num_steps=1)
