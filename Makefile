@@ -160,7 +160,7 @@ SHOW_LARGE := while read -r word file size unit rest; do case "$$word $$file $$s
 
 # The stamp is written last, so an interrupted installation is resumed by the next call.
 $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/bin/python
-	@echo "installing into $(VENV): 2.3 GB, some minutes the first time; the large ones:"
+	@echo "installing into $(VENV): 2.3 GB with a CPU build of torch, some minutes the first time; the large ones:"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(PIP)'
 	@$(BIN)/python -m pip install --progress-bar off --disable-pip-version-check -c constraints.txt \
 	  -e '.[all]' --group dev | $(SHOW_LARGE)

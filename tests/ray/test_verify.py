@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`trainer.verify` over real workers; a copy that fails on one rank leaves the run as it was."""
 
+import logging
 import os
 
 import pytest
@@ -101,6 +102,31 @@ def test_what_is_wrong_is_named_parameter_by_parameter():
             assert verdict == "equal", name
         else:
             assert "a loss that is a sum" in verdict, name
+
+
+class Warnings(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.said = []
+
+    def emit(self, record):
+        self.said.append(record.getMessage())
+
+
+class Heard(DefaultLoop):
+    warnings = Warnings()
+
+    def setup(self, config):
+        super().setup(config)
+        logging.getLogger("lockstep").addHandler(self.warnings)  # once, however often it is
+
+
+def test_of_a_right_program_nothing_is_said():
+    with TorchTrainer(training_operator_cls=Heard, num_workers=2, config=CONFIG) as trainer:
+        assert trainer.verify().ok
+        trainer.train(num_steps=1)
+        assert trainer.verify().ok
+        assert trainer.apply_all_operators(lambda operator: operator.warnings.said) == [[], []]
 
 
 @pytest.mark.parametrize("sync", ["ddp", "fsdp"])

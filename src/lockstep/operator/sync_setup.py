@@ -21,6 +21,7 @@ from lockstep.sync import (
     ParameterServerSync,
     SingleProcess,
     agree_on_shapes,
+    expect_alone,
     replica_devices,
     tell_apart,
 )
@@ -168,6 +169,7 @@ def _replicate(registered: TrainingParts, context: RankContext) -> Synchroniser:
 
 
 def _single_process(registered: TrainingParts, context: RankContext) -> Synchroniser:
+    expect_alone([*registered.optimizers, *registered.inner_optimizers()])
     return SingleProcess(registered.modules(), averages=registered.sync_options.averages)
 
 

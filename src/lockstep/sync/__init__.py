@@ -18,6 +18,7 @@ from lockstep.sync.local_parameters import is_local_buffer as is_local_buffer
 from lockstep.sync.local_parameters import local as local
 from lockstep.sync.local_parameters import named_local_tensors as named_local_tensors
 from lockstep.sync.manual_average import average_gradients as average_gradients
+from lockstep.sync.optimizer_guard import expect_alone as expect_alone
 from lockstep.sync.optimizer_guard import note_reduced as note_reduced
 from lockstep.sync.optimizer_guard import tell_apart as tell_apart
 from lockstep.sync.parameter_server.server_connection import ServerAddress as ServerAddress

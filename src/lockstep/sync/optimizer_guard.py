@@ -177,6 +177,11 @@ def tell_apart(optimizers: Iterable[Optimizer]) -> None:
         _registry.numbers[optimizer] = pow(3, place, 256)
 
 
+def expect_alone(optimizers: Iterable[Optimizer]) -> None:
+    """Warn of none of `optimizers`: they step a copy of the run in one process, on purpose."""
+    _registry.warned_of.update(optimizers)
+
+
 def note_reduced(parameters: Iterable[torch.Tensor]) -> None:
     """Let optimizers use the gradients that `parameters` have now: every rank has the same ones."""
     for parameter in parameters:

@@ -74,17 +74,17 @@ def _as_own_models(track: SharedTrack) -> Finding:
 
 
 def _out_of_step(track: SharedTrack) -> Finding | None:
-    """Each rank skipped steps, as many as the others, and not the same ones."""
+    """Ranks took as many steps and ran other backwards for them."""
     for number in track.numbers:
         steps = track.steps(number)
         counts: dict[int, float] = {rank: len(step.backwards) for rank, step in steps.items()}
         if len(set(counts.values())) > 1:
             return COUNT.finding(
                 f"step {number + 1} of {track.key.split('#')[0]} ended other numbers of backwards "
-                f"({numbers(counts)}), and its gradients differ: some ranks skipped a step that "
-                "others took",
-                "decide by what all ranks share whether to step, e.g. by a loss that is averaged "
-                "over them, and skip a step on every rank or on none",
+                f"({numbers(counts)}), and its gradients differ: some ranks ran a backward that "
+                "others did not run, or skipped a step that others took",
+                "run the same backwards on every rank, also for a log or an evaluation; decide by "
+                "what all ranks share whether to step, e.g. by a loss that is averaged over them",
                 evidence={"backwards": counts},
                 **at_step(track, number),
             )
