@@ -10,7 +10,6 @@ from lockstep.errors import ConfigurationError
 from lockstep.operator.default_forward import require_single
 from lockstep.operator.loop_protocols import Operator
 from lockstep.operator.registration import registered_parts
-from lockstep.operator.step_actions import StepActions
 from lockstep.sync import is_local
 from lockstep.sync.optimizer_inspection import needs_closure, optimizer_parameters
 
@@ -37,13 +36,12 @@ def refuse_optimizers(operator: Operator) -> None:
     if operator._lockstep_overrides_loop():
         return
     optimizer = require_single(operator, "optimizer", run.optimizers)
-    has_plain_steps = type(state.step_actions) is StepActions
     left = _parameters_left([optimizer], run.optimizers) if len(run.optimizers) > 1 else 0
     if left and not operator._lockstep_overrides(Operator.after_step):
         what = f"the default loop steps one optimizer, and {len(run.optimizers)} were registered"
         cause = f"{left} parameters of the others would never change"
         fix = "override train_batch, and step each of them there; or give one optimizer all groups"
-    elif has_plain_steps and needs_closure(optimizer):
+    elif not state.step_actions.passes_closure and needs_closure(optimizer):
         what = "the default loop gives an optimizer no closure, and this one needs one"
         cause = "it evaluates the loss itself, several times in a step"
         fix = "override train_batch, and call self.optimizer.step(closure) there"

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +23,9 @@ class StepActions:
     own loop calls them; what a step computes stays the loop's. A loop of the user's own calls none
     of them.
     """
+
+    passes_closure: ClassVar[bool] = False
+    """Whether `step` hands the optimizer a closure that computes the loss."""
 
     def set_training(self, run: TrainingParts, training: bool) -> None:
         run.set_training(training)

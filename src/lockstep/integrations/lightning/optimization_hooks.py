@@ -36,6 +36,8 @@ class OptimizationHooks(StepActions):
         shard_samples: samples of the shard whose loss was computed last; 0 if they do not count.
     """
 
+    passes_closure = True
+
     def __init__(self, module: Any, logging: LoggingCapture) -> None:
         self._module, self._logging = module, logging
         self.shard_samples = 0.0

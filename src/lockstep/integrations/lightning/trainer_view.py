@@ -41,7 +41,6 @@ _CONSTANTS: Final[dict[str, Any]] = {
 """The attributes of a Lightning trainer that was given no loggers and no callbacks."""
 
 _PRECISIONS: Final = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
-_SAY_MAX_EPOCHS: Final = "TrainingOperator.from_lightning(MyModule, max_epochs=...)"
 
 
 class NoSuchTrainerAttributeError(NotAvailableError, AttributeError):
@@ -103,10 +102,10 @@ class TrainerView:
         # `copy` and `pickle` look up dunder names, and expect an AttributeError.
         if name.startswith("__"):
             raise AttributeError(name)
-        if name == "max_epochs":
+        if name in ("max_epochs", "estimated_stepping_batches"):
             raise NoSuchTrainerAttributeError(
-                "self.trainer.max_epochs is not there: nobody said how long the run will be",
-                fix=_SAY_MAX_EPOCHS,
+                f"self.trainer.{name} is not there: nobody said how long the run will be",
+                fix="TrainingOperator.from_lightning(MyModule, max_epochs=...)",
             )
         raise NoSuchTrainerAttributeError(
             f"self.trainer.{name} is not there: a lockstep trainer runs this module",
@@ -141,16 +140,11 @@ class TrainerView:
     @property
     def estimated_stepping_batches(self) -> float:
         """Optimizer steps of the whole run, for schedulers that need to know their end."""
-        if "max_epochs" not in vars(self):
-            raise NotAvailableError(
-                "how many steps the run will have is not known here: nobody said max_epochs",
-                where="self.trainer.estimated_stepping_batches",
-                fix=_SAY_MAX_EPOCHS,
-            )
+        epochs = self.max_epochs  # where it is not there, `__getattr__` is asked for this one, too
         if self.num_training_batches == math.inf:
             return math.inf
         in_epoch = math.ceil(self.num_training_batches / self.accumulate_grad_batches)
-        return in_epoch * self.max_epochs
+        return in_epoch * epochs
 
 
 def update_view(view: TrainerView, **values: Any) -> None:
