@@ -164,6 +164,14 @@ class ShardedLoader:
         """Number of global batches from item `offset` on; None if it is unknown."""
         return self._batches.num_steps(offset)
 
+    def step_after(self, offset: int) -> int | None:
+        """The step that begins with item `offset`; None if the item lies within a step."""
+        length = self._batches.length
+        if length is not None and offset >= length:
+            return self.steps_per_epoch  # behind the last step, which may be a shorter one
+        step, rest = divmod(offset, self._batches.per_step)
+        return None if rest else step
+
     def batches(
         self, epoch: int, start_step: int = 0, *, offset: int | None = None
     ) -> Generator[Step, None, None]:

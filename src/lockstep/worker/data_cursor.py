@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lockstep.data import ShardedLoader
 from lockstep.errors import DataOrderError
 from lockstep.phases import Phase, in_phase
 
@@ -69,6 +70,8 @@ class Cursor:
         step: global batches committed in the current pass.
         window_start: the first step of the open accumulation window; equal to `step` if no
             window is open.
+        has_scheduled: the schedulers have begun to step at the end of this epoch, which is not
+            finished yet.
     """
 
     def __init__(self, source: StepSource) -> None:
@@ -76,6 +79,7 @@ class Cursor:
         self.epoch = 0
         self.step = 0
         self.window_start = 0
+        self.has_scheduled = False
         self._steps: Generator[Step, None, None] | None = None
         self._ahead: Step | None = None
         self._unread: Exception | None = None
@@ -86,17 +90,48 @@ class Cursor:
 
     @property
     def place(self) -> dict[str, Any]:
-        """The position as a state holds it, with the beginning of the epoch's order."""
-        place = {"epoch": self.epoch, "step": self.step}
-        first = self._first_items.get(self.epoch)
-        return place if first is None else place | {"first_items": first}
+        """The position as a state holds it, with the size of its steps in samples, and with the
+        beginning of the epoch's order, where they are known."""
+        place: dict[str, Any] = {"epoch": self.epoch, "step": self.step}
+        if self.has_scheduled:
+            place["has_scheduled"] = True
+        known = {
+            "samples_per_step": self._samples_per_step,
+            "first_items": self._first_items.get(self.epoch),
+        }
+        return place | {key: value for key, value in known.items() if value is not None}
 
     def load_place(self, place: Mapping[str, Any]) -> None:
-        """Move to the `place` of a state, which may be another run's."""
-        self.move_to(place["epoch"], place["step"])
+        """Move to the `place` of a state, which may be another run's.
+
+        Raises:
+            DataOrderError: it lies in the middle of an epoch, behind steps of another size, and
+                within a step of the source.
+        """
+        self.move_to(place["epoch"], self._own_step(place))
+        self.has_scheduled = place.get("has_scheduled", False)
         # A state of an earlier version has none.
         first = place.get("first_items")
         self._first_items = {} if first is None else {self.epoch: first}
+
+    @property
+    def _samples_per_step(self) -> int | None:
+        """Samples of a full step; None where a place in an epoch is not counted in samples."""
+        source = self.source
+        return source.global_batch_size if isinstance(source, ShardedLoader) else None
+
+    def _own_step(self, place: Mapping[str, Any]) -> int:
+        """The step of `place`, in steps of the source's size."""
+        step: int = place["step"]
+        # A state of an earlier version does not have it.
+        there, here = place.get("samples_per_step"), self._samples_per_step
+        if not step or there == here or there is None or here is None:
+            return step
+        assert isinstance(self.source, ShardedLoader), "its steps have a size in samples"
+        found = self.source.step_after(step * there)
+        if found is None:
+            raise _other_size_error(place, here)
+        return found
 
     def agree(self, group: Group) -> None:
         """Check that all ranks read by the same plan, unless they have in this group and epoch.
@@ -117,12 +152,15 @@ class Cursor:
         self._agreed_in = None
 
     def move_to(self, epoch: int, step: int) -> None:
-        self._abandon()
-        self.forget_agreement()
+        if (epoch, step) != (self.epoch, self.step):  # else the undo of a call that has failed
+            self.has_scheduled = False
         self.epoch, self.step = epoch, step
         # The gradients of earlier batches are gone, so that a window begins here, also where `step`
         # was in the middle of a window of another `accumulate`.
         self.window_start = step
+        # Last: Ctrl-C may come while the loader's processes end.
+        self.forget_agreement()
+        self._abandon()
 
     def use(self, source: StepSource) -> None:
         """Read from `source` from now on, at the same position."""
@@ -250,6 +288,20 @@ class Cursor:
         """Passes completed; a pass whose last step is committed counts before `finish_epoch`."""
         total = self.source.steps_per_epoch
         return self.epoch + (total is not None and 0 < total <= self.step)
+
+
+def _other_size_error(place: Mapping[str, Any], here: int) -> DataOrderError:
+    there, samples = place["samples_per_step"], place["step"] * place["samples_per_step"]
+    return DataOrderError(
+        "a state from the middle of an epoch has another global batch size: samples would come"
+        " twice, or not at all",
+        where=f"epoch {place['epoch']}, behind {samples} samples",
+        expected=f"global batches of {there} samples, or of a number that divides {samples}",
+        got=f"{here}",
+        cause="another batch size of the loader, or another config[BATCH_SIZE], than before",
+        fix=f"config={{lockstep.keys.BATCH_SIZE: {there}}}, or the loader's earlier batch_size,"
+        " until the end of this epoch; then save(path), and load that with the new size",
+    )
 
 
 def _too_long_error(total: int) -> DataOrderError:
