@@ -2,7 +2,7 @@
 """Delays Ctrl-C in a process that trains until a begun optimizer step is committed.
 
 Once an optimizer has changed weights, the open step can be neither undone nor repeated until it is
-committed.
+committed. The same holds of an epoch's end, once a scheduler has stepped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def sigint_after_step(worker: Worker) -> Iterator[None]:
-    """Inside, a Ctrl-C during an optimizer's step takes effect when the step is committed or fails.
+    """Inside, a Ctrl-C during an optimizer's step takes effect when the step is committed or fails,
+    and one during an epoch's end before the next batch, or when the call ends.
 
     A second Ctrl-C takes effect at once. Has no effect outside of the main thread, for Python
     delivers signals in the main thread, and where the program ignores SIGINT.

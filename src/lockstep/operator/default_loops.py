@@ -144,8 +144,8 @@ def step_batch_schedulers(state: OperatorState, info: Mapping[str, Any]) -> None
         info.get(SCHEDULER_STEP) == SCHEDULER_STEP_BATCH
         and global_batch.closes_window
         and run is not None
-        # A step that the scale of "fp16" left out; only the default loop has that scale.
-        and (state.precision.name != "fp16" or global_batch.stepped_optimizers)
+        # A step that the scale of "fp16" left out, or a `train_batch` around the default one.
+        and (global_batch.stepped_optimizers or not global_batch.num_train_batch_calls)
     ):
         step_schedulers(run.schedulers)
 

@@ -286,19 +286,24 @@ class LoopRun:
         """Step the schedulers that step once an epoch, and move the cursor to the next epoch.
 
         Called late for an epoch of unknown length that turns out to have ended with the last call.
+        Data without a batch, which may have some in the next call, makes no epoch.
         """
-        operator = self._operator
-        training = self.request.purpose == "train"
-        wanted = training and operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
-        # A `train_epoch` of the user's own steps its schedulers, unless it called the default one.
-        if wanted and (
-            self._state.ran_default_epoch
-            or not operator._lockstep_overrides(TrainingOperator.train_epoch)
-        ):
-            step_schedulers(registered_parts(operator).schedulers)
-        if training:
+        operator, cursor = self._operator, self.cursor
+        if not cursor.step:
+            cursor.move_to(cursor.epoch, 0)
+            return
+        if self.request.purpose == "train":
+            # A scheduler that raises, and those before it, do not step again for the same epoch.
+            has_scheduled, cursor.has_scheduled = cursor.has_scheduled, True
+            # A user's own `train_epoch` steps its schedulers, unless it called the default one.
+            wanted = operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH and (
+                self._state.ran_default_epoch
+                or not operator._lockstep_overrides(TrainingOperator.train_epoch)
+            )
+            if wanted and not has_scheduled:
+                step_schedulers(registered_parts(operator).schedulers)
             self._state.ran_default_epoch = False
-        self.cursor.finish_epoch()
+        cursor.finish_epoch()
 
     def report(self) -> Report:
         operator, training = self._operator, self.request.purpose == "train"

@@ -287,8 +287,9 @@ class Worker(StateAccess):
 
     @property
     def has_begun_to_step(self) -> bool:
-        """Whether an optimizer has begun a step that cannot be undone before it is committed."""
-        return self._rollback is not None and self._rollback.has_irreversible_step
+        """Whether an uncommitted step, or an epoch's end, has begun that cannot be undone."""
+        ends_epoch = self.loop_run is not None and self.loop_run.cursor.has_scheduled
+        return ends_epoch or (self._rollback is not None and self._rollback.has_irreversible_step)
 
     def request_leave(self) -> None:
         """Make the running call end before its next batch, so that the group can form anew."""

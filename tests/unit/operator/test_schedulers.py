@@ -4,6 +4,8 @@
 `lockstep.operator.default_loops` steps them, `lockstep.operator.registration` finds them.
 """
 
+import signal
+
 import pytest
 import torch
 from tests.unit.trainer.programs import linear, loader, sgd, trainer
@@ -17,7 +19,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from lockstep import TrainingOperator
-from lockstep.errors import ConfigurationError
+from lockstep.errors import ConfigurationError, NonFiniteError
 
 
 def scheduled(make):
@@ -260,3 +262,95 @@ def test_a_step_that_fp16_leaves_out_is_none_of_the_schedule():
         one.train(num_steps=20)
         assert 0 < steps < 20
         assert operator.scheduler.last_epoch == steps
+
+
+class Once:
+    """A scheduler that does something in its first step."""
+
+    def __init__(self, act):
+        self.act, self.steps = act, 0
+
+    def step(self):
+        self.steps += 1
+        if self.steps == 1:
+            self.act()
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
+def fail():
+    raise LookupError("a schedule that fails once")
+
+
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+
+def with_a_second(act):
+    return scheduled(lambda optimizer: [halves(optimizer), Once(act), halves(optimizer)])
+
+
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("freq", ["epoch", "batch"])
+def test_a_schedule_before_one_that_fails_steps_once_for_its_epoch(freq, saves):
+    """As for a batch: those before it have stepped, those behind it do not step."""
+    per_call, calls = (1, 4) if freq == "batch" else (4, 1)
+    with trainer(with_a_second(fail), scheduler_step_freq=freq) as one:
+        with pytest.raises(LookupError, match="fails once"):
+            one.train(num_steps=per_call)
+        assert learning_rate(one) == pytest.approx(0.05, rel=1e-12)
+        assert one.status()["step"] == per_call
+        if saves:
+            one.load_state_dict(one.state_dict())
+        for _ in range(calls):
+            one.train(num_steps=per_call)
+        assert learning_rate(one) == pytest.approx(0.05 * 0.25**calls, rel=1e-12)
+        assert one.status()["epochs_finished"] == (2 if freq == "epoch" else 1)
+
+
+def test_ctrl_c_at_the_end_of_an_epoch_comes_when_all_schedules_have_stepped():
+    with trainer(with_a_second(interrupt), scheduler_step_freq="epoch") as one:
+        with pytest.raises(KeyboardInterrupt):
+            one.train()
+        assert learning_rate(one) == pytest.approx(0.1 * 0.25, rel=1e-12)
+        one.train()
+        assert learning_rate(one) == pytest.approx(0.1 * 0.25**2, rel=1e-12)
+        assert one.status()["epochs_finished"] == 2
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class LeavesOutNan(keeps(halves)):
+    """The recipe for a step whose gradient is not finite."""
+
+    def compute_loss(self, batch, batch_info):
+        loss = self.criterion(self.model(batch[0]), batch[1])
+        return loss * (float("nan") if batch_info["batch_idx"] == 1 else 1.0)
+
+    def train_batch(self, batch, batch_info):
+        try:
+            return {**super().train_batch(batch, batch_info), "skipped": 0}
+        except NonFiniteError:
+            return {"skipped": 1}
+
+
+def test_a_step_that_a_loop_leaves_out_is_none_of_the_schedule():
+    with trainer(LeavesOutNan, scheduler_step_freq="batch") as one:
+        assert one.train()["skipped"] > 0
+        assert learning_rate(one) == pytest.approx(0.1 * 0.5**3, rel=1e-12)
+
+
+class StepsByHand(scheduled(lambda optimizer: Once(int))):
+    """Writes its weights itself: nobody sees its steps."""
+
+    def train_batch(self, batch, batch_info):
+        return {"train_loss": 0.0}
+
+
+def test_a_loop_that_steps_no_optimizer_has_its_schedule():
+    with trainer(StepsByHand, scheduler_step_freq="batch") as one:
+        one.train()
+        assert one.state_dict()["schedulers"] == [{"steps": 4}]
