@@ -63,6 +63,14 @@ def test_a_worker_dies_and_then_the_driver_stops(tmp_path):
     assert go_on(tmp_path) == (10, expected)
 
 
+@pytest.mark.slow
+def test_a_copy_that_is_lost_with_rank_0_is_made_again(tmp_path):
+    """Rank 0 dies in the step behind the copy, before the driver has asked for it."""
+    strikes = [Strike("kill", rank=0, step=5, phase="forward")]
+    go_on(tmp_path, steps=8, strikes=strikes, spare_workers=1)
+    assert steps_in(tmp_path) == [5]
+
+
 BY_BATCH = {"scheduler_step_freq": "batch"}
 
 

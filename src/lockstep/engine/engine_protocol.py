@@ -77,6 +77,9 @@ class SnapshotKeeper(Protocol):
     def keep(self, snapshot: Snapshot) -> None:
         """Receive a copy; an exception raised here ends the running call."""
 
+    latest_step: int
+    """The step of the latest copy that came, or of a state that was loaded since; 0 before both."""
+
     def note_failure(self, error: Exception) -> None:
         """Note that a worker made a copy which could not be sent to the driver."""
 

@@ -249,6 +249,7 @@ class Regrouping:
                 and (furthest.is_cut_short or not _has_same_progress(state, furthest))
             ),
             local_ranks=tuple(local_ranks([member.node for member in members])),
+            last_received=0 if self.checkpoints is None else self.checkpoints.latest_step,
             restore=restore,
         )
 

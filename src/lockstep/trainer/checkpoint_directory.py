@@ -150,7 +150,7 @@ class CheckpointDirectory:
     def go_on_from(self, step: int) -> None:
         """Note that the run goes on from a state of `step` that was loaded."""
         if self._rotation is not None and self._writer is not None:
-            self._writer.drop_unwritten()
+            self._writer.go_on_from(step)
             self._rotation.go_on_from(step)
 
     @property

@@ -46,7 +46,7 @@ class CheckpointWriter:
         engine: the engine whose workers make the snapshots.
 
     Attributes:
-        latest_step: the step of the latest snapshot that came; None before the first.
+        latest_step: see `SnapshotKeeper`.
     """
 
     def __init__(self, write: Callable[[Snapshot], str], engine: Engine) -> None:
@@ -57,7 +57,7 @@ class CheckpointWriter:
         self._preemption = SigtermDeferral()
         self._lock = threading.Lock()
         self._waiting: Snapshot | None = None
-        self.latest_step: int | None = None
+        self.latest_step = 0
         self._running: Future[None] | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._failure: Exception | None = None
@@ -110,12 +110,16 @@ class CheckpointWriter:
         if self._running is not None and not self._is_paused:
             wait([self._running], within_s)
 
-    def drop_unwritten(self) -> None:
+    def go_on_from(self, step: int) -> None:
         """Drop snapshots that are not written yet, and failures: the run has left their steps.
 
         Waits for one that is being written.
+
+        Args:
+            step: that of the state that was loaded.
         """
         self._fetcher.drop()
+        self.latest_step = step
         with self._lock:
             waiting, self._waiting = self._waiting, None
         if waiting is not None:

@@ -134,15 +134,16 @@ class SnapshotTaker:
             raise uncollectable_state_error()
         self.begin()
 
-    def forget(self, last_written: int | None = None) -> None:
+    def forget(self, last_known: int) -> None:
         """Restart the count, because ranks may have taken different snapshots before a recovery.
 
         Args:
-            last_written: the step of the newest checkpoint that is on the disk. One that was being
-                written since may lack the part of a rank that has died: it is due again.
+            last_known: the step of the newest snapshot that no death of a worker can take away: the
+                driver has it. Of one that consists of the ranks' parts, it has to be on the disk. A
+                later one may be lost with a worker that has died, and is due again.
         """
         self.part.drop()
-        self._counted_to = last_written
+        self._counted_to = last_known
         self.begin()
 
     def forget_parts(self) -> None:

@@ -56,6 +56,8 @@ class Formation:
         source: the rank whose state the others load.
         stale: ranks that load the state of `source`.
         local_ranks: each rank's index among the ranks of its host.
+        last_received: the step of the latest snapshot that has come to the driver: later ones may
+            be lost with rank 0.
         restore: how ranks whose state is in shards get it back; None for replicas.
     """
 
@@ -64,6 +66,7 @@ class Formation:
     source: int
     stale: tuple[int, ...]
     local_ranks: tuple[int, ...]
+    last_received: int = 0
     restore: StateRestore | None = None
 
 
@@ -166,7 +169,6 @@ def undo_without_peers(worker: Worker, interrupted: str | None) -> SurvivorState
         return survivor
     state = worker.operator._lockstep
     state.context = replace(state.context, group=Group(None))
-    worker.snapshots.forget()
     rejoin(worker.run, state.context, state.committed)
     worker.expect_usual_weight()
     worker.attach_audit(state.committed)
@@ -229,7 +231,7 @@ def join(worker: Worker, rank: int, formation: Formation) -> None:
     if formation.stale:
         _transfer_state(worker, group, rank, formation)
     if formation.restore is None:
-        worker.snapshots.forget()
+        worker.snapshots.forget(formation.last_received)
         rejoin(worker.run, operator._lockstep.context, operator._lockstep.committed)
         # A sync that was attached anew does not know that gradients which wait are those of all
         # ranks. Gradients of a rank alone have been undone, and are restored nowhere.

@@ -109,6 +109,23 @@ def test_after_going_back_the_checkpoints_of_the_abandoned_steps_are_set_aside(t
     assert len(list(tmp_path.glob("set-aside-*"))) == 5
 
 
+class PressesCtrlC(Regression):
+    """In the second step, which is committed before the key takes effect."""
+
+    def after_step(self):
+        if self.global_step == 1:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_one_that_was_due_when_a_call_was_interrupted_is_made_up_for(tmp_path):
+    with trainer(PressesCtrlC, checkpoint_dir=tmp_path, checkpoint_every=2) as one:
+        with pytest.raises(KeyboardInterrupt):
+            one.train()
+        assert one.status()["step"] == 2
+        one.train(num_steps=1)
+        assert steps_in(tmp_path) == [2]
+
+
 def test_a_window_is_not_cut(tmp_path):
     with trainer(checkpoint_dir=tmp_path, checkpoint_every=1, accumulate=3) as one:
         one.train(num_steps=2)

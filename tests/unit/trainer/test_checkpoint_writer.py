@@ -111,7 +111,7 @@ def test_what_waits_is_dropped_and_what_is_being_written_is_waited_for(folder):
     folder.begun.wait()
     given_back = SimpleNamespace(put_back=lambda state: may_write.set())
     writer.keep(Snapshot(10, {}, given_back, call=0))
-    writer.drop_unwritten()
+    writer.go_on_from(0)
     assert folder.steps == [5]
     writer.close(raises=True)
     assert folder.steps == [5]
@@ -120,7 +120,7 @@ def test_what_waits_is_dropped_and_what_is_being_written_is_waited_for(folder):
 def test_the_failure_of_a_checkpoint_of_steps_that_were_left_is_no_later_calls(folder):
     writer = writer_to(folder)
     writer.note_failure(OSError("full"))
-    writer.drop_unwritten()
+    writer.go_on_from(0)
     assert writer.result("of the next call") == "of the next call"
     writer.close(raises=True)
 

@@ -14,22 +14,21 @@ from lockstep.worker.checkpoint_snapshot import Snapshot, SnapshotTaker
 
 
 @pytest.mark.parametrize(
-    ("committed", "last_written", "is_due"),
+    ("committed", "last_known", "is_due"),
     [
         (13, 10, False),
         (13, 5, True),  # that of step 10 is missing
         (13, 0, True),
         (3, 0, False),
         (3, 10, False),  # `load` has led back to before the newest one
-        (13, None, False),  # a sync under which rank 0 has the whole state
     ],
 )
-def test_one_that_is_not_on_the_disk_is_due_again(committed, last_written, is_due):
+def test_one_that_the_driver_does_not_have_is_due_again(committed, last_known, is_due):
     operator = SimpleNamespace(_lockstep=SimpleNamespace(committed=committed))
     taker = SnapshotTaker(
         SimpleNamespace(operator=operator, spec=SimpleNamespace(checkpoint_every=5))
     )
-    taker.forget(last_written)
+    taker.forget(last_known)
     assert taker._is_due == is_due
 
 
