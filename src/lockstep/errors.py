@@ -120,7 +120,7 @@ class NotEnoughResourcesError(LockstepError, TimeoutError):
 
 
 class CheckpointError(LockstepError, ValueError):
-    """A checkpoint that is truncated, corrupted, foreign, newer or of another model."""
+    """A checkpoint that is truncated, corrupted, foreign, newer, or of another model, optimizer."""
 
     code = "LS006"
 

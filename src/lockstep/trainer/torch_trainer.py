@@ -418,8 +418,9 @@ class TorchTrainer:
         refused, because no call would raise a failure). On an error nothing changes.
 
         Raises:
-            CheckpointError: it is of another model, or of another `num_shards` or `seed`
-                than the trainer was explicitly given.
+            CheckpointError: it is of another model or optimizer, or of another `num_shards` or
+                `seed` than the trainer was explicitly given.
+            DataOrderError: in the middle of its epoch no batch of the present size ends there.
         """
         checks.require(blocking is True, "blocking", blocking, "True")
         self._state.load(state)

@@ -25,6 +25,7 @@ from lockstep.worker.local_state import local_state
 from lockstep.worker.per_rank_state import PER_RANK, part_of_rank
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 from lockstep.worker.saved_gradients import GRADIENTS, SavedGradients
+from lockstep.worker.state_refusals import refuse_unfit_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -247,7 +248,7 @@ class StateAccess:
 
     @remote_method(Communication.NONE, OnFailure.REPEAT)
     def check_state(self, state: Mapping[str, Any]) -> None:
-        state_dicts.check(self.run, state)
+        refuse_unfit_state(self.run, state)
         self.spec.num_shards_of(state)
 
     @remote_method(Communication.SHARDED_STATE, OnFailure.REPEAT_WRITE)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts a run's state to a dict of plain tensors and Python (`collect`), and loads it (`apply`).
 
-`_parts` lists what a state consists of: models, averages, optimizers and schedulers each have a
+`parts_of` lists what a state consists of: models, averages, optimizers and schedulers each have a
 ``state_dict``. A checkpoint, the state that a joining worker receives, the copy that `verify` makes
 and the return to an older state all go through `collect` and `apply`. The undo of a single step
 does not: it writes into the existing tensors (see `rollback`).
 
-Loading a state is all or nothing: `check` compares everything that can be compared before `apply`
-changes anything, and after a later error the caller restores a copy.
+Loading a state is all or nothing: `state_refusals` compares everything that can be compared before
+`apply` changes anything, and after a later error the caller restores a copy.
 """
 
 from __future__ import annotations
@@ -28,16 +28,11 @@ from lockstep._torch_compat import (
     set_layout_versions,
 )
 from lockstep.checkpoint.plain_values import MAPPINGS
-from lockstep.errors import CheckpointError, ConfigurationError, NotAvailableError
+from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.local_rows import LocalRows, first_row
 from lockstep.operator.model_copies import copy_attributes, copy_models
 from lockstep.operator.trained_parameters import KEY as TRAINED_PARAMETERS
-from lockstep.operator.trained_parameters import (
-    changes_since_setup,
-    group_sizes,
-    restore_trained_parameters,
-    unknown_names,
-)
+from lockstep.operator.trained_parameters import changes_since_setup, restore_trained_parameters
 from lockstep.phases import Phase, in_phase
 from lockstep.sync.optimizer_inspection import load_state
 from lockstep.tensor_copies import is_block, is_expanded, is_shard
@@ -54,11 +49,14 @@ _AVERAGES: Final = "ema"
 _INNER: Final = "inner_optimizers"
 """The key of the optimizers within optimizers. States of earlier versions lack them."""
 
-_OPTIONAL: Final = (_AVERAGES, _INNER)
-_PLURALS: Final = {_AVERAGES: "averages (ema)", _INNER: "inner optimizers"}
+OPTIONAL: Final = (_AVERAGES, _INNER)
+"""The keys of parts that a state may lack."""
+
+OPTIMIZER_CLASSES: Final = "optimizer_classes"
+"""The key of the names of the optimizers' classes. States of earlier versions lack them."""
 
 
-def _parts(run: TrainingParts) -> dict[str, tuple[str, Sequence[Any]]]:
+def parts_of(run: TrainingParts) -> dict[str, tuple[str, Sequence[Any]]]:
     """For each key of a state that holds a list of ``state_dict``s: the noun for one member in
     messages, and the registered members."""
     return {
@@ -82,13 +80,14 @@ def collect(
     """
     state: dict[str, Any] = {
         key: [take(member.state_dict()) for member in members]
-        for key, (_, members) in _parts(run).items()
-        if members or key not in _OPTIONAL
+        for key, (_, members) in parts_of(run).items()
+        if members or key not in OPTIONAL
     }
     is_module = isinstance(run.criterion, nn.Module)
     state["criterion"] = take(run.plain_criterion().state_dict()) if is_module else None
     state["precision"] = take(operator._lockstep.precision.state_dict())
     state[TRAINED_PARAMETERS] = changes_since_setup(run)
+    state[OPTIMIZER_CLASSES] = [type(optimizer).__name__ for optimizer in run.optimizers]
     state["operator"] = _operators_own_state(operator, take)
     state["global_step"] = operator._lockstep.committed
     state["ran_default_epoch"] = operator._lockstep.ran_default_epoch
@@ -245,111 +244,14 @@ def as_plain_dict(like: Any, values: list[Any]) -> Any:
     return copies
 
 
-def _problems(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:
-    """Why `state` does not fit this operator: one sentence each, none if it fits."""
-    found = _kind_problems(run, state)
-    if found:
-        return found
-    sizes = group_sizes(run, state)
-    for key, (noun, members) in _parts(run).items():
-        for index, (member, saved) in enumerate(zip(members, state.get(key) or [], strict=False)):
-            found += _member_problems(f"{noun} {index}", member, saved, sizes)
-    found += [
-        f"a parameter group holds {name!r}, unknown here" for name in unknown_names(run, state)
-    ]
-    saved_criterion = state.get("criterion")
-    if isinstance(run.criterion, nn.Module) and saved_criterion is not None:
-        found += _module_problems("criterion", run.plain_criterion(), saved_criterion)
-    return found
-
-
-def _kind_problems(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:
-    """Problems with the kinds and numbers of the parts of `state`."""
-    found: list[str] = []
-    for key, (_, members) in _parts(run).items():
-        saved, plural = state.get(key) or [], _PLURALS.get(key, key)
-        is_list = isinstance(saved, list | tuple)
-        if not is_list or not all(isinstance(each, Mapping) for each in saved):
-            found.append(f"its {plural} are no list of state_dicts")
-        elif len(saved) != len(members) and (saved or key not in _OPTIONAL):
-            found.append(f"it holds {len(saved)} {plural}, the operator registered {len(members)}")
-    for key in ("criterion", "precision"):
-        if not isinstance(state.get(key) or {}, Mapping):
-            found.append(f"its {key} is no state_dict")
-    if not isinstance(state.get("global_step", 0), int):
-        found.append("its global_step is no number")
-    return found
-
-
-def _member_problems(
-    name: str, member: Any, saved: Mapping[str, Any], sizes: Mapping[int, list[int]]
-) -> list[str]:
-    if isinstance(member, nn.Module):
-        return _module_problems(name, member, saved)
-    if not isinstance(member, torch.optim.Optimizer):
-        return []
-    here = sizes.get(id(member.param_groups))
-    if here is None:
-        here = [len(group["params"]) for group in member.param_groups]
-    there = [len(group["params"]) for group in saved.get("param_groups", [])]
-    if here == there:
-        return []
-    return [f"{name} holds parameter groups of sizes {there} there, {here} here"]
-
-
-def _module_problems(name: str, module: nn.Module, saved: Mapping[str, Any]) -> list[str]:
-    mine = module.state_dict()
-    found = [f"{name} lacks {key!r}" for key in mine if key not in saved]
-    known = mine.keys() | _names_of_empty_buffers(module)
-    found += [f"{name} has {key!r}, unknown here" for key in saved if key not in known]
-    for key in mine.keys() & saved.keys():
-        here, there = getattr(mine[key], "shape", None), getattr(saved[key], "shape", None)
-        if here != there:
-            found.append(f"{name}: {key!r} has shape {_shape(there)} there, {_shape(here)} here")
-    return found
-
-
-def _names_of_empty_buffers(module: nn.Module) -> set[str]:
-    """The names of buffers that are None until a forward fills them."""
-    return {
-        f"{path}.{key}".lstrip(".")
-        for path, part in module.named_modules()
-        for key, buffer in buffers_of(part).items()
-        if buffer is None
-    }
-
-
-def _shape(shape: Any) -> str:
-    return str(tuple(shape)) if shape is not None else "none"
-
-
-def check(run: TrainingParts, state: Mapping[str, Any]) -> None:
-    """Raise a `CheckpointError` that lists the parts of `state` that do not fit; change nothing."""
-    if "models" not in state and any(isinstance(each, torch.Tensor) for each in state.values()):
-        raise CheckpointError(
-            "the state is a model's own state_dict",
-            expected="what trainer.state_dict() returned, or trainer.save(path) wrote",
-            got=f"a dict with keys {', '.join(list(map(str, state))[:3])}, ...",
-            fix="load it in setup, before register: model.load_state_dict(torch.load(path))",
-        )
-    found = _problems(run, state)
-    if found:
-        shown = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
-        raise CheckpointError(
-            "the state is of another model",
-            got=shown,
-            fix="build the trainer with the operator and config that the state was saved with",
-        )
-
-
 @in_phase(Phase.COPYING_STATE)
 def apply(operator: TrainingOperator, run: TrainingParts, state: Mapping[str, Any]) -> None:
     """Load `state` into models, optimizers, schedulers, criterion and operator."""
     restore_trained_parameters(run, state)
     state = with_local_state(run, state)  # by the numbers that parameters have in the groups now
     of_same_weights = _has_same_dtypes(run, state)
-    for key, (_, members) in _parts(run).items():
-        if key in _OPTIONAL and not state.get(key):
+    for key, (_, members) in parts_of(run).items():
+        if key in OPTIONAL and not state.get(key):
             if key == _AVERAGES:
                 _begin_averages(run)
             continue

@@ -195,9 +195,25 @@ class TwoGroups(Regression):
         self.register(models=model, optimizers=torch.optim.SGD(groups, lr=1))
 
 
+def stepped_by(optimizer_cls):
+    class Stepped(Regression):
+        def setup(self, config):
+            model = linear()
+            optimizer = optimizer_cls(model.parameters(), lr=0.1)
+            self.register(models=model, optimizers=optimizer, criterion=nn.MSELoss())
+            self.register_data(train_loader=loader())
+
+    return Stepped
+
+
 def state_of(operator):
     with trainer(operator) as one:
         return one.state_dict()
+
+
+def of_an_earlier_version(state):
+    state.pop("optimizer_classes", None)
+    return state
 
 
 @pytest.mark.parametrize(
@@ -212,6 +228,11 @@ def state_of(operator):
         (lambda: {**state_of(Regression), "optimizers": [{}]}, "of sizes [] there, [2] here"),
         (lambda: [1], "what trainer.state_dict() returned"),
         (lambda: linear().state_dict(), "load it in setup, before register"),
+        (lambda: state_of(stepped_by(torch.optim.Adam)), "optimizer 0 is Adam there, SGD here"),
+        (
+            lambda: of_an_earlier_version(state_of(stepped_by(torch.optim.Adam))),
+            "optimizer 0 lacks 'dampening', of SGD",
+        ),
         (
             lambda: {**state_of(Regression), "ema": 3},
             "its averages (ema) are no list",
@@ -227,6 +248,30 @@ def test_a_state_that_does_not_fit_changes_nothing(make_state, named):
         with pytest.raises(CheckpointError) as caught:
             one.load_state_dict(state)
         assert named in str(caught.value)
+        one.train(num_steps=5)
+        assert same(weights(one.get_model()), by_hand(8))
+
+
+def test_an_optimizer_with_the_same_options_and_another_step_is_refused():
+    """Loaded, Adam would decay weights as AdamW does: a switch in its groups decides that."""
+    state = state_of(stepped_by(torch.optim.AdamW))
+    with trainer(stepped_by(torch.optim.Adam)) as one:
+        with pytest.raises(CheckpointError, match="optimizer 0 is AdamW there, Adam here"):
+            one.load_state_dict(state)
+        assert one.train()["batch_count"] == 4
+
+
+def test_a_state_of_another_version_of_torch_is_taken():
+    """Which lacks switches that this one has, and has one of its own."""
+    with trainer() as one:
+        one.train(num_steps=3)
+        state = of_an_earlier_version(one.state_dict())
+    (group,) = state["optimizers"][0]["param_groups"]
+    for switch in ("nesterov", "maximize", "foreach", "differentiable", "fused"):
+        del group[switch]
+    group |= {"initial_lr": 0.1, "a_later_switch": False}
+    with trainer() as one:
+        one.load_state_dict(state)
         one.train(num_steps=5)
         assert same(weights(one.get_model()), by_hand(8))
 

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuses a state that does not fit an operator, before anything has changed.
+
+What a state is, and how it is loaded, is in `state_dict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+
+from lockstep._torch_compat import buffers_of
+from lockstep.errors import CheckpointError
+from lockstep.operator.trained_parameters import group_sizes, unknown_names
+from lockstep.worker.state_dict import OPTIMIZER_CLASSES, OPTIONAL, parts_of
+
+if TYPE_CHECKING:
+    from lockstep.operator.training_parts import TrainingParts
+
+_PLURALS: Final = {"ema": "averages (ema)", "inner_optimizers": "inner optimizers"}
+
+
+def refuse_unfit_state(run: TrainingParts, state: Mapping[str, Any]) -> None:
+    """Raise a `CheckpointError` that lists the parts of `state` that do not fit; change nothing."""
+    if "models" not in state and any(isinstance(each, torch.Tensor) for each in state.values()):
+        raise CheckpointError(
+            "the state is a model's own state_dict",
+            expected="what trainer.state_dict() returned, or trainer.save(path) wrote",
+            got=f"a dict with keys {', '.join(list(map(str, state))[:3])}, ...",
+            fix="load it in setup, before register: model.load_state_dict(torch.load(path))",
+        )
+    found = _problems(run, state)
+    if found:
+        shown = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
+        raise CheckpointError(
+            "the state is of another model or optimizer",
+            got=shown,
+            fix="build the trainer with the operator and config that the state was saved with",
+        )
+
+
+def _problems(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:
+    """Why `state` does not fit this operator: one sentence each, none if it fits."""
+    found = _kind_problems(run, state) or _class_problems(run, state)
+    if found:
+        return found
+    sizes = group_sizes(run, state)
+    for key, (noun, members) in parts_of(run).items():
+        for index, (member, saved) in enumerate(zip(members, state.get(key) or [], strict=False)):
+            found += _member_problems(f"{noun} {index}", member, saved, sizes)
+    found += [
+        f"a parameter group holds {name!r}, unknown here" for name in unknown_names(run, state)
+    ]
+    saved_criterion = state.get("criterion")
+    if isinstance(run.criterion, nn.Module) and saved_criterion is not None:
+        found += _module_problems("criterion", run.plain_criterion(), saved_criterion)
+    return found
+
+
+def _kind_problems(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:
+    """Problems with the kinds and numbers of the parts of `state`."""
+    found: list[str] = []
+    for key, (_, members) in parts_of(run).items():
+        saved, plural = state.get(key) or [], _PLURALS.get(key, key)
+        is_list = isinstance(saved, list | tuple)
+        if not is_list or not all(isinstance(each, Mapping) for each in saved):
+            found.append(f"its {plural} are no list of state_dicts")
+        elif len(saved) != len(members) and (saved or key not in OPTIONAL):
+            found.append(f"it holds {len(saved)} {plural}, the operator registered {len(members)}")
+    for key in ("criterion", "precision"):
+        if not isinstance(state.get(key) or {}, Mapping):
+            found.append(f"its {key} is no state_dict")
+    if not isinstance(state.get("global_step", 0), int):
+        found.append("its global_step is no number")
+    return found
+
+
+def _member_problems(
+    name: str, member: Any, saved: Mapping[str, Any], sizes: Mapping[int, list[int]]
+) -> list[str]:
+    if isinstance(member, nn.Module):
+        return _module_problems(name, member, saved)
+    if not isinstance(member, torch.optim.Optimizer):
+        return []
+    here = sizes.get(id(member.param_groups))
+    if here is None:
+        here = [len(group["params"]) for group in member.param_groups]
+    groups = saved.get("param_groups", [])
+    there = [len(group["params"]) for group in groups]
+    if here != there:
+        return [f"{name} holds parameter groups of sizes {there} there, {here} here"]
+    lacking = {option for group in groups for option in _options(member) - group.keys()}
+    return [f"{name} lacks {option!r}, of {type(member).__name__}" for option in sorted(lacking)]
+
+
+def _options(optimizer: torch.optim.Optimizer) -> set[str]:
+    """The options that each group of an optimizer has to have, by which a class is told apart.
+
+    Switches are none of them: torch adds some with its versions, and where a state of an earlier
+    one lacks them, sets them as it loads it.
+    """
+    values = {**getattr(optimizer, "defaults", {})}
+    options = {name for name, value in values.items() if not isinstance(value, bool | None)}
+    return options.intersection(*optimizer.param_groups)
+
+
+def _class_problems(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:
+    """Optimizers of another class, whose options may have the same names (Adam and AdamW)."""
+    pairs = zip(run.optimizers, state.get(OPTIMIZER_CLASSES) or (), strict=False)
+    return [
+        f"optimizer {index} is {there} there, {type(optimizer).__name__} here"
+        for index, (optimizer, there) in enumerate(pairs)
+        if there != type(optimizer).__name__
+    ]
+
+
+def _module_problems(name: str, module: nn.Module, saved: Mapping[str, Any]) -> list[str]:
+    mine = module.state_dict()
+    found = [f"{name} lacks {key!r}" for key in mine if key not in saved]
+    known = mine.keys() | _names_of_empty_buffers(module)
+    found += [f"{name} has {key!r}, unknown here" for key in saved if key not in known]
+    for key in mine.keys() & saved.keys():
+        here, there = getattr(mine[key], "shape", None), getattr(saved[key], "shape", None)
+        if here != there:
+            found.append(f"{name}: {key!r} has shape {_shape(there)} there, {_shape(here)} here")
+    return found
+
+
+def _names_of_empty_buffers(module: nn.Module) -> set[str]:
+    """The names of buffers that are None until a forward fills them."""
+    return {
+        f"{path}.{key}".lstrip(".")
+        for path, part in module.named_modules()
+        for key, buffer in buffers_of(part).items()
+        if buffer is None
+    }
+
+
+def _shape(shape: Any) -> str:
+    return str(tuple(shape)) if shape is not None else "none"
