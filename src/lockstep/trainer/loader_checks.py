@@ -7,27 +7,25 @@ from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigurationError
 from lockstep.operator import TrainingOperator
+from lockstep.worker import steps_per_epoch
 
 if TYPE_CHECKING:
     from lockstep.trainer.worker_calls import WorkerCalls
 
 
 def check_loader(workers: WorkerCalls, purpose: str) -> None:
-    """Raise if a worker has no loader for `purpose`, or if all of them are empty.
+    """Raise if a worker has no loader for `purpose`.
 
     Checked in the driver and not by the workers: a failed step ends them, a missing loader should
-    not.
+    not. A loader without a batch may have some by now: a dataset may grow after `setup`.
     """
-    operator, started = workers.spec.operator_cls.__name__, workers.start_reports
-    for rank, worker in enumerate(started):
+    for rank, worker in enumerate(workers.start_reports):
         if purpose not in worker.steps_per_epoch:
             raise ConfigurationError(
-                f"{operator} registered no {purpose} loader",
+                f"{workers.spec.operator_cls.__name__} registered no {purpose} loader",
                 where=f"rank {rank}",
                 fix=f"call self.register_data({purpose}_loader=...) inside setup",
             )
-    if all(worker.steps_per_epoch[purpose] == 0 for worker in started):
-        raise _empty_loader_error(operator, purpose)
 
 
 def no_batch_error(workers: WorkerCalls, purpose: str) -> ConfigurationError:
@@ -36,21 +34,17 @@ def no_batch_error(workers: WorkerCalls, purpose: str) -> ConfigurationError:
     operator = operator_cls.__name__
     method = TrainingOperator.train_epoch if purpose == "train" else TrainingOperator.validate
     if not operator_cls._lockstep_overrides(method) or not any(
-        worker.steps_per_epoch[purpose] for worker in workers.start_reports
+        workers.call(steps_per_epoch.with_args(purpose))
     ):
-        return _empty_loader_error(operator, purpose)
+        return ConfigurationError(
+            f"the {purpose} loader of {operator} has not one batch",
+            cause="an empty dataset, or drop_last=True with fewer samples than a global batch",
+            fix="drop_last=False, or a smaller batch size",
+        )
     loop = method.__name__
     return ConfigurationError(
         f"{operator}.{loop} ended without having read a batch",
         got=f"a {purpose} loader with batches",
         cause="it does not iterate over its first argument, from where batches come",
         fix=f"def {loop}(self, iterator, info): for batch in iterator: ...",
-    )
-
-
-def _empty_loader_error(operator: str, purpose: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"the {purpose} loader of {operator} has not one batch",
-        cause="an empty dataset, or drop_last=True with fewer samples than a global batch",
-        fix="drop_last=False, or a smaller batch size",
     )

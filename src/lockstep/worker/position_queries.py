@@ -44,6 +44,12 @@ def items_ahead(worker: Worker, purpose: str, shards: Sequence[int]) -> list[Any
 
 
 @remote_method(Communication.NONE, OnFailure.REPEAT)
+def steps_per_epoch(worker: Worker, purpose: str) -> int | None:
+    """The global batches of an epoch, as of now; None where the data has no length."""
+    return worker.cursors[purpose].source.steps_per_epoch
+
+
+@remote_method(Communication.NONE, OnFailure.REPEAT)
 def samples_of(
     worker: Worker, purpose: str, segments: Sequence[tuple[range, int, int]]
 ) -> int | None:

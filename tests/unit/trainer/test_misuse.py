@@ -8,7 +8,18 @@ import threading
 
 import pytest
 import torch
-from tests.unit.trainer.programs import Regression, by_hand, linear, same, sgd, trainer, weights
+from tests.unit.trainer.programs import (
+    BATCH,
+    SAMPLES,
+    Regression,
+    by_hand,
+    linear,
+    problem,
+    same,
+    sgd,
+    trainer,
+    weights,
+)
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -64,6 +75,26 @@ class Empty(Regression):
 def test_data_without_a_length_that_holds_nothing_is_said(num_steps):
     with trainer(Empty) as one, pytest.raises(ConfigurationError, match="not one batch"):
         one.train(num_steps=num_steps)
+
+
+class FilledLater(Regression):
+    def setup(self, config):
+        super().setup(config)
+        self.samples = []
+        empty = DataLoader(self.samples, BATCH)
+        self.register_data(train_loader=empty, validation_loader=empty)
+
+
+def test_a_dataset_that_is_filled_after_setup_is_trained_on():
+    with trainer(FilledLater) as one:
+        for call in (one.train, one.validate):
+            with pytest.raises(ConfigurationError, match="not one batch"):
+                call()
+        assert one.status()["epoch"] == 0
+        one.get_local_operator().samples.extend(zip(*problem(), strict=True))
+        assert one.train()["epoch"] == 1
+        assert same(weights(one.get_model()), by_hand(4))
+        assert one.validate()["num_samples"] == SAMPLES
 
 
 @pytest.mark.parametrize(
