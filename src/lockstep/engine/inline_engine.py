@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from lockstep.engine.engine_protocol import PoolStatus
 from lockstep.engine.rollback_errors import rollback_impossible_error, warn_of_cut_short_step
 from lockstep.engine.sigint_after_step import sigint_after_step
+from lockstep.engine.step_hooks_at_work import step_hooks_at_work
 from lockstep.worker import (
     OnFailure,
     Worker,
@@ -66,7 +67,7 @@ class InlineEngine:
 
     def _perform(self, call: RemoteCall[Worker, R]) -> R:
         try:
-            with sigint_after_step(self._worker):
+            with step_hooks_at_work(self._worker), sigint_after_step(self._worker):
                 return call.perform(self._worker)
         except BaseException as error:
             add_rank(error, 0)

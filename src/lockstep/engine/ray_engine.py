@@ -26,6 +26,7 @@ from lockstep.engine.pending_call import POLL_EVERY_S, PendingCall
 from lockstep.engine.ray_errors import ACTOR_DEATHS, has_failed
 from lockstep.engine.sigint_after_step import sigint_after_step
 from lockstep.engine.snapshot_fetcher import RemoteSnapshotFetcher
+from lockstep.engine.step_hooks_at_work import step_hooks_at_work
 from lockstep.engine.worker_group import WorkerGroup
 from lockstep.errors import PeerLostError, WorkerDiedError
 from lockstep.phases import Phase, in_phase
@@ -229,7 +230,7 @@ class RayEngine:
         polling = (
             nullcontext() if on_poll is None else poll_in_background(partial(on_poll, pending_call))
         )
-        with polling, sigint_after_step(worker):
+        with polling, step_hooks_at_work(worker), sigint_after_step(worker):
             try:
                 with without_ray_breakpoint_hook():
                     pending_call.values[0] = call.perform(worker)

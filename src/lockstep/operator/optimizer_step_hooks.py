@@ -57,9 +57,12 @@ class OptimizerStepHooks:
     Attributes:
         seed: seeds each step, when all have been called that are called before it; None where other
             hooks of the same run do so.
+        is_at_work: False between two calls of a worker in the driver's process: a step is then none
+            of the run's, but one of the user's program, which has the same objects.
     """
 
     seed: StepSeed | None = None
+    is_at_work: bool = True
 
     def __init__(self, operator: Operator, run: TrainingParts) -> None:
         self._state = operator._lockstep
@@ -93,7 +96,7 @@ class OptimizerStepHooks:
             handle.remove()
 
     def _hook_if_ours(self, optimizer: Optimizer) -> None:
-        if optimizer in self._hooked:
+        if not self.is_at_work or optimizer in self._hooked:
             return
         # Looked up anew: weights that are cut into shards are other parameters.
         own = set(map(id, self._run.parameters()))
@@ -115,6 +118,8 @@ class OptimizerStepHooks:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self.is_at_work:
+            return None
         if self._begun and not is_step_running(self._begun):
             self._begun.clear()
         if self._is_within_another_step(optimizer):
@@ -134,7 +139,7 @@ class OptimizerStepHooks:
     ) -> None:
         if optimizer in self._begun:
             self._begun.remove(optimizer)
-        if self._is_within_another_step(optimizer):
+        if not self.is_at_work or self._is_within_another_step(optimizer):
             return
         if self.seed is not None:
             self.seed.end(optimizer)

@@ -114,7 +114,7 @@ class GradientSync:
     ) -> None:
         _check_options(buffers, bucket_cap_mb)
         self._found = find_synced_tensors(modules)
-        fix = "detach() the GradientSync that has it"
+        fix = "gradients.detach() of that GradientSync; of a TorchTrainer's: trainer.shutdown()"
         optimizer_guard.refuse_attached(self._found.parameters, fix)
         self._cap_bytes = int(bucket_cap_mb * 2**20)
         self._settings = {

@@ -91,8 +91,8 @@ class Worker(StateAccess):
         incoming: its part of a state that is about to be loaded, if the driver has sent it.
         before_call: the state before a call of a user's `train_epoch`; None with `memory`.
         memory: its memory checkpoints; None where every rank has the whole state.
-        survivor: how far it had come when it went back to a memory checkpoint, until it has come as
-            far again; None otherwise.
+        survivor: how far it was when it went back to a memory checkpoint; None once there again.
+        step_hooks: on the steps of its optimizers; None before `setup` has ended.
     """
 
     def __init__(self, spec: WorkerSpec, rank: int, local_rank: int) -> None:
@@ -117,7 +117,7 @@ class Worker(StateAccess):
         self._is_asked_to_leave = False
         self.is_warm = False
         self._closing: threading.Thread | None = None
-        self._hooks: OptimizerStepHooks | None = None
+        self.step_hooks: OptimizerStepHooks | None = None
         self._threads = ThreadLimit()
         self.has_state = False
         self.loop_run: LoopRun | None = None
@@ -223,7 +223,7 @@ class Worker(StateAccess):
             compare_optimizers(context.group, run)
             operator._lockstep.compare_hardware()
         self._open_loaders(operator)
-        hooks = self._hooks = OptimizerStepHooks(operator, run)
+        hooks = self.step_hooks = OptimizerStepHooks(operator, run)
         if not is_trial:  # first: what follows must not see a step that this one refuses
             add_non_finite_checks(operator, run, hooks)
         if spec.can_go_back and not is_trial:
@@ -278,8 +278,8 @@ class Worker(StateAccess):
         if self._operator is not None and self._operator._lockstep.sync is not None:
             self._operator._lockstep.sync.detach()
         # In the driver's process the optimizer may be the user's own, and outlives the trainer.
-        if self._hooks is not None:
-            self._hooks.close()
+        if self.step_hooks is not None:
+            self.step_hooks.close()
         self._operator = None
         self._threads.release()
 

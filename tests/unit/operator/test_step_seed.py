@@ -3,8 +3,10 @@
 
 import pytest
 import torch
-from tests.unit.trainer.programs import Regression, linear, loader, trainer
+from tests.unit.trainer.programs import Regression, linear, loader, sgd, trainer
 from torch import nn
+
+from lockstep import TrainingOperator
 
 STEPS = 4
 
@@ -143,3 +145,21 @@ def test_a_closure_goes_on_to_draw_as_if_the_step_had_not():
             behind.append(one.get_local_operator().drawn_behind)
     assert behind[0] == behind[1]
     assert len(set(behind[0])) == len(behind[0])
+
+
+def test_between_two_calls_a_step_is_the_users_own():
+    """A trainer that is not shut down has the same objects, and leaves other loops alone."""
+    model = linear()
+    mine = sgd(model)
+    operator_cls = TrainingOperator.from_model(
+        model, optimizer=mine, criterion=nn.MSELoss(), train_loader=loader()
+    )
+    with trainer(operator_cls) as one:
+        one.train(num_steps=1)
+        for optimizer in (mine, sgd(model)):
+            torch.manual_seed(1)
+            expected = torch.rand(3)
+            torch.manual_seed(1)
+            optimizer.step()
+            assert torch.equal(torch.rand(3), expected)
+        assert one.train()["batch_count"] == 3

@@ -36,7 +36,7 @@ def modules_on_page(heading):
 def test_hooks_on_a_step_come_in_the_order_of_the_architecture_page():
     with trainer(WithOwnBatch, check_finite=True) as one:
         one.train(num_steps=1)
-        hooks = one._workers._engine._worker._hooks
+        hooks = one._workers._engine._worker.step_hooks
         before = [*optimizers._global_optimizer_pre_hooks.values(), *hooks._before]
         after = hooks._after
     assert [hook.__module__ for hook in before] == modules_on_page("Before the step:")
