@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.ray.operators import DefaultLoop, problem
 from tests.ray.surface_operators import OwnWrapper
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lockstep import TorchTrainer
 from lockstep.keys import BATCH_SIZE
@@ -78,6 +78,30 @@ def test_a_failure_while_another_worker_goes_on_arrives_at_once_and_the_run_stay
             assert two.train()["epoch"] == 2
     finally:
         os.close(held)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(lambda: (problem()[0][0],), None)
+
+
+class FailsOnRank1(DefaultLoop):
+    def predict_batch(self, batch, batch_info):
+        if self.world_rank == 1:
+            raise LookupError("on rank 1")
+        return super().predict_batch(batch, batch_info)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["replicate", "fsdp"])
+def test_after_a_failure_the_next_call_does_not_wait_for_the_others_end(sync):
+    """Under fsdp the others wait in a gather, in which rank 1 does not come."""
+    with start(FailsOnRank1, sync=sync) as two:
+        two.train(num_steps=3)
+        with pytest.raises(LookupError, match="on rank 1"):
+            two.predict(DataLoader(Endless(), 6))
+        assert two.train()["batch_count"] == 1
+        assert two.status()["recoveries"] == []
 
 
 @pytest.mark.slow

@@ -278,15 +278,17 @@ class RecoveringEngine:
     def _interrupt_if_all_live(
         self, call: RemoteCall[Worker, object], pending_call: PendingCall[Any]
     ) -> None:
-        """If all workers live after a failure of the user's code in a loop, interrupt the loop.
+        """If all workers live after a failure of the user's code, interrupt a loop, and ranks that
+        still perform a call which changes nothing: the next call would wait for them.
 
         Raises:
             The failure; the workers and the parameter server live on.
         """
-        cause = pending_call.cause()
+        cause, on_failure = pending_call.cause(), call.contract.on_failure
         if cause is None or pending_call.deaths or isinstance(cause, WorkerDiedError):
             return
-        if call.contract.on_failure is OnFailure.RESUME:
+        still_performs = on_failure is OnFailure.REPEAT and bool(pending_call.pending)
+        if on_failure is OnFailure.RESUME or still_performs:
             self._interrupt(call, cause)
             raise cause
 

@@ -74,7 +74,7 @@ def predict(worker: Worker, loader: Any) -> list[Prediction]:
         ):
             predicted = [
                 _predict_part(operator, step.index, part, assignment)
-                for step in _read(source.batches(epoch=0))
+                for step in _read(worker, source.batches(epoch=0))
                 for part in step.parts
             ]
             # A rank without samples has computed on those of another one, for its collectives.
@@ -83,9 +83,10 @@ def predict(worker: Worker, loader: Any) -> list[Prediction]:
         source.close()
 
 
-def _read(steps: Iterator[Step]) -> Iterator[Step]:
-    """Yield `steps`; reading each one is in phase READING."""
+def _read(worker: Worker, steps: Iterator[Step]) -> Iterator[Step]:
+    """Yield `steps`, unless the worker is to leave; reading each one is in phase READING."""
     while True:
+        worker.leave_if_asked()
         with in_phase(Phase.READING):
             step = next(steps, None)
         if step is None:

@@ -307,11 +307,15 @@ class Worker(StateAccess):
                     is_settled = self.snapshots.is_settled(self.loop_run.committed)
                     progress = self.loop_run.progress
                     self.memory.before_batch(progress, is_settled=is_settled, is_saved=is_saved)
+        self.leave_if_asked()
+
+    def leave_if_asked(self) -> None:
+        """Between two batches, end the call if the driver asked for it by `request_leave`."""
         if self._is_asked_to_leave:
             raise PeerLostError(
-                "this rank left the group between two steps",
+                "this rank left the group between two batches",
                 where=f"rank {self.rank}",
-                cause="another worker is about to join",
+                cause="another worker is about to join, or the call was interrupted",
             )
 
     def undo(self, call: LoopRun) -> Undone:

@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 from lockstep import TorchTrainer, TrainingOperator
-from lockstep.errors import ConfigurationError, NotShardableError
+from lockstep.errors import ConfigurationError, NotShardableError, PeerLostError
 from lockstep.trainer.split_predictions import split_predictions
 
 SAMPLES = 23
@@ -151,6 +151,22 @@ def test_the_run_stays_as_it_was(trainer):
     after = trainer.state_dict()
     assert after["position"] == before["position"]
     assert after["global_step"] == before["global_step"]
+
+
+def test_a_worker_that_is_to_leave_reads_no_further_batch():
+    """As after Ctrl-C, or an error on another rank: the next call waits for it."""
+    rows = []
+
+    def leave(batch):
+        rows.append(len(batch[0]))
+        worker.request_leave()
+        return batch[0]
+
+    with shaped(leave) as trainer:
+        worker = trainer._workers.open_engine()._worker
+        with pytest.raises(PeerLostError, match="between two batches"):
+            trainer.predict(LOADERS["shuffled"])
+    assert len(rows) == 2  # the shards of one batch
 
 
 @dataclass
