@@ -278,10 +278,10 @@ class TorchTrainer:
         reduce_results: bool = True,
         info: dict[str, Any] | None = None,
     ) -> Any:
-        """One pass over the validation data, or `num_steps` global batches of it.
+        """One pass over the validation data, or the next `num_steps` global batches of it.
 
-        Every sample counts exactly once, at any number of workers. Arguments and result are
-        those of `train`, without ``epoch``.
+        A call goes on where the last one stopped: behind ``validate(num_steps=5)``, ``validate()``
+        is the rest of that pass. Every sample counts once. As `train`, without ``epoch``.
         """
         check_loader(self._workers, "validation")
         request = loop_request("validation", num_steps, profile, info)
