@@ -370,6 +370,11 @@ class Rollback:
         return self._num_steps(opened) == self._loop.usual_steps and not has_old
 
     @property
+    def has_missed_write(self) -> bool:
+        """Whether a forward of the open step wrote to a weight of which there is no copy."""
+        return self._open is not None and self._in_place_writes.has_missed()
+
+    @property
     def is_settled(self) -> bool:
         """Whether no step is open, so that nothing will be undone."""
         return self._open is None

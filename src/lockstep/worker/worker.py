@@ -19,7 +19,6 @@ from lockstep.operator.rank_context import RankContext
 from lockstep.operator.registration import conclude_setup, registered_parts, update_schedulers
 from lockstep.randomness import derive_seed, preserve_rng_state
 from lockstep.worker.checkpoint_snapshot import SnapshotTaker
-from lockstep.worker.committed_counts import CommittedCounts
 from lockstep.worker.dataset_switch import DatasetSwitch
 from lockstep.worker.determinism import deterministic_mode
 from lockstep.worker.device import pick_device
@@ -42,6 +41,7 @@ from lockstep.worker.spec import config_for
 from lockstep.worker.state_access import StateAccess
 from lockstep.worker.step_records import open_step_log
 from lockstep.worker.thread_limit import ThreadLimit
+from lockstep.worker.window_return import return_to_window
 
 if TYPE_CHECKING:
     import threading
@@ -291,6 +291,11 @@ class Worker(StateAccess):
         ends_epoch = self.loop_run is not None and self.loop_run.cursor.has_scheduled
         return ends_epoch or (self._rollback is not None and self._rollback.has_irreversible_step)
 
+    @property
+    def can_undo_window(self) -> bool:
+        """Whether the batches of an open window can be undone."""
+        return self._rollback is not None and not self._rollback.has_missed_write
+
     def request_leave(self) -> None:
         """Make the running call end before its next batch, so that the group can form anew."""
         self._is_asked_to_leave = True
@@ -340,16 +345,6 @@ class Worker(StateAccess):
             return Undone.CALL
         is_undone = self.rollback.undo(call.cursor, call.committed)
         return Undone.STEP if is_undone or has_copies else Undone.IMPOSSIBLE
-
-    def return_to_window(self) -> bool:
-        """Between calls, undo the open window; False if the window is the loop's own."""
-        cursor = self.cursors["train"]
-        if not cursor.has_open_window:
-            return False
-        before = self.operator._lockstep.committed
-        done = self.rollback.undo(cursor, CommittedCounts())
-        self.num_batches_to_recompute += before - self.operator._lockstep.committed
-        return done
 
     def attach_audit(self, step: int) -> None:
         """Start the audit of this generation, from `step` of the run on."""
@@ -496,5 +491,6 @@ class Worker(StateAccess):
 
     @remote_method(Communication.UNKNOWN, OnFailure.RAISE)
     def call_with_operator(self, function: Callable[[TrainingOperator], Any]) -> Any:
-        """Call `function` with this worker's operator."""
+        """Call `function` with this worker's operator: what it changes stays."""
+        return_to_window(self)
         return function(self.operator)

@@ -425,3 +425,72 @@ def test_a_backward_inside_compute_loss_is_refused_where_the_order_counts():
         pytest.raises(RuntimeError, match="the default loop runs backward"),
     ):
         trainer.train()
+
+
+class Kept(Regression):
+    """What a window keeps from its beginning: buffers, a state of the user's own, and all weights
+    in the first steps."""
+
+    scale = 1.0
+
+    def setup(self, config):
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=sgd(model), criterion=nn.MSELoss()
+        )
+        self.register_data(train_loader=DataLoader(TensorDataset(*problem()), config[BATCH_SIZE]))
+        self.fails = False
+
+    def compute_loss(self, batch, batch_info):
+        if self.fails:
+            self.fails = False
+            raise LookupError("once")
+        self.scale += 0.01
+        return self.scale * self.criterion(self.model(batch[0]), batch[1])
+
+    def state_dict(self):
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state):
+        self.scale = state["scale"]
+
+
+@torch.no_grad()
+def change(operator):
+    operator.scale = 3.0
+    operator.model[0].running_mean.fill_(7.0)
+    operator.model[1].weight.fill_(0.5)
+
+
+def everything_in(trainer):
+    state = trainer.state_dict()
+    return [*state["models"][0].values(), torch.tensor(state["operator"]["scale"])]
+
+
+@pytest.mark.parametrize("then", ["trains", "loads", "fails"])
+@pytest.mark.parametrize("windows", [0, 4])
+def test_what_is_changed_within_a_window_is_kept(windows, then):
+    """It changes the state from which the window's batches are computed, those before it again."""
+    arguments = {"training_operator_cls": Kept, "config": {BATCH_SIZE: 2}, "accumulate": 3}
+    begun = 3 * windows
+    with TorchTrainer(**arguments) as trainer:
+        if windows:
+            trainer.train(num_steps=begun)
+        trainer.apply_all_operators(change)
+        trainer.train(num_steps=6)
+        expected = everything_in(trainer)
+    with TorchTrainer(**arguments) as trainer:
+        trainer.train(num_steps=begun + 2)
+        trainer.apply_all_operators(change)
+        assert trainer.state_dict()["operator"] == {"scale": 3.0}
+        if then == "loads":
+            trainer.load_state_dict(trainer.state_dict())
+        if then == "fails":
+            trainer.get_local_operator().fails = True
+            with pytest.raises(LookupError, match="once"):
+                trainer.train(num_steps=4)
+        rest = begun + 6 - trainer.status()["step"] if then == "loads" else 4
+        assert trainer.train(num_steps=rest)["batch_count"] == rest
+        assert trainer.status()["step"] == begun + 6
+        for got, wanted in zip(everything_in(trainer), expected, strict=True):
+            assert torch.equal(got, wanted)
