@@ -38,7 +38,6 @@ from lockstep.worker.position_queries import run_position
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 from lockstep.worker.state_dict import copy_to_cpu
 from lockstep.worker.survivor_state import RunPosition, SurvivorState
-from lockstep.worker.window_return import return_to_window
 from lockstep.worker.worker import Undone
 
 if TYPE_CHECKING:
@@ -192,7 +191,7 @@ def _leave_broken_group(worker: Worker, interrupted: str | None) -> SurvivorStat
         # the window anew.
         if call is not None and interrupted == "train":
             call.is_over = False
-        elif not return_to_window(worker):
+        elif not worker.return_to_window():
             worker.has_state = False
             return SurvivorState(None)
     # A rank that has trained to the end of the call is ahead. A validation is done again by all

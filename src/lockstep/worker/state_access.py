@@ -18,6 +18,7 @@ from lockstep.operator.registration import registered_parts
 from lockstep.tensor_tree import leaves_of
 from lockstep.worker import state_dict as state_dicts
 from lockstep.worker.buffer_values import buffer_values, put_buffer_values
+from lockstep.worker.committed_counts import CommittedCounts
 from lockstep.worker.data_cursor import Cursor
 from lockstep.worker.dataset_switch import DATASET, DatasetSwitch
 from lockstep.worker.loader_sharding import make_sharded_loader
@@ -202,6 +203,24 @@ class StateAccess:
             before.put_into(states)
         if self._rollback is not None:
             self._rollback.put_window_start(states)
+
+    def return_to_window(self) -> bool:
+        """Between calls, undo the batches of an open window: the next call computes them again.
+
+        Every state and every undo goes back to the window's beginning.
+
+        Returns:
+            False, and nothing has changed, if there is none but a window of a loop's own, or if
+            the window cannot be undone.
+        """
+        rollback = self._rollback
+        if not self._is_rewound or rollback is None or rollback.has_missed_write:
+            return False
+        state = self.operator._lockstep
+        before = state.committed
+        done = rollback.undo(self.cursors["train"], CommittedCounts())
+        self.num_batches_to_recompute += before - state.committed
+        return done
 
     @property
     def _user_state_before(self) -> UserStateCopy | None:

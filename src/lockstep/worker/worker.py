@@ -41,7 +41,6 @@ from lockstep.worker.spec import config_for
 from lockstep.worker.state_access import StateAccess
 from lockstep.worker.step_records import open_step_log
 from lockstep.worker.thread_limit import ThreadLimit
-from lockstep.worker.window_return import return_to_window
 
 if TYPE_CHECKING:
     import threading
@@ -291,11 +290,6 @@ class Worker(StateAccess):
         ends_epoch = self.loop_run is not None and self.loop_run.cursor.has_scheduled
         return ends_epoch or (self._rollback is not None and self._rollback.has_irreversible_step)
 
-    @property
-    def can_undo_window(self) -> bool:
-        """Whether the batches of an open window can be undone."""
-        return self._rollback is not None and not self._rollback.has_missed_write
-
     def request_leave(self) -> None:
         """Make the running call end before its next batch, so that the group can form anew."""
         self._is_asked_to_leave = True
@@ -492,5 +486,5 @@ class Worker(StateAccess):
     @remote_method(Communication.UNKNOWN, OnFailure.RAISE)
     def call_with_operator(self, function: Callable[[TrainingOperator], Any]) -> Any:
         """Call `function` with this worker's operator: what it changes stays."""
-        return_to_window(self)
+        self.return_to_window()
         return function(self.operator)
