@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from torch import nn
 
 from lockstep._torch_compat import compiled_from
-from lockstep.errors import ConfigurationError, NotAvailableError, WrongTypeError
+from lockstep.errors import (
+    ConfigurationError,
+    NotAvailableError,
+    SparseGradientError,
+    WrongTypeError,
+)
 from lockstep.sync.local_parameters import is_local
 from lockstep.sync.synced_tensors import refuse_shared_memory
 
@@ -61,8 +66,8 @@ def find_units(model: nn.Module, shard: ShardPolicy) -> dict[str, nn.Module]:
             that hold parameters and are of a class that the container holds twice or more.
 
     Raises:
-        ConfigurationError: no module is one of the classes that `shard` lists; or a unit shares a
-            parameter with the rest of the model, so that neither could be freed.
+        ConfigurationError: a unit shares a parameter with the rest of the model, so that neither
+            could be freed.
     """
     if shard == "whole":
         return {}
@@ -71,14 +76,25 @@ def find_units(model: nn.Module, shard: ShardPolicy) -> dict[str, nn.Module]:
         for name, module in _outermost(model, _predicate(shard))
         if any(True for _ in module.parameters())
     }
-    if not found and not isinstance(shard, str):
-        raise ConfigurationError(
-            "register(shard=...) matches no submodule",
-            where=type(model).__name__,
-            got=f"{shard!r:.80}",
-            fix='the classes of the repeated blocks, or shard="auto"',
-        )
     return _without_shared(model, found, may_drop=shard == "auto")
+
+
+def refuse_unmatched(models: Sequence[nn.Module], shard: ShardPolicy) -> None:
+    """Refuse a policy that names no submodule of any model.
+
+    A model without one (a criterion with a weight) is gathered as a whole.
+
+    Raises:
+        ConfigurationError: no module is one of the classes that `shard` lists.
+    """
+    if isinstance(shard, str) or any(find_units(model, shard) for model in models):
+        return
+    raise ConfigurationError(
+        "register(shard=...) matches no submodule",
+        where=", ".join(type(model).__name__ for model in models),
+        got=f"{shard!r:.80}",
+        fix='the classes of the repeated blocks, or shard="auto"',
+    )
 
 
 def refuse_models(models: Sequence[nn.Module]) -> None:
@@ -125,6 +141,9 @@ def refuse_unshardable(model: nn.Module, units: dict[str, nn.Module]) -> None:
             what = "complex" if param.is_complex() else "a scalar"
             got = f"`{name}` is {what}"
             fix = "give it a dimension (shape (1,))" if not param.is_complex() else "view_as_real"
+        elif not param.is_contiguous():
+            got = f"`{name}` has strides {param.stride()} (channels_last?)"
+            fix = "param.data = param.data.contiguous() before register"
         elif known[1] != param.dtype:
             got = f"`{known[0]}` is {known[1]}, `{name}` is {param.dtype}, both in {unit}"
             fix = "one dtype for each unit; precision='bf16' computes in bfloat16"
@@ -133,6 +152,25 @@ def refuse_unshardable(model: nn.Module, units: dict[str, nn.Module]) -> None:
         raise NotAvailableError(
             "this parameter cannot be sharded", got=got, fix=f'{fix}; or register(shard="whole")'
         )
+
+
+def refuse_sparse(models: Sequence[nn.Module]) -> None:
+    """Refuse embeddings with sparse gradients, which have no rows to share out.
+
+    Raises:
+        SparseGradientError: names the first one.
+    """
+    for model in models:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                weight = module.weight
+                if weight.requires_grad and not is_local(weight):
+                    raise SparseGradientError(
+                        "a sparse gradient cannot be summed in shards",
+                        got=f"`{name}.weight`".replace("`.", "`"),
+                        cause=f"nn.{type(module).__name__}(sparse=True)",
+                        fix="use sparse=False, or mark the parameter: lockstep.local(parameter)",
+                    )
 
 
 def _predicate(shard: ShardPolicy) -> Callable[[nn.Module, nn.Module | None], bool]:

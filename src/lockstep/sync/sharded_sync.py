@@ -41,7 +41,13 @@ from lockstep.sync.optimizer_inspection import inner_optimizers
 from lockstep.sync.ordered_process_group import OrderedProcessGroup, make_ordered_group
 from lockstep.sync.parameter_shards import own_rows_of_state, reduce_partials, shard_like
 from lockstep.sync.replica_checks import compare_values
-from lockstep.sync.shard_units import find_units, refuse_models, refuse_unshardable
+from lockstep.sync.shard_units import (
+    find_units,
+    refuse_models,
+    refuse_sparse,
+    refuse_unmatched,
+    refuse_unshardable,
+)
 from lockstep.sync.sharded_transport import ShardedTransport
 from lockstep.sync.tensor_broadcast import broadcast_tensors
 from lockstep.sync.unit_order import UnitOrder
@@ -99,6 +105,8 @@ class ShardedSync(GradientSync):
             )
         self._roots = [m for m in modules if any(not is_local(p) for p in m.parameters())]
         refuse_models(self._roots)
+        refuse_sparse(self._roots)
+        refuse_unmatched(self._roots, shard)
         members = [each for one in optimizers for each in (one, *inner_optimizers(one))]
         self._optimizers = list(dict.fromkeys(members))
         self._units: dict[str, torch.nn.Module] = {}

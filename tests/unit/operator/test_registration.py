@@ -2,6 +2,7 @@
 """What `register` and `register_data` take, as users of RaySGD give it; and its decorator."""
 
 import pytest
+import torch
 from tests.unit.trainer.programs import Regression, linear, loader, sgd, trainer
 from torch import nn
 from torch.optim.lr_scheduler import SequentialLR, StepLR
@@ -49,6 +50,19 @@ def test_what_would_change_nothing_or_fail_later_is_refused(given, named):
     with pytest.raises(LockstepError) as caught, trainer(Given, scheduler_step_freq="epoch"):
         pass
     assert named in str(caught.value)
+
+
+def test_a_criterion_on_meta_needs_no_unit_where_nothing_is_in_shards():
+    class OnMeta(Regression):
+        def setup(self, config):
+            with torch.device("meta"):
+                model, criterion = nn.Sequential(nn.Linear(4, 1)), nn.PReLU()
+            self.register(
+                models=model, optimizers=sgd(model), criterion=criterion, shard=[nn.Linear]
+            )
+
+    with trainer(OnMeta) as one:
+        assert one.state_dict()["criterion"]["weight"].tolist() == [0.25]
 
 
 def test_override_is_held_to_the_class():

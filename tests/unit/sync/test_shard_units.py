@@ -5,11 +5,18 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.errors import ConfigurationError, NotAvailableError, WrongTypeError
+from lockstep.errors import (
+    ConfigurationError,
+    NotAvailableError,
+    SparseGradientError,
+    WrongTypeError,
+)
 from lockstep.sync.shard_units import (
     check_policy,
     find_units,
     refuse_models,
+    refuse_sparse,
+    refuse_unmatched,
     refuse_unshardable,
 )
 
@@ -52,6 +59,33 @@ def test_tied_weights_stay_with_the_root():
     assert list(find_units(model, "auto")) == ["blocks.2"]
     with pytest.raises(ConfigurationError, match=r"blocks\.1\.layers\.0\.weight"):
         find_units(model, [Block])
+
+
+def test_one_model_without_a_unit_is_fine_beside_another_that_has_some():
+    """As a criterion with a weight; `no_units` alone would be a list of the wrong classes."""
+    no_units = nn.Bilinear(2, 2, 1)
+    refuse_unmatched([Transformer(), no_units], [Block])
+    refuse_unmatched([no_units], "auto")
+    with pytest.raises(ConfigurationError, match="no submodule"):
+        refuse_unmatched([no_units, nn.Linear(2, 1)], [Block])
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_a_sparse_embedding_that_trains_is_refused(kind):
+    model = Transformer()
+    model.words = kind(7, 4, sparse=True)
+    with pytest.raises(SparseGradientError, match=r"`words\.weight`"):
+        refuse_sparse([model])
+    model.words.requires_grad_(False)
+    refuse_sparse([model])
+
+
+def test_a_parameter_that_is_not_contiguous_is_named():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)).to(
+        memory_format=torch.channels_last
+    )
+    with pytest.raises(NotAvailableError, match=r"`0\.weight` has strides .*channels_last"):
+        refuse_unshardable(model, find_units(model, "auto"))
 
 
 def test_a_module_that_is_there_twice_is_one_unit():
