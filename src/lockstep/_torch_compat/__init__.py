@@ -69,6 +69,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     return key
 
 
+def lies_in(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether `storage` is that of `tensor`. Torch 2.6 to 2.13; see `storage_key`."""
+    return bool(storage_key(tensor) == storage._cdata)
+
+
 def storage_use_count(tensor: torch.Tensor) -> int:
     """How many tensors and other objects refer to the storage of `tensor`. Torch 2.6 to 2.13."""
     return int(torch._C._storage_Use_Count(storage_key(tensor)))
@@ -197,6 +202,11 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """A module's own table of parameters. Torch 2.6 to 2.13; see `buffers_of`."""
     return module._parameters
+
+
+def children_by_key(module: nn.Module) -> dict[str, nn.Module | None]:
+    """A module's own table of submodules. Torch 2.6 to 2.13; see `buffers_of`."""
+    return module._modules
 
 
 def is_persistent(module: nn.Module, key: str) -> bool:

@@ -12,7 +12,7 @@ import torch
 from lockstep._torch_compat import COMPILER
 from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.import_without_gc import pause_gc
-from lockstep.operator.model_copies import copy_models
+from lockstep.operator.model_copies import copy_models, places_of_modules
 from lockstep.operator.optimizer_comparison import compare_optimizers
 from lockstep.operator.rank_context import ONE_PROCESS, ONE_PROCESS_BY_SHARD, shard_order
 from lockstep.sync import (
@@ -232,7 +232,9 @@ def _sharded(registered: TrainingParts, context: RankContext) -> Synchroniser:
         )
     from lockstep.sync.sharded_sync import ShardedSync
 
-    registered.whole_models = copy_models(registered.plain_models(), torch.device("meta"))
+    models = registered.plain_models()
+    registered.whole_models = copy_models(models, torch.device("meta"))
+    registered.whole_places = places_of_modules(models)
     return ShardedSync(
         registered.modules(),
         context.group,

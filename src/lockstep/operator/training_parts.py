@@ -72,6 +72,7 @@ class TrainingParts:
         averages: of the models' weights, one for each model; empty without ``ema``.
         whole_models: copies of models that are in shards, from before, without memory for their
             tensors (on the meta device); empty unless models are.
+        whole_places: where each module was in the models that were copied so.
         trained_after_setup: which parameters train when `setup` has ended; None before.
     """
 
@@ -86,6 +87,7 @@ class TrainingParts:
     can_join: bool = False
     averages: list[AveragedModel] = field(default_factory=list)
     whole_models: list[nn.Module] = field(default_factory=list)
+    whole_places: dict[nn.Module, tuple[int, str]] = field(default_factory=dict)
     trained_after_setup: TrainedParameters | None = None
 
     def leave_group(self) -> None:

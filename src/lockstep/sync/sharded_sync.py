@@ -27,6 +27,7 @@ from lockstep._torch_compat.shard_operations import reduce_scalars_when_read, re
 from lockstep.compiler_disable import disable_dynamo
 from lockstep.data_parallel_mesh import DataParallelMesh
 from lockstep.errors import NotAvailableError
+from lockstep.sync import replaced_parameters
 from lockstep.sync.fsdp import require_default_group
 from lockstep.sync.gradient_sync import GradientSync
 from lockstep.sync.local_parameters import is_local
@@ -201,12 +202,13 @@ class ShardedSync(GradientSync):
             for param in filled:
                 if not is_local(param):
                     # A list of parameters from before must not show values of the next unit.
-                    param.data = param.data.new_empty(0)
+                    replaced_parameters.free(param)
             memory.free()
         for root in self._roots:
             begin_as_root(root)  # also if the first call is one of a unit
         sharded = {id(old): parameters_of(owner)[key] for owner, key, old in places}
         found = self._found.parameters
+        before = dict(found)
         found.update({name: _parameter(sharded[id(old)]) for name, old in found.items()})
         for owner, key, old in places:
             _keep_marks(old, parameters_of(owner)[key])
@@ -218,6 +220,8 @@ class ShardedSync(GradientSync):
                 optimizer.register_load_state_dict_pre_hook(_with_own_rows),
                 optimizer.register_step_post_hook(after_step),
             ]
+        for name, old in before.items():
+            replaced_parameters.replace(_parameter(old), found[name], name)
 
     def _give_values(
         self, module: torch.nn.Module, group: Group, memory: ReusedMemory

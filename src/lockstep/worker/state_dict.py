@@ -30,7 +30,7 @@ from lockstep._torch_compat import (
 from lockstep.checkpoint.plain_values import MAPPINGS
 from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.local_rows import LocalRows, first_row
-from lockstep.operator.model_copies import copy_attributes, copy_models
+from lockstep.operator.model_copies import copy_attributes, copy_models, grow_copies
 from lockstep.operator.trained_parameters import KEY as TRAINED_PARAMETERS
 from lockstep.operator.trained_parameters import changes_since_setup, restore_trained_parameters
 from lockstep.phases import Phase, in_phase
@@ -367,21 +367,18 @@ def gather_models(run: TrainingParts, *, keep: bool) -> nn.Module | list[nn.Modu
     Collective:
         Every rank: an all-gather for each parameter.
     """
+    models = run.plain_models()
     empty = copy_models(run.whole_models, torch.device("meta")) if keep else []
+    copies = grow_copies(models, empty, run.whole_places) if keep else {}
     filled: dict[int, torch.Tensor] = {}
-    copies: dict[nn.Module, nn.Module] = {}
-    for number, model in enumerate(run.plain_models()):
-        targets = dict(empty[number].named_modules()) if keep else {}
-        for path, part in model.named_modules():
-            for table in (parameters_of, buffers_of):
-                held_there: dict[str, Any] = table(targets[path]) if keep else {}
-                for key, held in table(part).items():
-                    if held is not None and id(held) not in filled:
-                        filled[id(held)] = _gathered(held, keep=keep)
-                    if held is not None:
-                        held_there[key] = filled[id(held)]
-            if keep:
-                copies[part] = targets[path]
+    for part in dict.fromkeys(part for model in models for part in model.modules()):
+        for table in (parameters_of, buffers_of):
+            held_there: dict[str, Any] = table(copies[part]) if keep else {}
+            for key, held in table(part).items():
+                if held is not None and id(held) not in filled:
+                    filled[id(held)] = _gathered(held, keep=keep)
+                if held is not None:
+                    held_there[key] = filled[id(held)]
     if not keep:
         return None
     copy_attributes(copies, filled)

@@ -4,7 +4,12 @@
 import torch
 from torch import nn
 
-from lockstep.operator.model_copies import copy_attributes, copy_models
+from lockstep.operator.model_copies import (
+    copy_attributes,
+    copy_models,
+    grow_copies,
+    places_of_modules,
+)
 
 
 class Rotary(nn.Module):
@@ -34,3 +39,26 @@ def test_attributes_of_now():
     assert torch.equal(copied.late, torch.full((1,), 2.0))
     assert copied.first[0] is copied.layer
     assert copied.layer.weight.is_meta, "tables are not touched"
+
+
+def test_modules_of_now():
+    """Added, wrapped, moved and taken out since the copy was made."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    places, copied = places_of_modules([model]), copy_models([model], torch.device("meta"))
+    first, last = copied[0][0], copied[0][2]
+    model[1] = nn.BatchNorm1d(2)
+    model[1].register_buffer("passing", torch.ones(1), persistent=False)
+    model.insert(0, nn.Sequential(model[2], nn.Tanh()))
+    del model[3]
+    model.register_module("nothing", None)
+    copies = grow_copies([model], copied, places)
+    assert copies[model] is copied[0]
+    assert list(copied[0].children()) == [copies[child] for child in model.children()]
+    assert copied[0][0][0] is last
+    assert copied[0][1] is first
+    assert copied[0].nothing is None
+    assert [type(part) for part in copied[0].modules()] == [type(part) for part in model.modules()]
+    norm = copied[0][2]
+    assert norm.state_dict().keys() == set(), "no values yet"
+    assert list(norm._buffers) == ["running_mean", "running_var", "num_batches_tracked", "passing"]
+    assert "passing" in norm._non_persistent_buffers_set
