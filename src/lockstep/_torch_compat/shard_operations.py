@@ -6,12 +6,13 @@ Torch 2.6 to 2.14; there is no public way to replace an operation.
 
 from __future__ import annotations
 
+import math
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -37,9 +38,27 @@ _DRAWS: Final = (
     _aten.randint_like.low_dtype,
 )
 
+_LARGEST: Final = (
+    _aten.max.default,
+    _aten.min.default,
+    _aten.argmax.default,
+    _aten.argmin.default,
+    _aten.amax.default,
+    _aten.amin.default,
+    _aten._foreach_max.default,
+)
+_NORMS: Final = (
+    _aten.linalg_vector_norm.default,
+    _aten.norm.Scalar,
+    _aten.norm.ScalarOpt_dim,
+    _aten._foreach_norm.Scalar,
+)
+
 _lock = threading.Lock()
 _handlers: dict[Any, list[Callable[..., Any]]] = {}
 """By operation: torch's own handler, if there is one, then ours; the last one is in use."""
+
+_handlers_of_torch: Final = dict(DTensor._op_dispatcher._custom_op_handlers)
 
 
 @contextmanager
@@ -76,6 +95,56 @@ def refuse_draws(error: Callable[[str], Exception]) -> Iterator[None]:
 
     with _replace(_DRAWS, draw):
         yield
+
+
+@contextmanager
+def reduce_empty_shards() -> Iterator[None]:
+    """Inside, the largest number of a tensor is found as well where some rank has no rows of it.
+
+    That rank's part has no largest number, and it would raise alone, while its peers wait for it.
+
+    Collective:
+        Each such operation, by every rank of the tensor's mesh: one all-gather of a tensor that has
+        fewer rows than the mesh has ranks, or a few more.
+    """
+
+    def reduce(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        first, *rest = args
+        order = rest[0] if operation in _NORMS and rest else 2
+        if operation in _LARGEST or not 0 <= order < math.inf:
+            is_list = isinstance(first, list | tuple)
+            first = list(map(_without_empty, first)) if is_list else _without_empty(first)
+        with _as_torch_has_it(operation):
+            return operation(first, *rest, **kwargs)
+
+    with _replace((*_LARGEST, *_NORMS), reduce):
+        yield
+
+
+def _without_empty(tensor: Any) -> Any:
+    """A ``DTensor`` of which each rank has some rows, or all of it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh = tensor.device_mesh
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            rows, ranks = tensor.shape[placement.dim], mesh.size(axis)
+            if -(-rows // ranks) * (ranks - 1) >= rows:  # the first ranks have them all
+                return tensor.redistribute(mesh, [Replicate()] * mesh.ndim)
+    return tensor
+
+
+@contextmanager
+def _as_torch_has_it(operation: Any) -> Iterator[None]:
+    """Inside, no handler of ours is in the way of an operation."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    ours = handlers.pop(operation)
+    if operation in _handlers_of_torch:
+        handlers[operation] = _handlers_of_torch[operation]
+    try:
+        yield
+    finally:
+        handlers[operation] = ours
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import torch
 from torch.optim import Adafactor, Optimizer
 
 from lockstep._torch_compat import is_step_wrapper
-from lockstep._torch_compat.shard_operations import reduce_scalars_when_read
+from lockstep._torch_compat.shard_operations import reduce_empty_shards, reduce_scalars_when_read
 from lockstep.errors import LockstepError
 from lockstep.local_rows import LocalRows
 from lockstep.sync.optimizer_inspection import (
@@ -116,7 +116,7 @@ class ShardedOptimizer:
             args = (self._with_whole_weights(args[0]), *args[1:])
         self._swap_in()
         try:
-            with reduce_scalars_when_read():
+            with reduce_scalars_when_read(), reduce_empty_shards():
                 result = self._own_step(self.optimizer, *args, **kwargs)
         except BaseException as error:
             moved = self._swap_out()

@@ -23,7 +23,11 @@ from lockstep._torch_compat import (
 )
 from lockstep._torch_compat.device_mesh import make_mesh
 from lockstep._torch_compat.fully_shard import NEEDED_METHODS, begin_as_root, rows_of_shard
-from lockstep._torch_compat.shard_operations import reduce_scalars_when_read, refuse_draws
+from lockstep._torch_compat.shard_operations import (
+    reduce_empty_shards,
+    reduce_scalars_when_read,
+    refuse_draws,
+)
 from lockstep.compiler_disable import disable_dynamo
 from lockstep.data_parallel_mesh import DataParallelMesh
 from lockstep.errors import NotAvailableError
@@ -172,6 +176,7 @@ class ShardedSync(GradientSync):
         self._ordered = make_ordered_group(self._order, self._collectives)
         group.watch(self._order.before_other_collective)
         self._connected.enter_context(reduce_scalars_when_read())
+        self._connected.enter_context(reduce_empty_shards())
         self._connected.enter_context(refuse_draws(_draw_error))
         return make_mesh(self._ordered, self._device.type)
 
