@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of the sharded runs: a program, because the default process group is a process's own.
 
-    python fsdp_ranks.py RANK FOLDER PORT fast|slow|identity
+    python fsdp_ranks.py RANK FOLDER PORT fast|slow|identity|units
 
 Runs the cases that have a rank RANK, each in a fresh default group, and leaves the
 results in FOLDER. What is raised is a result as well.
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.procs import fsdp_identity
+from tests.procs import fsdp_identity, units_cases
 from torch import nn
 
 from harness import reset
@@ -186,8 +186,8 @@ REFUSALS = {
 
 def cases(choice: str):
     """Name, number of ranks, and what to call with the group."""
-    if choice == "identity":
-        for case in fsdp_identity.CASES:
+    if choice in ("identity", "units"):
+        for case in (fsdp_identity if choice == "identity" else units_cases).CASES:
             yield case.__name__, 2, (case,)
         return
     slow = choice == "slow"

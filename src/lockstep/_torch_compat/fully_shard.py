@@ -7,26 +7,63 @@ Run on torch 2.13. Earlier versions lack one of `NEEDED_METHODS`, and are refuse
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import nn
 from torch._C import _distributed_c10d
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
-from lockstep._torch_compat import disable_dynamo_at_first_call, storage_key, version_of
+from lockstep._torch_compat import (
+    disable_dynamo_at_first_call,
+    parameters_of,
+    storage_key,
+    version_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
-    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
 NEEDED_METHODS: Final = ("set_custom_all_gather", "reset_iter_state")
 """Public methods of `FSDPModule`, of which torch got the last with 2.13."""
 
 
+_OPAQUE: Final = (nn.Module, type, ModuleType, str, bytes, int, float, complex, type(None))
+"""Kinds of values in what a forward returns that bring no gradient to its backward."""
+
+_MOST_DEEP: Final = 8
+"""How many objects within each other, in what a forward returns, are searched for tensors."""
+
 _COMPARED_FORWARDS: Final = 3
 """How many forwards of a unit are searched for writes through ``data``, which have no version."""
+
+
+@dataclass(frozen=True)
+class UnitCallbacks:
+    """What a `ShardedUnit` calls, in the places where torch calls nobody.
+
+    Attributes:
+        before_forward: called before the unit's forward gathers its weights, which torch does
+            without gradients: here they are on if those of the forward are.
+        before_backward: called before the unit's backward gathers its weights.
+        before_reduction: called before the unit reduces its gradients, with the unit and the
+            parameters that got one; returns whether those without one are to be reduced, too, as
+            zeros.
+        refuse_write: called with a parameter to which the unit's forward has written: torch frees
+            what was written, and the backward gathers the weights without it.
+        refuse_replaced: called with a parameter that a module of the unit does not hold any more:
+            torch puts it back.
+    """
+
+    before_forward: Callable[[], None]
+    before_backward: Callable[[], None]
+    before_reduction: Callable[[ShardedUnit, list[nn.Parameter]], bool]
+    refuse_write: Callable[[nn.Parameter], None]
+    refuse_replaced: Callable[[nn.Parameter], None]
 
 
 class ShardedUnit:
@@ -38,48 +75,39 @@ class ShardedUnit:
 
     Args:
         module: an `FSDPModule`.
-        before_forward: called before the unit's forward gathers its weights, which torch does
-            without gradients: here they are on if those of the forward are.
-        before_backward: called before the unit's backward gathers its weights.
-        after: called before the unit reduces its gradients, with the unit and the parameters that
-            got one; returns whether those without one are to be reduced, too, as zeros.
-        refuse_write: called with a parameter to which the unit's forward has written: torch frees
-            what was written, and the backward gathers the weights without it.
+        callbacks: what the unit calls.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        before_forward: Callable[[], None],
-        before_backward: Callable[[], None],
-        after: Callable[[ShardedUnit, list[nn.Parameter]], bool],
-        refuse_write: Callable[[nn.Parameter], None],
-    ) -> None:
-        self._after = after
-        self._refuse_write = refuse_write
-        self._group = _state_of(module)._fsdp_param_group
+    def __init__(self, module: nn.Module, callbacks: UnitCallbacks) -> None:
+        self._callbacks = callbacks
+        self._state = _state_of(module)
+        self._group = self._state._fsdp_param_group
         self._replaced: list[str] = []
         self._gathered: list[tuple[int, int]] = []
         self._forwards_to_compare = _COMPARED_FORWARDS
         self._data = self._data_now()
         if self._group is not None:
-            self._replace("pre_forward", before_forward)
-            self._replace("wait_for_unshard", then=self._note_gathered)
-            self._replace("post_forward", self._find_writes)
-            self._replace("pre_backward", before_backward)
+            self._replace("pre_forward", self._before_forward)
+            self._replace("unshard", around=_outside_inference_mode)
+            self._replace(
+                "wait_for_unshard", around=_outside_inference_mode, then=self._note_gathered
+            )
+            self._replace("post_forward", self._after_forward)
+            self._replace("pre_backward", self._before_backward)
             self._replace("post_backward", self._before_reduction)
 
     def _replace(
         self,
         name: str,
-        ours: Callable[[], None] = lambda: None,
+        ours: Callable[..., None] = lambda *_: None,
         then: Callable[[], None] = lambda: None,
+        around: Callable[[Any], Any] = lambda function: function,
     ) -> None:
-        """Call `ours` before torch's function of this name, and `then` after it."""
-        theirs = getattr(self._group, name)
+        """Call `ours` before torch's function of this name, with its arguments, `then` after it."""
+        theirs = around(getattr(self._group, name))
 
         def both(*arguments: Any) -> Any:
-            ours()
+            ours(*arguments)
             result = theirs(*arguments)
             then()
             return result
@@ -87,14 +115,40 @@ class ShardedUnit:
         setattr(self._group, name, disable_dynamo_at_first_call(both))
         self._replaced.append(name)
 
+    def _before_forward(self, *_: Any) -> None:
+        self._find_replaced()
+        self._callbacks.before_forward()
+
+    def _before_backward(self, *_: Any) -> None:
+        self._find_replaced()
+        self._callbacks.before_backward()
+
+    def _after_forward(self, _: Any, __: Any, output: Any) -> None:
+        self._find_writes()
+        if torch.is_grad_enabled() and not isinstance(output, torch.Tensor):
+            for hidden in _hidden_tensors(output):
+                hidden.register_hook(self._state._pre_backward)
+
+    def _find_replaced(self) -> None:
+        if not self._group.is_sharded:
+            return  # the modules hold what was gathered
+        for held in self._group.fsdp_params:
+            place = held._module_info
+            holders = (place.module, *place.shared_modules)
+            names = (place.param_name, *place.shared_param_names)
+            if any(
+                parameters_of(module).get(name) is not held.sharded_param
+                for module, name in zip(holders, names, strict=True)
+            ):
+                self._callbacks.refuse_replaced(held.sharded_param)
+
     def _note_gathered(self) -> None:
         self._gathered = self._versions()
 
     def _versions(self) -> list[tuple[int, int]]:
         """Of each gathered parameter what a write to it, or an assignment to ``data``, changes."""
         held = [each._unsharded_param for each in self._group.fsdp_params]
-        # Gathered in inference mode, a parameter has no version; nothing is trained with it then.
-        return [(0 if p.is_inference() else version_of(p), storage_key(p)) for p in held]
+        return [(version_of(param), storage_key(param)) for param in held]
 
     def _find_writes(self) -> None:
         compares = self._forwards_to_compare > 0
@@ -104,7 +158,7 @@ class ShardedUnit:
             self._group.fsdp_params, self._gathered, self._versions(), strict=True
         ):
             if before != now or (compares and not _has_rows(held)):
-                self._refuse_write(held.sharded_param)
+                self._callbacks.refuse_write(held.sharded_param)
 
     def _data_now(self) -> list[tuple[Any, weakref.ref[torch.Tensor]]]:
         """Of each parameter what an assignment to ``data`` changes, and its rows, which stay.
@@ -139,7 +193,7 @@ class ShardedUnit:
         """What stands for the parameters in graphs, since the first forward."""
         return [] if self._group is None else [leaf for _, leaf in self._leaves()]
 
-    def _before_reduction(self) -> None:
+    def _before_reduction(self, *_: Any) -> None:
         used: list[nn.Parameter] = []
         unused: list[nn.Parameter] = []
         for held, leaf in self._leaves():
@@ -147,7 +201,7 @@ class ShardedUnit:
                 used.append(held.sharded_param)
             else:
                 unused.append(leaf)
-        if self._after(self, used):
+        if self._callbacks.before_reduction(self, used):
             for leaf in unused:
                 # Torch leaves it out of the message: gradients of different layers would be added
                 # up where ranks have used different parameters.
@@ -221,6 +275,54 @@ class ShardedUnit:
             vars(self._group).pop(name, None)
 
 
+def _outside_inference_mode(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose tensors can train: torch gathers all later weights into the first ones."""
+
+    def call(*arguments: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return function(*arguments)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*arguments)
+
+    return call
+
+
+def _hidden_tensors(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors with a graph that a forward returns in objects into which torch does not look.
+
+    Those of a ``torch.distributions.Normal``, say: without a hook on them a backward that comes
+    through them reads weights that are freed.
+    """
+    seen: dict[int, Any] = {}  # the values, too: another one may get the id of one that is gone
+    waiting = [(output, 0)]  # and how many objects it is within
+    while waiting:
+        value, depth = waiting.pop()
+        if id(value) in seen or isinstance(value, _OPAQUE) or depth > _MOST_DEEP:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            if depth and value.grad_fn is not None:
+                yield value
+        elif (children := _children(value)) is not None:
+            waiting += [(child, depth + bool(depth)) for child in children]
+        else:
+            waiting += [(child, depth + 1) for child in _attributes(value)]
+
+
+def _children(value: Any) -> Iterable[Any] | None:
+    """What torch finds in a container; None for what is none to it."""
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, list | tuple):
+        return value
+    fields = getattr(type(value), "__dataclass_fields__", None)
+    return None if fields is None else [getattr(value, name, None) for name in fields]
+
+
+def _attributes(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, set | frozenset) else getattr(value, "__dict__", {}).values()
+
+
 def _has_rows(held: Any) -> bool:
     """Whether this rank's rows of a gathered parameter are those of its shard; it may have none."""
     place, num_ranks = held.mesh_info.shard_mesh_rank, held.mesh_info.shard_mesh_size
@@ -256,8 +358,18 @@ def _state_of(module: nn.Module) -> Any:
 
 
 def begin_as_root(module: nn.Module) -> None:
-    """Let a sharded module be the root of those below, as torch does at its first forward."""
-    _state_of(module)._lazy_init()
+    """Let a sharded module be the root of those below, as torch does at its first forward.
+
+    Torch takes the dtypes of a unit's gradients from its parameters that train by then. Others may
+    be unfrozen later; all of a unit have the same dtype.
+    """
+    state = _state_of(module)
+    state._lazy_init()
+    for each in state._state_ctx.all_states:
+        group = each._fsdp_param_group
+        if group is not None and group.fsdp_params and group._orig_dtype is None:
+            first = group.fsdp_params[0]
+            group._orig_dtype, group._reduce_dtype = first.orig_dtype, first.reduce_dtype
 
 
 def is_aborted(root: nn.Module) -> bool:

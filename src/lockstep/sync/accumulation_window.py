@@ -50,6 +50,7 @@ class AccumulationWindow:
             was delivered, and every rank's counts as 1.
         faults: reasons for all ranks to refuse the round.
         hidden: the gradients that `hide_gradients` has taken out of ``parameter.grad``.
+        num_backwards: how many there are.
     """
 
     kind: str | None = None
@@ -58,6 +59,7 @@ class AccumulationWindow:
     delivered: float | None = None
     faults: list[Fault] = field(default_factory=list)
     hidden: list[torch.Tensor | None] | None = None
+    num_backwards: int = 0
     _remembered: list[_RememberedGradient | None] | None = None
 
     def enter(self, kind: str, weights: BatchWeights, where: str) -> None:
@@ -72,6 +74,7 @@ class AccumulationWindow:
             WeightError: the program has given the batch a bad weight.
         """
         weights.num_backwards += 1
+        self.num_backwards += 1
         if kind == WEIGHTED:
             self._enter(WEIGHTED, where)
         elif weights.averages:
@@ -131,6 +134,7 @@ class AccumulationWindow:
             earlier=earlier.number,
             is_edited=earlier.is_edited,
             is_borrowed=self.delivered == 0.0,
+            num_backwards=self.num_backwards,
         )
         if self.kind == WEIGHTED:
             made.weight, made.unpacked_weight = self.total_weight, self.weight

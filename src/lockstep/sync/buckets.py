@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lockstep._torch_compat import copy_each, storage_use_count, version_of, zero_each
+from lockstep._torch_compat import (
+    copy_each,
+    lies_in,
+    storage_use_count,
+    version_of,
+    zero_each,
+)
 from lockstep.sync.round_contribution import RoundTotals
 from lockstep.sync.tensor_reference_counts import (
     are_all_fresh,
@@ -25,7 +31,7 @@ from lockstep.sync.tensor_reference_counts import (
     fresh_flags,
     python_references,
 )
-from lockstep.tensor_copies import fresh_strides
+from lockstep.tensor_copies import fresh_strides, is_shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -58,6 +64,7 @@ class Slot:
         self.last_round = 0
         self._reduced: weakref.ref[torch.Tensor] | None = None
         self._version = 0
+        self._storage: torch.UntypedStorage | None = None  # of a reduced gradient in shards
 
     def mark_local(self) -> None:
         """Note that ``param.grad`` is a gradient of this rank alone."""
@@ -69,6 +76,8 @@ class Slot:
             self.param.grad = gradient
         if gradient is not None and gradient is not self.view:
             self._reduced, self._version = weakref.ref(gradient), version_of(gradient)
+            # The storage, which has no memory, and not its address: another one may get that.
+            self._storage = gradient.untyped_storage() if is_shard(gradient) else None
 
     @property
     def holds_reduced(self) -> bool:
@@ -87,6 +96,17 @@ class Slot:
         in_bucket = grad is self.view and self.bucket is not None
         known = self.bucket.reduced_version if in_bucket and self.bucket else self._version
         return version_of(grad) == known
+
+    @property
+    def has_assigned_data(self) -> bool:
+        """Whether ``param.grad`` is that tensor, in shards, to whose ``data`` another was assigned.
+
+        Its rows, which optimizers read, take no notice.
+        """
+        known, grad = self._storage, self.param.grad
+        if known is None or grad is None or not self.holds_reduced:
+            return False
+        return not lies_in(grad, known)
 
     def accept_changes(self) -> None:
         """Note that an optimizer has used the gradient as it is now."""

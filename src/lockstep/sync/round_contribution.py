@@ -120,6 +120,7 @@ class Contribution:
             among other collectives; the same on all ranks, or they refuse.
         check: number of the model and the round to which the contribution belongs.
         unpacked_weight: the part of `weight` that is not of a shard whose gradient was packed.
+        num_backwards: in the rank's window; none from before the program gave a window up.
     """
 
     kind: str | None = None
@@ -135,6 +136,7 @@ class Contribution:
     digest: int = 0
     check: int = 0
     unpacked_weight: float = 0.0
+    num_backwards: int = 0
 
     @property
     def check_squared(self) -> int:

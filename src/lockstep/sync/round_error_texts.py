@@ -57,6 +57,13 @@ _FAULTS: Final = {
         " this rank's part alone, of which nobody knows afterwards what it counts for",
         "change gradients after the window's last backward, which reduces them",
     ),
+    "given_up_on_some_ranks": _FaultKind(
+        "some ranks zeroed the gradients of an accumulation window, and others did not",
+        "zero_grad() within no_sync() on one rank alone; a model in shards sums each backward over"
+        " the ranks at once, so that what is left is the gradient of no objective",
+        "zero_grad() on every rank at the same place; to leave a batch out,"
+        " gradients.backward(loss, weight=0), in an operator self.backward(loss, weight=0)",
+    ),
     "unfrozen_in_window": _FaultKind(
         "a layer was unfrozen within an accumulation window",
         "reproducible=True: where gradients are added up is settled at the window's first batch",

@@ -30,15 +30,15 @@ import torch
 from lockstep._torch_compat import current_graph_task
 from lockstep._torch_compat.fully_shard import (
     ShardedUnit,
+    UnitCallbacks,
     divide_rows,
     forget_aborted_step,
     is_aborted,
 )
-from lockstep.errors import GradientNotReducedError, NotAvailableError, UnknownParameterError
-from lockstep.sync import round_error_texts
+from lockstep.sync import round_error_texts, shard_error_texts
 from lockstep.sync.end_of_backward import call_at_end
 from lockstep.sync.parameter_hooks import is_accumulating
-from lockstep.sync.round_contribution import PLAIN, RoundTotals
+from lockstep.sync.round_contribution import PLAIN, Fault, RoundTotals
 from lockstep.sync.transport_protocol import RoundResult, Transport
 from lockstep.sync.unit_order import GATHER, REDUCE, UnitAction
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from lockstep.sync.buckets import Slot
     from lockstep.sync.mesh_collectives import MeshCollectives
-    from lockstep.sync.round_contribution import Contribution, Fault
+    from lockstep.sync.round_contribution import Contribution
     from lockstep.sync.transport_protocol import Gradients, RoundController
     from lockstep.sync.unit_order import UnitOrder
 
@@ -105,16 +105,14 @@ class ShardedTransport(Transport):
         self._task = -1  # of the last backward
         self._is_unit = False  # a unit's backward begins
         self._used: set[Slot] = set()
-        self._units = [
-            ShardedUnit(
-                module,
-                self._before_forward,
-                self._before_backward,
-                self._before_reduction,
-                self._refuse_write,
-            )
-            for module in units.values()
-        ]
+        callbacks = UnitCallbacks(
+            before_forward=self._before_forward,
+            before_backward=self._before_backward,
+            before_reduction=self._before_reduction,
+            refuse_write=self._refuse_write,
+            refuse_replaced=self._refuse_replaced,
+        )
+        self._units = [ShardedUnit(module, callbacks) for module in units.values()]
         self._exchanges: list[_Exchange] = []
         for number, module in enumerate(units.values()):
             replaced: Any = module
@@ -223,13 +221,14 @@ class ShardedTransport(Transport):
 
     def _refuse_write(self, param: nn.Parameter) -> None:
         """Refuse a forward that writes to a weight: it is freed, and its rows are as before."""
-        raise NotAvailableError(
-            "a forward has written to a weight of a model in shards",
-            where=self._controller.place,
-            got=f"`{self._known_slot(param).name}`",
-            cause="its unit frees what was written, and gathers the old weight for the backward",
-            fix='write before the model is called, or in after_step; or register(shard="whole")',
-        )
+        name = self._known_slot(param).name
+        raise shard_error_texts.written_error(name, self._controller.place)
+
+    def _refuse_replaced(self, param: nn.Parameter) -> None:
+        """Refuse to gather a weight in whose place the program has put another one."""
+        self.forget_aborted_step()
+        name = self._known_slot(param).name
+        raise shard_error_texts.replaced_error(f"`{name}`", self._controller.place)
 
     def refuse_assigned_data(self) -> None:
         """Refuse ``parameter.data = tensor``, of which a shard's rows take no notice.
@@ -239,25 +238,20 @@ class ShardedTransport(Transport):
         """
         for unit in self._units:
             if (param := unit.find_assigned()) is not None:
-                raise NotAvailableError(
-                    "a tensor was assigned to `.data` of a weight in shards, and is not its value",
-                    where=self._controller.place,
-                    got=f"`{self._known_slot(param).name}`",
-                    cause="a shard keeps its rows beside `.data`, and optimizers and gathers read"
-                    " those",
-                    fix="parameter.copy_(tensor) under torch.no_grad()",
-                )
+                name = self._known_slot(param).name
+                raise shard_error_texts.assigned_error(name, self._controller.place)
+
+    def _refuse_assigned_gradients(self) -> None:
+        for slot in self._slots:
+            if slot.has_assigned_data:
+                place = self._controller.place
+                raise shard_error_texts.assigned_gradient_error(slot.name, place)
 
     def _refuse_gradients_of_gradients(self) -> None:
         """Refuse ``autograd.grad(create_graph=True)``: its graph reads weights that are freed."""
         if torch.is_grad_enabled():
             self.forget_aborted_step()
-            raise NotAvailableError(
-                "gradients of gradients are not available for a model in shards",
-                where=self._controller.place,
-                got="torch.autograd.grad(create_graph=True)",
-                fix='register(shard="whole")',
-            )
+            raise shard_error_texts.gradient_of_gradient_error(self._controller.place)
 
     def _reduce_late_gradients(self) -> None:
         """At the end of a backward: reduce what came to a unit after it had reduced.
@@ -276,12 +270,8 @@ class ShardedTransport(Transport):
 
     def _known_slot(self, param: nn.Parameter) -> Slot:
         if id(param) not in self._slot_of:
-            raise UnknownParameterError(
-                "a parameter of a sharded model was replaced after register()",
-                where=self._controller.place,
-                got=f"one of shape {tuple(param.shape)}",
-                fix="load values in place: load_state_dict(state), without assign=True",
-            )
+            got = f"one of shape {tuple(param.shape)}"
+            raise shard_error_texts.replaced_error(got, self._controller.place)
         return self._slot_of[id(param)]
 
     def check_backward(self, slot: Slot) -> None:
@@ -291,19 +281,14 @@ class ShardedTransport(Transport):
         ``parameter.full_tensor()`` would count as one rank's part of the mean.
         """
         if not self._is_unit:
-            raise GradientNotReducedError(
-                "a gradient comes to a sharded parameter outside of its unit's forward",
-                where=self._controller.place,
-                got=f"`{slot.name}`",
-                cause="a loss of the weights themselves (parameter.full_tensor(), a norm of them)",
-                fix="compute it in the unit's forward before its output, and return it; or use the"
-                " optimizer's weight_decay",
-            )
+            raise shard_error_texts.penalty_error(slot.name, self._controller.place)
 
     # ------------------------------------------------------------------ a backward
 
     def open_window(self, kind: str, *, is_first: bool) -> None:
         """See `Transport`."""
+        if is_first:
+            self._refuse_assigned_gradients()
         weights = self._controller.weights
         self._scale = 1.0
         if kind == PLAIN and weights.averages:
@@ -368,9 +353,15 @@ class ShardedTransport(Transport):
         """
         # A number for each parameter would be a long message, and most steps use all of them.
         unused = sum(1 << i for i, slot in enumerate(self._slots) if slot not in self._used)
-        told = self._order.end_round([f"{unused:x}", *contribution.sums(1.0)])
-        masks, *sums = zip(*told, strict=True)
+        counted = contribution.num_backwards
+        told = self._order.end_round([f"{unused:x}", counted, *contribution.sums(1.0)])
+        masks, counts, *sums = zip(*told, strict=True)
         totals = RoundTotals(*map(sum, sums))
+        if len(set(counts)) > 1:
+            # Each backward was summed over the ranks: one that zeroed its rows has zeroed others'.
+            got = f"backwards since then, by rank: {', '.join(map(str, counts))}"
+            contribution.faults.append(Fault("given_up_on_some_ranks", got))
+            totals = totals._replace(faults=float(len(counts)))
         mean = totals._replace(weight=totals.weight / self._collectives.mesh.size)
         unused_anywhere = reduce(and_, (int(mask, 16) for mask in masks))
         return mean, [not unused_anywhere >> number & 1 for number in range(len(self._slots))]
@@ -403,13 +394,9 @@ class ShardedTransport(Transport):
         """See `Transport`: refuses gradients of a backward that no unit has noticed."""
         if any(unit.has_late_gradients for unit in self._units):
             self.forget_aborted_step()  # a later backward would add them to its own
-            raise GradientNotReducedError(
-                "a backward has brought gradients to a sharded model without its units' notice",
-                where=self._controller.place,
-                cause="its loss was made of what a module has kept (self.aux), and of no output",
-                fix="return it from forward, and add it to the loss of the model's output",
-            )
+            raise shard_error_texts.unnoticed_error(self._controller.place)
         self.refuse_assigned_data()
+        self._refuse_assigned_gradients()
         for slot in self._slots:
             slot.accept_changes()
 

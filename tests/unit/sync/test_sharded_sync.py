@@ -11,7 +11,7 @@ from tests.torch_versions import needs_unit_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate
 
-from lockstep._torch_compat.fully_shard import ShardedUnit
+from lockstep._torch_compat.fully_shard import ShardedUnit, _hidden_tensors
 from lockstep.errors import NotAvailableError
 from lockstep.group import Group
 from lockstep.sync.sharded_sync import ShardedSync
@@ -42,6 +42,17 @@ def test_what_counts_nothing_is_zero_where_one_rank_is_left_and_torch_reduces_no
     unit._group = SimpleNamespace(fsdp_params=[held])
     unit.scale_gradients(0.0)
     assert weight.grad.tolist() == held.unsharded_accumulated_grad.tolist() == [0.0, 0.0]
+
+
+def test_tensors_are_found_where_torch_does_not_look():
+    """Not those that torch finds, nor a module's weights, nor what has no graph."""
+    weight = torch.ones(2, requires_grad=True)
+    opened, hidden, deep, in_set = (weight * number for number in range(4))
+    holder = SimpleNamespace(weight=weight, plain=torch.ones(1), module=torch.nn.Linear(1, 1))
+    holder.tensors, holder.torch = [hidden, {"deep": SimpleNamespace(of=deep)}, opened], torch
+    holder.itself = holder
+    found = list(_hidden_tensors((holder, {in_set}, {"a": [opened]})))
+    assert sorted(map(id, found)) == sorted(map(id, (hidden, deep, in_set)))
 
 
 def train(model, optimizer, backward):
