@@ -25,6 +25,8 @@ REFUSED = {
     "ByHand": "not have been used in the graph",
     "Normalised": "SyncBatchNorm expected input tensor to be on GPU",
     "Compiled": "compile its units",
+    "CallsALayerByItself": "call the model",
+    "LoadsAfterRegister": "load weights before register",
 }
 NAMES = tuple(name for name in OPERATORS if name not in REFUSED)
 AXES = (NAMES, tuple(SPLITS), (2, 3))

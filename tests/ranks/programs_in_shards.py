@@ -175,6 +175,32 @@ class DrawsForWeights(Plain):
             param.add_(torch.randn_like(param), alpha=1e-3)
 
 
+class Headed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+class CallsALayerByItself(Plain):
+    """The head belongs to the root, which nothing has gathered."""
+
+    def make(self):
+        return Headed()
+
+    def output(self, batch):
+        return self.model.head(batch[1])
+
+
+class LoadsAfterRegister(Plain):
+    def build(self):
+        super().build()
+        self.model.load_state_dict(reset(self.make(), 8).state_dict())
+
+
 IN_SHARDS: dict[str, type[Plain]] = {
     kind.__name__: kind
     for kind in (
@@ -190,5 +216,7 @@ IN_SHARDS: dict[str, type[Plain]] = {
         WritesToDataInForward,
         AssignsDataInForward,
         DrawsForWeights,
+        CallsALayerByItself,
+        LoadsAfterRegister,
     )
 }

@@ -20,6 +20,7 @@ from lockstep.keys import (
 from lockstep.operator import TrainingOperator
 from lockstep.operator.custom_loop_refusals import refuse_late_reduction
 from lockstep.operator.default_loops import require_metrics, step_batch_schedulers
+from lockstep.operator.mixed_tensors import explain_mixed_tensors
 from lockstep.operator.nan_origin import explain_non_finite_error
 from lockstep.operator.registration import registered_parts, step_schedulers
 from lockstep.randomness import derive_seed, preserve_rng_state, seed_all
@@ -215,7 +216,8 @@ class LoopRun:
         self._shards = self._state.context.shard_assignment.shards
         averages = self._operator.loss_reduction == "mean"
         reduction = ReductionContext(self._state.context.group, averages=averages)
-        with preserve_rng_state(), self._arithmetic(), activate(reduction):
+        explain = explain_mixed_tensors(self._operator)
+        with preserve_rng_state(), self._arithmetic(), activate(reduction), explain:
             try:
                 while not self.is_over:
                     self.is_over = self._run_pass(reduction)

@@ -15,6 +15,7 @@ import torch
 
 from lockstep.data import BatchParts, ShardedLoader
 from lockstep.operator.global_batch_context import GlobalBatchContext
+from lockstep.operator.mixed_tensors import explain_mixed_tensors
 from lockstep.operator.shard_batch import ShardBatch
 from lockstep.phases import Phase, in_phase
 from lockstep.randomness import preserve_rng_state
@@ -71,6 +72,7 @@ def predict(worker: Worker, loader: Any) -> list[Prediction]:
             torch.no_grad(),
             _eval_mode(run),
             operator._lockstep_predicting(),
+            explain_mixed_tensors(operator),
         ):
             predicted = [
                 _predict_part(operator, step.index, part, assignment)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from lockstep.errors import ConfigurationError, PeerLostError
 from lockstep.group import Group
+from lockstep.operator.mixed_tensors import explain_mixed_tensors
 from lockstep.operator.non_finite_check import add_non_finite_checks
 from lockstep.operator.optimizer_comparison import compare_optimizers
 from lockstep.operator.optimizer_step_hooks import OptimizerStepHooks, add_step_listeners
@@ -211,7 +212,7 @@ class Worker(StateAccess):
             )
         # Set before `setup`, so that `stop` frees what a failing `setup` registered.
         self._operator = operator
-        with preserve_rng_state(derive_seed(spec.seed, "setup")):
+        with preserve_rng_state(derive_seed(spec.seed, "setup")), explain_mixed_tensors(operator):
             returned = cast("Any", operator).setup(operator.config)
         run = registered_parts(operator)
         conclude_setup(operator, run, returned)
