@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from lockstep._torch_compat import children_by_key
 from lockstep.errors import NotPicklableError
 from lockstep.tensor_copies import as_bytes, is_block
 
@@ -165,7 +166,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
             plain = type(obj).__bases__[0]
-            names = list(vars(obj)["_modules"]["parametrizations"])
+            parametrized: Any = children_by_key(obj)["parametrizations"]
+            names = list(parametrized)
             return _bare_module, (plain, names), vars(obj), None, None, _fill_module
         is_tensor = type(obj) in (torch.Tensor, nn.Parameter)
         if is_tensor and obj.device.type not in ("cpu", "meta"):

@@ -69,11 +69,6 @@ def storage_key(tensor: torch.Tensor) -> int:
     return key
 
 
-def lies_in(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether `storage` is that of `tensor`. Torch 2.6 to 2.13; see `storage_key`."""
-    return bool(storage_key(tensor) == storage._cdata)
-
-
 def storage_use_count(tensor: torch.Tensor) -> int:
     """How many tensors and other objects refer to the storage of `tensor`. Torch 2.6 to 2.13."""
     return int(torch._C._storage_Use_Count(storage_key(tensor)))

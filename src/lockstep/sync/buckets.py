@@ -19,7 +19,7 @@ import torch
 
 from lockstep._torch_compat import (
     copy_each,
-    lies_in,
+    storage_key,
     storage_use_count,
     version_of,
     zero_each,
@@ -64,7 +64,8 @@ class Slot:
         self.last_round = 0
         self._reduced: weakref.ref[torch.Tensor] | None = None
         self._version = 0
-        self._storage: torch.UntypedStorage | None = None  # of a reduced gradient in shards
+        # Of a reduced gradient in shards, and its key: no other storage gets that meanwhile.
+        self._storage: tuple[torch.UntypedStorage, int] | None = None
 
     def mark_local(self) -> None:
         """Note that ``param.grad`` is a gradient of this rank alone."""
@@ -76,8 +77,9 @@ class Slot:
             self.param.grad = gradient
         if gradient is not None and gradient is not self.view:
             self._reduced, self._version = weakref.ref(gradient), version_of(gradient)
-            # The storage, which has no memory, and not its address: another one may get that.
-            self._storage = gradient.untyped_storage() if is_shard(gradient) else None
+            self._storage = None
+            if is_shard(gradient):
+                self._storage = gradient.untyped_storage(), storage_key(gradient)
 
     @property
     def holds_reduced(self) -> bool:
@@ -106,7 +108,7 @@ class Slot:
         known, grad = self._storage, self.param.grad
         if known is None or grad is None or not self.holds_reduced:
             return False
-        return not lies_in(grad, known)
+        return storage_key(grad) != known[1]
 
     def accept_changes(self) -> None:
         """Note that an optimizer has used the gradient as it is now."""

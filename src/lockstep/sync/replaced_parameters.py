@@ -27,6 +27,8 @@ _DESCRIBE: Final = frozenset(
 )
 """What says the same of a parameter and of the one in its place."""
 
+_SHOW: Final = (torch.Tensor.__repr__, torch.Tensor.__format__)
+
 
 class ReplacedParameter(torch.nn.Parameter):
     """A parameter that belongs to no model any more."""
@@ -48,6 +50,8 @@ class ReplacedParameter(torch.nn.Parameter):
             of_a_tensor: Any = super().__torch_function__
             return of_a_tensor(function, types, args, kwargs or {})
         names = dict.fromkeys(_names_in((args, kwargs)))
+        if function in _SHOW:
+            return f"`{next(iter(names))}` from before register(), shape {tuple(args[0].shape)}"
         name = getattr(function, "__name__", str(function))
         if name in ("__get__", "__set__"):
             name = function.__self__.__name__  # the attribute
@@ -59,12 +63,6 @@ class ReplacedParameter(torch.nn.Parameter):
             " others in its place",
             fix="take it from the model again, after register: list(self.model.parameters())",
         )
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"ReplacedParameter({', '.join(_names_in(self))}, shape={tuple(self.shape)})"
-
-    def __format__(self, format_spec: str) -> str:
-        return format(repr(self), format_spec)
 
 
 def free(param: torch.nn.Parameter) -> None:

@@ -51,7 +51,8 @@ def test_what_describes_it_is_as_before(old):
     assert (old.numel(), old.dtype, old.device.type) == (6, torch.float32, "cpu")
     assert old.requires_grad
     assert old.is_leaf
-    assert repr(old) == f"{old}" == "ReplacedParameter(layer.weight, shape=(3, 2))"
+    assert f"{old}" == "`layer.weight` from before register(), shape (3, 2)"
+    assert repr(old) == f"Parameter containing:\n{old}"
     assert {old: 1}[old] == 1
 
 
