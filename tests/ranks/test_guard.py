@@ -30,6 +30,12 @@ def on_two_ranks(body, build=lambda: nn.Linear(4, 3)):
     return run_ranks(2, one)
 
 
+def with_a_local_layer():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    local(model[1])
+    return model
+
+
 def test_gradients_assigned_by_hand_are_refused_by_name():
     def body(group, model, sync):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -277,12 +283,7 @@ def test_a_norm_that_counts_local_parameters_is_refused(clips_all):
         with pytest.raises(GradientNotReducedError, match="norm that counts local parameters"):
             optimizer.step()
 
-    def build():
-        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-        local(model[1])
-        return model
-
-    on_two_ranks(body, build)
+    on_two_ranks(body, with_a_local_layer)
 
 
 def test_a_log_by_one_rank_before_a_clip_holds_nobody_up():
@@ -300,12 +301,7 @@ def test_a_log_by_one_rank_before_a_clip_holds_nobody_up():
                 nn.utils.clip_grad_norm_(shared, 1e-3)
             optimizer.step()
 
-    def build():
-        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-        local(model[1])
-        return model
-
-    on_two_ranks(body, build)
+    on_two_ranks(body, with_a_local_layer)
 
 
 def test_a_log_by_one_rank_beside_a_target_network_holds_nobody_up():

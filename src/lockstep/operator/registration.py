@@ -25,9 +25,9 @@ from lockstep.operator.weight_averages import make_weight_averages
 from lockstep.sync import is_local
 from lockstep.sync.local_parameters import mark_copies
 from lockstep.sync.meta_device import initialise, is_on_meta
-from lockstep.sync.replica_checks import uneven_embedding_error
+from lockstep.sync.replica_checks import batch_dependent_embedding_error
 from lockstep.sync.shard_units import check_policy, find_units
-from lockstep.sync.synced_tensors import find_synced_tensors
+from lockstep.sync.synced_tensors import batch_dependent_options
 
 if TYPE_CHECKING:
     from lockstep.operator.loop_protocols import Operator
@@ -159,7 +159,7 @@ def build_training_parts(
     for module in registered.modules():
         _refuse_buffers(module)
     if context.shard_assignment.num_shards > 1:
-        _refuse_uneven_embeddings(registered)
+        _refuse_scaling_by_frequency(registered)
     for module in registered.modules():
         _move(module, registered, context)
     for optimizer in registered.optimizers:
@@ -252,12 +252,17 @@ def _refuse_foreign_schedulers(registered: TrainingParts) -> None:
             )
 
 
-def _refuse_uneven_embeddings(registered: TrainingParts) -> None:
+def _refuse_scaling_by_frequency(registered: TrainingParts) -> None:
     """Refuse, on one worker too, a gradient that depends on the shard that a row is in."""
-    uneven = find_synced_tensors(list(registered.modules())).uneven
-    scaled = {option: names for option, names in uneven.items() if option == "scale_grad_by_freq"}
+    option = "scale_grad_by_freq"
+    scaled = [
+        f"`{name}.weight`".replace("`.", "`")
+        for module in registered.modules()
+        for name, part in module.named_modules()
+        if option in batch_dependent_options(part)
+    ]
     if scaled:
-        raise uneven_embedding_error(scaled)
+        raise batch_dependent_embedding_error({option: scaled})
 
 
 def conclude_setup(operator: Operator, registered: TrainingParts, returned: Any) -> None:

@@ -53,8 +53,8 @@ def compare_structures(group: Group, found: SyncedTensors, settings: Mapping[str
     first = everyone[0]
     ranks = [rank for rank, other in enumerate(everyone) if other != first]
     if not ranks:
-        if found.uneven and group.size > 1:
-            raise uneven_embedding_error(found.uneven)
+        if found.batch_dependent and group.size > 1:
+            raise batch_dependent_embedding_error(found.batch_dependent)
         return number
     expected, got = _first_difference(first, everyone[ranks[0]])
     raise ReplicasDifferError(
@@ -67,7 +67,7 @@ def compare_structures(group: Group, found: SyncedTensors, settings: Mapping[str
     )
 
 
-def uneven_embedding_error(names: Mapping[str, list[str]]) -> LostUpdateError:
+def batch_dependent_embedding_error(names: Mapping[str, list[str]]) -> LostUpdateError:
     """The refusal of embeddings, by the option for which they are refused."""
     if "scale_grad_by_freq" in names:
         return LostUpdateError(

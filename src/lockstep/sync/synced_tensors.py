@@ -36,15 +36,15 @@ class SyncedTensors:
         parameters: name to parameter, in registration order.
         buffers: name to place, in registration order.
         refused: what cannot be synchronised at all, one sentence each.
-        uneven: weights of embeddings that train by what else is in the forward's batch, by the
-            option that asks for it.
+        batch_dependent: weights of embeddings whose training depends on which rows a forward has
+            together, by the option that makes them so.
         local: the parameters that the program has marked with `local`.
     """
 
     parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, BufferPlace] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
-    uneven: dict[str, list[str]] = field(default_factory=dict)
+    batch_dependent: dict[str, list[str]] = field(default_factory=dict)
     local: list[torch.nn.Parameter] = field(default_factory=list)
     _structure: list[Entry] | None = field(default=None, init=False)
 
@@ -115,8 +115,8 @@ def find_synced_tensors(modules: Sequence[torch.nn.Module]) -> SyncedTensors:
             refusal = _refuse_module(owner, prefix)
             if refusal:
                 found.refused.append(refusal)
-            for option in uneven_options(owner):
-                found.uneven.setdefault(option, []).append(f"`{prefix}weight`")
+            for option in batch_dependent_options(owner):
+                found.batch_dependent.setdefault(option, []).append(f"`{prefix}weight`")
             _collect(found, owner, prefix, seen)
     if any(param.device.type != "cpu" for param in found.parameters.values()):
         # Buffers that are None stay each rank's own on an accelerator: to learn that rank 0 has
@@ -169,7 +169,7 @@ def _refuse_module(module: torch.nn.Module, name: str) -> str | None:
     return None
 
 
-def uneven_options(module: torch.nn.Module) -> list[str]:
+def batch_dependent_options(module: torch.nn.Module) -> list[str]:
     """The options by which an embedding trains otherwise where a batch is split.
 
     With ``max_norm`` a forward writes to the rows of its own batch. With ``scale_grad_by_freq`` a

@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from lockstep.audit.probe.probe import Probe
 
 _MODULES: Final = 16
+"""The buffers of so many modules are looked at."""
 _NEEDED: Final = "ignore_compile_internals"
-"""Under a mode an older torch, which does not ask for this, does not compile, or refuses to."""
+"""What torch asks a mode before it compiles. An older torch does not compile under any mode."""
 _TIMES: Final = 64
-"""That the values of one module's buffers are written down."""
+"""The probe writes down the buffers of one module so often."""
 
 
 def note_buffers(probe: Probe, module: torch.nn.Module) -> None:
@@ -47,7 +48,7 @@ def note_buffers(probe: Probe, module: torch.nn.Module) -> None:
     kept.step = probe.steps_done
     held = dict(_candidates(module))
     if list(held) != kept.fact.names or len(kept.fact.steps) >= _TIMES:
-        kept.fact = None  # it has others now
+        kept.fact = None  # the module has other buffers now, or enough was written down
         return
     buffers = list(held.values())
     if not kept.has_changed(buffers):
@@ -58,7 +59,7 @@ def note_buffers(probe: Probe, module: torch.nn.Module) -> None:
 
 
 def _look_at(probe: Probe, module: torch.nn.Module) -> KeptBuffers:
-    """The parts of a module are then taken care of: only the whole is looked at."""
+    """Begin to look at the buffers of a module, and so no more at those of its parts alone."""
     for part in module.modules():
         probe.buffers_used[id(part)] = KeptBuffers(part, None)
     held = dict(_candidates(module))
@@ -93,8 +94,10 @@ def _follow(
     probe: Probe, kept: KeptBuffers, module: torch.nn.Module, buffers: list[torch.Tensor]
 ) -> None:
     """Until this forward ends, see what its results follow from."""
-    if torch._C._len_torch_dispatch_stack() or not hasattr(TorchDispatchMode, _NEEDED):
-        return  # modes of the program's own close in their order
+    if not hasattr(TorchDispatchMode, _NEEDED):
+        return
+    if torch._C._len_torch_dispatch_stack():
+        return  # the program may leave a mode of its own while ours is the last that was entered
     flow = Dataflow(buffers, probe.harmlessly)
 
     def end(_: torch.nn.Module, __: Any, results: Any) -> None:

@@ -9,8 +9,9 @@ ranks evaluate.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 
@@ -18,13 +19,15 @@ from lockstep.audit.rules.base import Code, at_step, first_of_each, named, numbe
 from lockstep.audit.rules.replicas import BEFORE, BETWEEN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
-    from lockstep.audit.facts import Evaluation, FrozenModule, Step, UsedBuffers
+    from lockstep.audit.facts import FrozenModule, Step, UsedBuffers
     from lockstep.audit.finding import Finding
     from lockstep.audit.prints import Fingerprint
     from lockstep.audit.shared_track import SharedTrack
     from lockstep.audit.world import World
+
+_Seen = TypeVar("_Seen")
 
 MODE = Code("LS311", "ranks train in different modes")
 
@@ -118,14 +121,12 @@ def _of_frozen(
     first = next(iter(at_once.values()))
     names = [first.names[place] for place in different]
     norms = {rank: float(each.prints.norms[different[0]]) for rank, each in at_once.items()}
-    are_apart = _are_apart(np.array(list(norms.values())), _NORMS_ALLOWED)
-    said = numbers(norms) if are_apart else "the same, of other elements"
     since = number > track.numbers[0]
     code = BETWEEN if since else BEFORE
     when = f"by step {number + 1}" if since else "at the first step"
     return code.finding(
         f"{when} the ranks called {first.module} modules that no optimizer trains and whose "
-        f"weights differ: {named(names)} (norm of `{names[0]}`: {said})",
+        f"weights differ: {named(names)} (norm of `{names[0]}`: {_said(norms)})",
         "build, load and update it on every rank alike: nothing else makes it the same. If it is "
         "meant to differ, `lockstep.local(module)`",
         parameters=names,
@@ -138,7 +139,10 @@ BUFFERS = Code("LS309", "ranks compute with different buffers")
 
 
 class Buffers:
-    """At an evaluation, and those that gradients follow from: others differ in healthy runs."""
+    """Compares the buffers that gradients follow from, and those of an evaluation.
+
+    Others differ in healthy runs.
+    """
 
     codes = (BUFFERS,)
 
@@ -150,7 +154,8 @@ class Buffers:
         if in_training is not None:
             yield in_training
             return
-        for at_once in _of_all_ranks([led.evaluations for led in ledgers.values()]):
+        evaluations = [led.evaluations for led in ledgers.values()]
+        for at_once in _kth_of_a_kind(evaluations, lambda x: (x.step, *x.names, *x.counts)):
             first = at_once[0]
             at_home = {name.rpartition(".")[0] for t in world.tracks for name in t.at_home}
             different = [
@@ -177,11 +182,12 @@ class Buffers:
 
 
 def _used_in_training(world: World) -> Finding | None:
-    """A buffer that began the same on all ranks and became each rank's own, and gradients'."""
+    """The first buffers that began the same on all ranks, differ, and have gradients follow."""
     if world.is_model_parallel or not world.in_step:
         return None
     at_home = {name.rpartition(".")[0] for t in world.tracks for name in t.at_home}
-    for known in _side_by_side_buffers([led.buffers_used for led in world.ledgers.values()]):
+    used_buffers = [led.buffers_used for led in world.ledgers.values()]
+    for known in _kth_of_a_kind(used_buffers, lambda x: (x.module, *x.names, *x.counts)):
         first = known[0]
         by_step = [dict(zip(each.steps, each.prints, strict=True)) for each in known]
         shared = sorted(set.intersection(*map(set, by_step)))
@@ -199,52 +205,54 @@ def _used_in_training(world: World) -> Finding | None:
                 and first.names[place].rpartition(".")[0] not in at_home
             ]
             if different:
-                names = [first.names[place] for place in different]
                 norms = [float(each.norms[different[0]]) for each in prints]
-                of_ranks = dict(zip(world.ledgers, norms, strict=True))
-                are_apart = _are_apart(np.array(norms), _NORMS_ALLOWED)
-                said = numbers(of_ranks) if are_apart else "the same, of other elements"
-                return BUFFERS.finding(
-                    f"the ranks began with the same {named(names)} of {first.module} and compute "
-                    f"step {step + 1} with different ones (norm of `{names[0]}`: {said}): "
-                    "gradients follow from it, and each rank has updated its own",
-                    "all-reduce what it is updated with, or broadcast the buffer, on every rank "
-                    "before a forward uses it. If it is meant to differ, `lockstep.local(module)`",
-                    rank=sorted(world.ledgers),
-                    optimizer="*",
-                    step=step + 1,
-                    parameters=names,
-                    evidence={"norms": of_ranks},
-                    where=first.where,
+                return _of_used(
+                    first, different, dict(zip(world.ledgers, norms, strict=True)), step
                 )
     return None
 
 
-def _side_by_side_buffers(of_ranks: list[list[UsedBuffers]]) -> list[tuple[UsedBuffers, ...]]:
-    """The k-th module of a kind with the k-th of that kind on the other ranks."""
-    by_rank: list[dict[tuple[object, ...], UsedBuffers]] = []
+def _of_used(
+    buffers: UsedBuffers, different: list[int], norms: dict[int, float], step: int
+) -> Finding:
+    names = [buffers.names[place] for place in different]
+    return BUFFERS.finding(
+        f"the ranks began with the same {named(names)} of {buffers.module} and compute step "
+        f"{step + 1} with different ones (norm of `{names[0]}`: {_said(norms)}): training uses "
+        "what each rank has updated by itself",
+        "all-reduce what the buffer is updated with, or broadcast the buffer, on every rank before "
+        "a forward uses it. If it is meant to differ, `lockstep.local(module)`",
+        rank=sorted(norms),
+        optimizer="*",
+        step=step + 1,
+        parameters=names,
+        evidence={"norms": norms},
+        where=buffers.where,
+    )
+
+
+def _kth_of_a_kind(
+    of_ranks: Sequence[Sequence[_Seen]], kind: Callable[[_Seen], Hashable]
+) -> list[tuple[_Seen, ...]]:
+    """The k-th of a kind with the k-th of that kind on the other ranks, if all have one.
+
+    Of other sizes modules are of another kind: one rank's head, say.
+    """
+    by_rank: list[dict[tuple[Hashable, int], _Seen]] = []
     for of_rank in of_ranks:
-        found: dict[tuple[object, ...], UsedBuffers] = {}
+        counted: Counter[Hashable] = Counter()
+        found: dict[tuple[Hashable, int], _Seen] = {}
         for one in of_rank:
-            kind = (one.module, tuple(one.names), tuple(one.counts))
-            found[(*kind, sum(known[:-1] == kind for known in found))] = one
+            found[kind(one), counted[kind(one)]] = one
+            counted[kind(one)] += 1
         by_rank.append(found)
     shared = [known for known in by_rank[0] if all(known in found for found in by_rank)]
     return [tuple(found[known] for found in by_rank) for known in shared]
 
 
-def _of_all_ranks(evaluations: list[list[Evaluation]]) -> list[tuple[Evaluation, ...]]:
-    """The first after a step with the first on all ranks, the second with the second."""
-    by_rank: list[dict[tuple[object, ...], Evaluation]] = []
-    for of_rank in evaluations:
-        found: dict[tuple[object, ...], Evaluation] = {}
-        for one in of_rank:
-            place = sum(known[0] == one.step for known in found)
-            # Of other sizes they are other modules: one rank's head, say.
-            found[one.step, place, tuple(one.names), tuple(one.counts)] = one
-        by_rank.append(found)
-    shared = [known for known in by_rank[0] if all(known in found for found in by_rank)]
-    return [tuple(found[known] for found in by_rank) for known in shared]
+def _said(norms: dict[int, float]) -> str:
+    are_apart = _are_apart(np.array(list(norms.values())), _NORMS_ALLOWED)
+    return numbers(norms) if are_apart else "the same, of other elements"
 
 
 def _different(prints: Sequence[Fingerprint], counts: Sequence[int]) -> list[int]:
