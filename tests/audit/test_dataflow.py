@@ -3,6 +3,8 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -183,3 +185,52 @@ def test_a_buffer_that_never_changes_costs_one_look():
         _step(probe, model, torch.ones(1, 3))
     (fact,) = probe.ledger.buffers_used
     assert (fact.used, fact.steps) == (None, [0])
+
+
+@pytest.fixture
+def world_of_two():
+    dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("world_of_two")
+def test_what_a_collective_brings_follows_from_no_ranks_own_value():
+    buffer = torch.ones(3)
+    with Dataflow([buffer], lambda look, *given: look(*given)) as flow:
+        of_all = buffer * 0.5
+        dist.all_reduce(of_all)
+        assert flow.reaches(W * of_all) == set()
+        assert flow.reaches(W * buffer) == {0}
+
+
+class Queue(nn.Module):
+    """Rows of its own, a part of which each forward replaces."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(3, 3)
+        self.register_buffer("rows", torch.zeros(4, 3))
+
+    def forward(self, x):
+        result = self.body(x) @ self.rows.clone().T
+        self.rows[:2] = x[:2]
+        return result
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.body = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.body(self.norm(x))
+
+
+@pytest.mark.parametrize("kind", [Queue, Normed])
+def test_a_queue_of_samples_and_running_statistics_are_each_ranks_own(kind):
+    probe, model = Probe(), kind()
+    for _ in range(3):
+        _step(probe, model, torch.randn(4, 3))
+    assert probe.ledger.buffers_used == []

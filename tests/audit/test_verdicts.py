@@ -53,6 +53,25 @@ def test_evaluations_of_modules_of_other_sizes_are_not_compared():
     assert not any(ledger.facts.unseen for ledger in ledgers)
 
 
+@pytest.mark.parametrize("change", ["not used", "apart from the beginning"])
+def test_buffers_that_no_gradient_follows_from_or_that_began_apart_are_not_compared(change):
+    ledgers = _recorded("bugs/h_centre_of_own_rows")
+    assert _graver(ledgers) == ["LS309"]
+    for ledger in ledgers:
+        (fact,) = ledger.buffers_used
+        if change == "not used":
+            fact.used = ["another"]
+        else:
+            fact.prints[0] = fact.prints[-1]
+    assert _graver(ledgers) == []
+
+
+def test_a_rank_that_has_left_no_step_ends_no_judgement():
+    ledgers = _recorded("bugs/f_not_divided")
+    ledgers[1].tracks[0].steps.clear()
+    assert not any(track.meets_again for track in World(ledgers).tracks)
+
+
 def _read(indices, sampler="Own", key="data#0", where=(), **said):
     indices = list(map(int, indices))
     of_training = {"training": True, "has_ended": True}
