@@ -40,6 +40,27 @@ def test_another_programs_private_ray_is_left_alone():
     assert address != ray.get_runtime_context().gcs_address
 
 
+def test_a_ray_that_cannot_start_is_an_error_that_says_what_to_type(tmp_path):
+    # A socket's path may not exceed about 100 characters.
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    environment = without_ray_variables() | {
+        "RAY_TMPDIR": str(folder),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    program = "from lockstep.engine.cluster import connect; connect()"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    error = done.stderr.rpartition("lockstep.errors.")[2]
+    assert error.startswith("NotAvailableError: "), done.stderr
+    assert "Ray did not start on this machine" in error
+    assert "AF_UNIX path length" in error
+    assert "ray start --head" in error
+    assert f"{folder}/ray/session_latest/logs" in error
+
+
 LEAVES_NOTHING = """
 import os, pathlib
 import ray

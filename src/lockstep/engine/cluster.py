@@ -37,7 +37,8 @@ def connect() -> bool:
     detects, also the private cluster of another program, take its CPUs and end with it.
 
     Raises:
-        NotAvailableError: the program has connected by Ray Client, from outside of the cluster.
+        NotAvailableError: the program has connected by Ray Client, from outside of the cluster, or
+            Ray cannot start on this machine.
     """
     global _own_address
     if client.ray.is_connected():
@@ -53,7 +54,7 @@ def connect() -> bool:
             _join_named_cluster()
         elif not _join_local_cluster():
             with _private_token():
-                ray.init(address="local", logging_level=logging.ERROR, include_dashboard=False)
+                _start_private_cluster()
             _own_address = _address()
     return _address() == _own_address
 
@@ -87,6 +88,25 @@ def _private_token() -> Iterator[None]:
             signal.signal(signal.SIGTERM, handler)
 
 
+def _start_private_cluster() -> None:
+    try:
+        ray.init(address="local", logging_level=logging.ERROR, include_dashboard=False)
+    except Exception as error:  # Ray has no class of its own for a start that fails
+        raise NotAvailableError(
+            "Ray did not start on this machine",
+            got=str(error),
+            cause="Ray gives its first processes 30 s: the machine is too busy, or has no memory or"
+            " disk left; or the path of Ray's files is too long for a socket",
+            fix="`ray start --head`, then this program again: it joins that Ray; Ray's logs:"
+            f" {_folder() / 'session_latest' / 'logs'}",
+        ) from error
+
+
+def _folder() -> Path:
+    """Where Ray keeps its sockets, logs and the address of the cluster of this machine."""
+    return Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray")
+
+
 @functools.cache
 def _own_token() -> str:
     return secrets.token_hex(32)
@@ -104,8 +124,7 @@ def _join_named_cluster() -> None:
 
 
 def _join_local_cluster() -> bool:
-    started = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
-    if not started.exists():
+    if not (_folder() / "ray_current_cluster").exists():
         return False
     try:
         ray.init(logging_level=logging.ERROR)
