@@ -96,6 +96,8 @@ class SharedTrack:
     Args:
         tracks: by rank.
         apart: names of parameters that are not replicas of one another; see `apart_by_design`.
+        is_cut_off: the run failed, which is why some ranks took more steps than others. The steps
+            that all ranks took are the same steps.
     """
 
     def __init__(
@@ -104,11 +106,13 @@ class SharedTrack:
         tracks: dict[int, Track],
         world_size: int,
         apart: frozenset[str] = frozenset(),
+        is_cut_off: bool = False,
     ) -> None:
         self.key = key
         self.tracks = tracks
         self.world_size = world_size
         self.apart = apart
+        self.is_cut_off = is_cut_off
         self.at_home: frozenset[str] = frozenset()
         self.ranks = sorted(tracks)
         self.meets_again = False
@@ -125,8 +129,9 @@ class SharedTrack:
 
     @property
     def counts_differ(self) -> bool:
-        """Did some ranks take more steps than others?"""
-        return len({track.count for track in self.tracks.values()}) > 1
+        """Did some ranks take more steps than others, so that their k-th steps are not the same?"""
+        counts = {track.count for track in self.tracks.values()}
+        return len(counts) > 1 and not self.is_cut_off
 
     @cached_property
     def parameters(self) -> list[Shared]:

@@ -56,8 +56,10 @@ class World:
                 if track.count and track.parameters:
                     found.setdefault(track.key, {})[rank] = track
         whole = [SharedTrack(key, tracks, self.size) for key, tracks in found.items()]
+        is_cut_off = self.has_failed and not any(f.joins for f in self.facts)
         described = [
-            SharedTrack(t.key, t.tracks, self.size, apart_by_design(t, whole)) for t in whole
+            SharedTrack(t.key, t.tracks, self.size, apart_by_design(t, whole), is_cut_off)
+            for t in whole
         ]
         alike: dict[str, list[SharedTrack]] = {}
         for one in described:
