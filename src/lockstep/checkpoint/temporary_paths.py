@@ -49,7 +49,7 @@ def _make_held(folder: str, make: Callable[[str], object]) -> tuple[str, int]:
         # Before the lock is there, another process may take the path for a leftover.
         with suppress(FileNotFoundError):
             held = os.open(path, os.O_RDONLY)
-            if _lock(held, fcntl.LOCK_SH) and os.path.exists(path):
+            if try_lock(held, fcntl.LOCK_SH) and os.path.exists(path):
                 return path, held
             os.close(held)
 
@@ -82,7 +82,7 @@ def _remove_unless_held(path: str) -> None:
     except (FileNotFoundError, PermissionError):
         return  # another process has removed it, or it is another user's
     try:
-        if _lock(found, fcntl.LOCK_EX):
+        if try_lock(found, fcntl.LOCK_EX):
             if is_folder:
                 shutil.rmtree(path)
             else:
@@ -91,7 +91,7 @@ def _remove_unless_held(path: str) -> None:
         os.close(found)
 
 
-def _lock(descriptor: int, how: int) -> bool:
+def try_lock(descriptor: int, how: int) -> bool:
     """Lock an open file or folder; False if another process has locked it."""
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)

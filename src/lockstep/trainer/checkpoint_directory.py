@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lockstep import checkpoint
+from lockstep.checkpoint.directory_lock import DirectoryLock, lock_directory
 from lockstep.checkpoint.rotation import Rotation
 from lockstep.errors import (
     CheckpointError,
@@ -49,8 +50,8 @@ class CheckpointDirectory:
             that has written them.
 
     Raises:
-        ConfigurationError: arguments that do not fit together, or the directory holds
-            checkpoints and `resume` is None.
+        ConfigurationError: arguments that do not fit together; the directory holds checkpoints
+            and `resume` is None; or another program trains there.
         CheckpointError: there are checkpoints, and none can be read.
         CheckpointWriteError: the directory cannot be written to.
     """
@@ -63,9 +64,11 @@ class CheckpointDirectory:
         self.resumes_own = False
         self._rotation: Rotation | None = None
         self._writer: CheckpointWriter | None = None
+        self._lock: DirectoryLock | None = None
         if folder is not None:
             self._rotation = Rotation(os.path.abspath(folder), keep, self._read)
             self._rotation.prepare_folder()
+            self._lock = lock_directory(self._rotation.folder)
         self._source = self._find(resume)
         if self._rotation is not None:
             if self._source is not None:
@@ -183,6 +186,18 @@ class CheckpointDirectory:
         path = self._rotation.write(snapshot.step, write)
         _log.info("step %d is safe: %s", snapshot.step, path)
         return path
+
+    def close(self, *, raises: bool) -> None:
+        """End the thread that writes, and leave the directory to other programs.
+
+        Raises:
+            CheckpointWriteError: `raises`, and the latest checkpoint could not be written.
+        """
+        try:
+            if self._writer is not None:
+                self._writer.close(raises=raises)
+        finally:
+            self._lock = None
 
     def finish_resume(self) -> None:
         """Log from which step the run goes on, and drop the state: the workers have loaded it."""

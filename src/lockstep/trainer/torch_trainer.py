@@ -485,8 +485,7 @@ class TorchTrainer:
     def _close(self, *, force: bool, raises_write_error: bool) -> None:
         """End the workers, and the thread that writes checkpoints."""
         self._workers.close(force=force)
-        if self._writer is not None:
-            self._writer.close(raises=raises_write_error)
+        self._disk.close(raises=raises_write_error)
         self._dataset.forget()
 
     def __enter__(self) -> TorchTrainer:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.unit.checkpoint.test_directory_lock import locks_in_another_process
 from tests.unit.trainer.programs import Regression, Streaming, loader, sgd, trainer, weights
 from tests.unit.trainer.test_state_transfer import Everything, halve_rate, rate
 from torch import nn
@@ -193,6 +194,14 @@ def test_a_new_run_does_not_mix_with_an_old_one(tmp_path):
     with pytest.raises(ConfigurationError, match="resume=") as caught:
         trainer(checkpoint_dir=tmp_path)
     assert str(tmp_path) in str(caught.value)
+
+
+def test_another_program_is_refused_until_the_run_is_shut_down(tmp_path):
+    one = trainer(checkpoint_dir=tmp_path, checkpoint_every=1)
+    one.train(num_steps=1)
+    assert not locks_in_another_process(tmp_path)
+    one.shutdown()
+    assert locks_in_another_process(tmp_path)
 
 
 @pytest.mark.parametrize(

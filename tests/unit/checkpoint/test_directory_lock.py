@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One program at a time has a directory, until it lets it go or ends."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from lockstep.checkpoint.directory_lock import lock_directory
+from lockstep.errors import ConfigurationError
+
+LOCKS = """
+import sys
+from lockstep.checkpoint.directory_lock import lock_directory
+lock = lock_directory(sys.argv[1])
+"""
+
+
+def locks_in_another_process(folder):
+    done = subprocess.run([sys.executable, "-c", LOCKS, folder], capture_output=True, text=True)
+    assert done.returncode == 0 or "another program trains in checkpoint_dir" in done.stderr
+    return done.returncode == 0
+
+
+def test_a_second_program_is_refused_until_the_first_lets_go(tmp_path):
+    lock = lock_directory(str(tmp_path))
+    assert not locks_in_another_process(tmp_path)
+    del lock
+    assert locks_in_another_process(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_trainers_of_one_process_share_it_by_whatever_path(tmp_path):
+    link = tmp_path / "link"
+    (tmp_path / "run").mkdir()
+    link.symlink_to(tmp_path / "run")
+    first = lock_directory(str(tmp_path / "run"))
+    second = lock_directory(str(link))
+    del first
+    assert not locks_in_another_process(tmp_path / "run")
+    del second
+    assert locks_in_another_process(tmp_path / "run")
+
+
+KILLED = """
+import os, sys, time
+from lockstep.checkpoint.directory_lock import lock_directory
+lock = lock_directory(sys.argv[1])
+if os.fork() == 0:  # as a DataLoader's worker
+    print(os.getpid(), flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_killed_program_holds_it_no_longer_though_a_process_that_it_forked_lives(tmp_path):
+    program = subprocess.Popen(
+        [sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True
+    )
+    assert program.stdout is not None
+    child = int(program.stdout.readline())
+    try:
+        with pytest.raises(ConfigurationError, match="another program trains") as refused:
+            lock_directory(str(tmp_path))
+        assert f"fuser {tmp_path}" in str(refused.value)
+        program.kill()
+        program.wait()
+        os.kill(child, 0)  # it lives
+        assert lock_directory(str(tmp_path))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        program.kill()
+        program.wait()
+        program.stdout.close()
