@@ -2,15 +2,18 @@
 """Losses over rows of other ranks: does the gradient find its way back?
 
 With W ranks, a gather without gradient leaves out what the other ranks' losses owe to this rank's
-rows. If every rank computes the whole loss, what is left is 1/W of the truth, and a factor W makes
-it right for what comes before the gather; if each rank computes its own rows, nothing does.
+rows. If every rank computes the whole loss, the ranks' gradients add up to the truth, and their
+average is 1/W of it: a factor W, or a sum in place of the average, makes it right for what comes
+before the gather. If each rank computes its own rows, nothing does.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
+from lockstep.audit.diagnoses.seen import seen_in
 from lockstep.audit.expectation import is_near
 from lockstep.audit.rules.base import Code, at_step, first_of_each
 
@@ -68,9 +71,30 @@ class _Case:
         return sum(totals) if totals else 1.0
 
     @property
-    def makes_up_for_it(self) -> bool:
+    def counts_for_all(self) -> bool:
         """Do all ranks compute one loss, times their number?"""
         return self.is_global and is_near(self.factor, self.fact.group)
+
+    @cached_property
+    def reductions(self) -> list[float]:
+        """What each rank's gradients count in what all ranks used, of most parameters first.
+
+        Where that was not to be seen, they were averaged.
+        """
+        seen = [s for s in seen_in(self.track, self.number, None) if s.is_common]
+        seen.sort(key=lambda s: -len(s.parameters))
+        found = [float(s.coefficients[0]) for s in seen if s.is_coefficient(s.coefficients[0])]
+        return found or [1.0 / self.fact.group]
+
+    @property
+    def remains(self) -> float:
+        """Of the gradient of what comes before the gather, where all ranks compute one loss."""
+        return self.factor * self.reductions[0]
+
+    @property
+    def makes_up_for_it(self) -> bool:
+        """Do all ranks compute one loss, whose factor and reduction leave it as it is?"""
+        return self.is_global and any(is_near(self.factor * each, 1.0) for each in self.reductions)
 
     @property
     def speaks(self) -> bool:
@@ -108,7 +132,7 @@ def _judge_step(track: SharedTrack, number: int) -> Finding | None:
 def _gathered(case: _Case) -> Finding | None:
     fact, size = case.fact, case.fact.group
     if fact.differentiable and (case.speaks or fact.adjoint):
-        if not case.makes_up_for_it:
+        if not case.counts_for_all:
             return None
         return case.finding(
             WRONG,
@@ -126,13 +150,12 @@ def _gathered(case: _Case) -> Finding | None:
     if case.makes_up_for_it:
         return None
     if case.is_global:
-        ratio = case.factor / size
         return case.finding(
             code,
             f"{what}; every rank computes the same loss, so what comes before the gather gets "
-            f"{ratio:.3g} of its gradient",
+            f"{case.remains:.3g} of its gradient",
             _FIX,
-            ratio=ratio,
+            ratio=case.remains,
         )
     return case.finding(
         code,
@@ -168,7 +191,7 @@ def _outside(case: _Case) -> Finding | None:
         return None
     missing, ratio = "what other ranks owe to it is missing", {}
     if case.is_global and fact.reduction == "SUM":
-        ratio = {"ratio": case.factor / size}
+        ratio = {"ratio": case.remains}
         missing = (
             f"every rank computes the same loss, so what comes before the sum gets "
             f"{ratio['ratio']:.3g} of its gradient"
