@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One loss on every rank, of rows gathered without gradient: the ranks' gradients add up to its own.
+"""One loss on every rank, of rows gathered without gradient; the gradients add up to the truth.
 
 What stands behind the gather has the whole gradient on every rank, and so its average is used.
 """
