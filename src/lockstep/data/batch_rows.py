@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 def leading_length(batch: Any) -> int:
     """Number of rows: the leading length of the first tensor, array or sequence of rows.
 
+    An empty one stands back behind those that have rows: a batch of graphs without a single edge
+    is not a batch without samples.
+
     Raises:
         NotShardableError: nothing in the batch has a length.
     """
@@ -56,8 +59,13 @@ def _first_length(batch: Any) -> int | None:
     children = children_of(batch)
     if children is None:
         return len(batch) if is_rows(batch) else None
-    lengths = (_first_length(child) for _, child in children)
-    return next((length for length in lengths if length is not None), None)
+    found: int | None = None
+    for _, child in children:
+        length = _first_length(child)
+        if length:
+            return length
+        found = length if found is None else found
+    return found
 
 
 def count_samples(batch: Any, num_asked: int) -> int:

@@ -58,6 +58,9 @@ def test_length_is_that_of_the_first_tensor_array_or_sequence() -> None:
     assert leading_length(("ab", ["a", "b", "c"])) == 3
     assert leading_length({"n": np.ones((4, 2))}) == 4
     assert leading_length(Record(torch.ones(6), [])) == 6
+    without_edges = {"edges": torch.ones(0, 2), "nodes": {"x": torch.ones(5, 3)}}
+    assert leading_length(without_edges) == 5
+    assert leading_length((torch.ones(0, 2), [torch.ones(0)], 3.0)) == 0
     with pytest.raises(NotShardableError, match="number of samples"):
         leading_length(3)
 
