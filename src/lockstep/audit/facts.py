@@ -18,6 +18,8 @@ class Term:
     `kind` is ``mean`` or ``sum``, of a sum that the program divided itself by `count` as well a
     ``mean``; `op` is the operation. `may_be_masked`: elements may have been made zero before they
     were added up. `images`: how many of them the elements are of; None if they are of none.
+    `divisors` and `factors` are all numbers by which a sum was divided and multiplied; empty where
+    one of them is how many elements it has.
     """
 
     kind: str
@@ -26,6 +28,8 @@ class Term:
     op: str
     may_be_masked: bool
     images: int | None = None
+    divisors: list[float] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)
 
 
 @dataclass

@@ -29,6 +29,7 @@ DIAGNOSES: Final[tuple[Diagnosis, ...]] = (
     scale.reduced_again,
     scale.undivided,
     scale.times_ranks,
+    scale.divided_by_all,
 )
 """In the order in which they are asked: the first that knows an answer gives it."""
 

@@ -28,13 +28,14 @@ if TYPE_CHECKING:
     from lockstep.audit.diagnoses.seen import Seen
     from lockstep.audit.equations import Numbers
     from lockstep.audit.facts import Collective, Step
-    from lockstep.audit.finding import Finding
+    from lockstep.audit.finding import Finding, Place
     from lockstep.audit.shared_track import SharedTrack
 
 TWICE: Final = Code("LS204", "gradients were reduced twice")
 UNDIVIDED: Final = Code("LS205", "what the ranks added up was not divided")
 TIMES: Final = Code("LS206", "the loss or its schedule is scaled by the number of ranks", "warning")
 
+_FEWEST_COUNTS: Final = 2
 _TELLING: Final = {("all_reduce", "SUM"), ("all_gather", None), ("all_gather_into_tensor", None)}
 
 
@@ -161,6 +162,69 @@ def times_ranks(seen: Seen) -> Finding | None:
         severity="notice" if size == 2 else None,
         evidence={"ratio": total},
     )
+
+
+def divided_by_all(seen: Seen) -> Finding | None:
+    """A part of a loss is a share of the mean over all ranks, and was averaged as well.
+
+    Beside others that are means over a rank's own elements. (Of a loss of one part `times_ranks`
+    tells.) What the part was divided by is a count that the ranks have added up, in each step
+    another one: nothing else is so by chance.
+    """
+    size = seen.size
+    if not seen.is_common or seen.communicates or not seen.is_coefficient(1.0 / size):
+        return None
+    counts = [_divisors_of_all(steps, size) for steps in _detailed(seen.track)]
+    if not all(counts) or len({min(of_step) for of_step in counts}) < _FEWEST_COUNTS:
+        return None
+    of_step = _divisors_of_all(seen.steps, size)
+    if not of_step:
+        return None  # nothing was written down of this step
+    count, where = next(iter(of_step.items()))
+    return seen.finding(
+        TIMES,
+        f"a part of each rank's loss was divided by the {count:g} elements that all {size} ranks "
+        f"have together, and the gradients were averaged as well: beside the other parts it counts "
+        f"1/{size} of what it counts in the mean over all samples",
+        f"divide by the ranks' average, which is that number over {size}, or multiply this part of "
+        "the loss by the number of ranks",
+        where=[*where, *seen.lines],
+        evidence={"ratio": 1.0 / size, "counts": count},
+    )
+
+
+def _detailed(track: SharedTrack) -> list[dict[int, Step]]:
+    """The steps whose collectives were written down on all ranks."""
+    found = map(track.steps, track.numbers)
+    return [steps for steps in found if all(step.collectives for step in steps.values())]
+
+
+def _divisors_of_all(steps: dict[int, Step], size: int) -> dict[float, list[Place]]:
+    """By what a part of the loss was divided on each rank, and where the ranks had added it up.
+
+    Not where a factor may be the number of ranks, which makes up for it.
+    """
+    of_ranks: list[dict[float, list[Place]]] = []
+    for step in steps.values():
+        told = {
+            call.after: call.where
+            for call in step.collectives
+            if (call.op, call.reduction) in _TELLING and math.prod(call.shape) == 1
+            if len(call.group) == size and call.before and call.after
+            if call.before.is_integer() and call.before < call.after
+        }
+        of_ranks.append(
+            {
+                by: told[by]
+                for backward in step.backwards
+                for term in backward.terms
+                if not any(factor % size == 0.0 for factor in term.factors)
+                for by in term.divisors
+                if by in told
+            }
+        )
+    first, *others = of_ranks
+    return {by: where for by, where in first.items() if all(by in other for other in others)}
 
 
 def _is_factor(seen: Seen, step: Step, total: float) -> bool:

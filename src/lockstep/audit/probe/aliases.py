@@ -17,7 +17,7 @@ import torch
 
 from lockstep.audit.facts import Alias
 from lockstep.audit.probe.frames import looks_at_its_locals, users_frames
-from lockstep.audit.probe.loss_graph import TRANSPARENT, operands, weight_at
+from lockstep.audit.probe.loss_graph import TRANSPARENT, Scaling, operands, weight_at
 from lockstep.audit.probe.passed_back import has_hooks
 
 if TYPE_CHECKING:
@@ -151,4 +151,4 @@ def _factor(node: Any) -> float | None:
     """The number that it multiplies by, or divides."""
     if not node.name().startswith(("Mul", "Div")) or not _is_linear(node):
         return None
-    return next((factor for _, factor, _ in operands(node, 1.0)), None)
+    return next((below.weight for _, below in operands(node, Scaling(1.0))), None)

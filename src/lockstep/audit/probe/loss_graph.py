@@ -12,7 +12,8 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -22,9 +23,29 @@ from lockstep.audit.probe.graphs import saved
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_Divisors = tuple[float, ...]
-_Waiting = tuple[Any, float, _Divisors]
-"""A node, what it was multiplied by, and what it was divided by, the first division first."""
+
+class Scaling(NamedTuple):
+    """What a node of the graph counts in the loss: `weight`, and how that came about.
+
+    Attributes:
+        weight: by which one unit of the node changes the loss.
+        divisors: by which it was divided, the first division first.
+        factors: by which it was multiplied.
+    """
+
+    weight: float
+    divisors: tuple[float, ...] = ()
+    factors: tuple[float, ...] = ()
+
+    def times(self, factor: float) -> Scaling:
+        return Scaling(self.weight * factor, self.divisors, (factor, *self.factors))
+
+    def divided_by(self, divisor: float) -> Scaling:
+        return Scaling(self.weight / divisor, (divisor, *self.divisors), self.factors)
+
+
+_Waiting = tuple[Any, Scaling]
+
 
 _MEAN: Final = 1
 _SUM: Final = 2
@@ -75,7 +96,7 @@ def terms_of(loss: torch.Tensor, weight: float = 1.0) -> list[Term]:
     Gradient:
         None: it reads the graph.
     """
-    terms = [_reduction(*walked) for walked in _walk(loss, weight) if walked[1] != 0.0]
+    terms = [_reduction(node, scaling) for node, scaling in _walk(loss, weight) if scaling.weight]
     return [term for term in terms if term is not None]
 
 
@@ -89,15 +110,15 @@ def factor_of(loss: torch.Tensor, weight: float = 1.0) -> float:
     Gradient:
         None: it reads the graph.
     """
-    node, factor = loss.grad_fn, weight
+    node, scaling = loss.grad_fn, Scaling(weight)
     for _ in range(_NODES):
         if node is None or node.name() not in TRANSPARENT | _FACTORS:
             break
-        below = operands(node, factor)
+        below = operands(node, scaling)
         if len(below) != 1:
             break
-        node, factor, _ = below[0]
-    return factor
+        node, scaling = below[0]
+    return scaling.weight
 
 
 def nearest_parameters(loss: torch.Tensor) -> list[torch.Tensor]:
@@ -121,48 +142,48 @@ def nearest_parameters(loss: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-def operands(node: Any, factor: float, divisors: _Divisors = ()) -> list[_Waiting]:
-    """What `node`, which counts `factor`, was computed from, and what that counts."""
+def operands(node: Any, scaling: Scaling) -> list[_Waiting]:
+    """What `node`, which counts as `scaling` says, was computed from, and what that counts."""
     name = node.name()
     inputs = [fn for fn, _ in node.next_functions]
     if name in TRANSPARENT:
-        return [(inputs[0], factor, divisors)]
+        return [(inputs[0], scaling)]
     if name == "NegBackward0":
-        return [(inputs[0], -factor, divisors)]
+        return [(inputs[0], scaling.times(-1.0))]
     if name == "AddBackward0":
         alpha = float(getattr(node, "_saved_alpha", 1))
-        second = [(inputs[1], factor * alpha, divisors)] if len(inputs) > 1 else []
-        return [(inputs[0], factor, divisors), *second]
+        second = [(inputs[1], scaling.times(alpha))] if len(inputs) > 1 else []
+        return [(inputs[0], scaling), *second]
     if name == "SubBackward0":
-        second = [(inputs[1], -factor, divisors)] if len(inputs) > 1 else []
-        return [(inputs[0], factor, divisors), *second]
+        second = [(inputs[1], scaling.times(-1.0))] if len(inputs) > 1 else []
+        return [(inputs[0], scaling), *second]
     if name in ("MulBackward0", "MulBackward1"):
-        return _product(node, inputs, factor, divisors)
+        return _product(node, inputs, scaling)
     if name in ("DivBackward0", "DivBackward1"):
         by = constant_of(saved(node, "other"))
         if by is not None and by != 0.0 and (len(inputs) < 2 or inputs[1] is None):
-            return [(inputs[0], factor / by, (by, *divisors))]
+            return [(inputs[0], scaling.divided_by(by))]
     return []
 
 
-def _product(node: Any, inputs: list[Any], factor: float, divisors: _Divisors) -> list[_Waiting]:
+def _product(node: Any, inputs: list[Any], scaling: Scaling) -> list[_Waiting]:
     if len(inputs) > 1 and inputs[1] is not None:
         if inputs[0] is not None:
             return []  # of two things that both have a gradient: not a weight
         by = constant_of(saved(node, "self"))
-        return [] if by is None else [(inputs[1], factor * by, divisors)]
+        return [] if by is None else [(inputs[1], scaling.times(by))]
     other = constant_of(saved(node, "other"))
-    return [] if other is None else [(inputs[0], factor * other, divisors)]
+    return [] if other is None else [(inputs[0], scaling.times(other))]
 
 
-def _reduction(node: Any, factor: float, divisors: _Divisors) -> Term | None:
-    name = node.name()
+def _reduction(node: Any, scaling: Scaling) -> Term | None:
+    name, weight = node.name(), scaling.weight
     if name == "MeanBackward0":
         count = float(node._saved_self_sym_numel)
-        return Term("mean", factor / count, count, "mean", False)
+        return Term("mean", weight / count, count, "mean", False)
     if name == "SumBackward0":
         count = float(math.prod(node._saved_self_sym_sizes))
-        return _as_divided(Term("sum", factor, count, "sum", True), divisors)
+        return _as_divided(Term("sum", weight, count, "sum", True), scaling)
     if name not in _LOSSES:
         return None
     reduction = getattr(node, "_saved_reduction", 0)
@@ -176,11 +197,11 @@ def _reduction(node: Any, factor: float, divisors: _Divisors) -> Term | None:
     if reduction == _MEAN:
         if not elements:
             return None
-        return Term("mean", factor / elements, elements, op, False, _images(saved(node, "self")))
-    term = Term("sum", factor, elements, op, False)
+        return Term("mean", weight / elements, elements, op, False, _images(saved(node, "self")))
+    term = Term("sum", weight, elements, op, False)
     if op.startswith("Nll"):
-        return _as_divided(term, divisors)
-    return _as_divided_rows(term, divisors, list(saved(node, "self").shape))
+        return _as_divided(term, scaling)
+    return _as_divided_rows(term, scaling, list(saved(node, "self").shape))
 
 
 def _images(given: torch.Tensor | None) -> int | None:
@@ -192,25 +213,30 @@ def _images(given: torch.Tensor | None) -> int | None:
     return len(given) if are_images and given is not None else None
 
 
-def _as_divided(term: Term, divisors: _Divisors) -> Term:
+def _as_divided(term: Term, scaling: Scaling) -> Term:
     """A sum that was divided by how many there were is a mean, written by hand.
 
-    Of a sum some may not count: a mask makes them zero before.
+    Of a sum some may not count: a mask makes them zero before. And what it was divided by may be
+    another number than its own elements'.
     """
-    products = list(itertools.accumulate(divisors, operator.mul))
+    products = list(itertools.accumulate(scaling.divisors, operator.mul))
+    if term.count not in products:
+        divisors, factors = list(scaling.divisors), list(scaling.factors)
+        term = replace(term, divisors=divisors, factors=factors)
     divisor = term.count if term.count in products else next(iter(products), 0.0)
     if divisor < 1.0 or divisor != round(divisor) or term.count < divisor:
         return term
     may_be_masked = term.may_be_masked or divisor < term.count
-    return Term("mean", term.weight, divisor, term.op, may_be_masked)
+    return replace(term, kind="mean", count=divisor, may_be_masked=may_be_masked)
 
 
-def _as_divided_rows(term: Term, divisors: _Divisors, shape: Sequence[int]) -> Term | None:
+def _as_divided_rows(term: Term, scaling: Scaling, shape: Sequence[int]) -> Term | None:
     """The same of a loss that consists of rows of so many numbers each.
 
     A sum that was divided by the numbers in a row is one of rows, and one that was divided by the
     rows is a mean of them: no mask is at work. None where a divisor may be the one or the other.
     """
+    divisors = scaling.divisors
     if term.count in itertools.accumulate(divisors, operator.mul):
         return Term("mean", term.weight, term.count, term.op, False)
     widths = set(itertools.accumulate(reversed(shape[1:]), operator.mul))
@@ -222,7 +248,7 @@ def _as_divided_rows(term: Term, divisors: _Divisors, shape: Sequence[int]) -> T
         return Term("sum", term.weight * width, term.count / width, term.op, False)
     if divisors and divisors[0] in rows:
         return Term("mean", term.weight, divisors[0], term.op, False)
-    return _as_divided(term, divisors)
+    return _as_divided(term, scaling)
 
 
 def _elements(node: Any) -> float | None:
@@ -247,18 +273,18 @@ def constant_of(value: Any) -> float | None:
 
 def weight_at(loss: torch.Tensor, target: Any, weight: float = 1.0) -> float | None:
     """What the scalar that `target` computed counts in `loss`; None where it is not linear."""
-    factors = [factor for node, factor, _ in _walk(loss, weight, target) if node is target]
-    return sum(factors) if factors else None
+    weights = [found.weight for node, found in _walk(loss, weight, target) if node is target]
+    return sum(weights) if weights else None
 
 
 def _walk(loss: torch.Tensor, weight: float, end: Any = None) -> Iterator[_Waiting]:
     """From the loss downwards, as far as factors lead that are not 0, and not below `end`."""
-    waiting: list[_Waiting] = [(loss.grad_fn, weight, ())]
+    waiting: list[_Waiting] = [(loss.grad_fn, Scaling(weight))]
     for _ in range(_NODES):
         if not waiting:
             return
-        node, factor, divisors = waiting.pop()
+        node, scaling = waiting.pop()
         if node is not None:
-            yield node, factor, divisors
-            if node is not end and factor != 0.0:
-                waiting.extend(operands(node, factor, divisors))
+            yield node, scaling
+            if node is not end and scaling.weight != 0.0:
+                waiting.extend(operands(node, scaling))
