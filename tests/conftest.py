@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from xdist.scheduler import LoadScopeScheduling
 
-THREADS_END_WITHIN_S = 2.0
+THREADS_END_WITHIN_S = 10.0
 """A thread that was told to stop may need a moment; one that was not stays for ever."""
 
 # The others are set by torch when its compiler is first imported (by an optimizer, say), and by

@@ -207,7 +207,7 @@ def run(rank: int, folder: Path, port: int, choice: str) -> None:
             continue
         store = dist.PrefixStore(name, meeting)
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=20)
+            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
         )
         group = Group(dist.group.WORLD)
         try:

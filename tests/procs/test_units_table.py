@@ -93,7 +93,7 @@ def test_ranks_that_go_through_other_layers_are_refused_on_all(pool, name, num_w
     ranks = [seen for seen, _ in results]
     (since,) = [seen.apart_since for seen in ranks if seen.apart_since is not None]
     # Well under a second on an idle machine, and far from the group's timeout on a busy one.
-    assert max(seen.refused_at for seen in ranks) - since < 10.0
+    assert max(seen.refused_at for seen in ranks) - since < 20.0
 
 
 @pytest.mark.timeout(120)

@@ -283,7 +283,7 @@ def test_a_rank_that_leaves_its_backward_out_is_named(function, size):
                 here.set()
 
     here, gone = threading.Event(), []
-    results = outcomes(size, body, timeout_s=1.0)
+    results = outcomes(size, body, timeout_s=3.0)
     for rank, result in enumerate(results):
         if rank != 1:
             assert isinstance(result, PeerLostError), result

@@ -307,7 +307,7 @@ def test_a_rank_that_raises_in_backward_frees_the_others_and_all_start_again(siz
     results = run_ranks(size, body)
     for rank, (ended, waited, _) in enumerate(results):
         assert ended is (_Boom if rank == 1 else PeerLostError)
-        assert waited < 5.0
+        assert waited < 15.0  # and not the group's time-out of 20
     # The exceptions, and so their tracebacks, are still alive; the process groups are not.
     assert len(kept) == size
     assert [reference() for reference in groups] == [None] * size

@@ -13,6 +13,7 @@ from lockstep.engine import actor_pool
 
 @pytest.fixture(scope="session", autouse=True)
 def _cluster():
+    ray.shutdown()  # an earlier test of this process may have left one of its own
     ray.init(
         num_cpus=4, resources={"lane": 2}, logging_level=logging.ERROR, include_dashboard=False
     )
@@ -27,7 +28,7 @@ def _gives_everything_back():
     """No test leaves an actor or a placement group behind, but for the workers that wait."""
     yield
     # The scheduler hears of the end of a process from the node, some milliseconds later.
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while _free() != 4 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert _free() == 4, f"{4 - _free():g} CPUs are still held"

@@ -82,7 +82,7 @@ def test_a_users_exception_arrives_as_itself_with_rank_and_traceback():
         begin = time.monotonic()
         with pytest.raises(OwnError) as caught:
             trainer.train()
-        assert time.monotonic() - begin < 10  # nobody waited for the 1800 s of the group
+        assert time.monotonic() - begin < 40  # nobody waited for the 1800 s of the group
     assert type(caught.value) is OwnError
     assert caught.value.code == 7
     notes = "\n".join(caught.value.__notes__)

@@ -3,6 +3,8 @@
 
 import os
 import signal
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,6 +65,11 @@ def test_the_run_ends_with_the_bits_of_one_that_nobody_left(sync, phase):
         assert trainer.status()["recoveries"] == []
 
 
+def wait_for(path):
+    while not path.exists():
+        time.sleep(0.01)
+
+
 class Late(Classifier):
     """Both ranks fail behind the optimizer's step; the second one has done more by then."""
 
@@ -73,7 +80,11 @@ class Late(Classifier):
         loss.backward()
         self.optimizer.step()
         if self.global_step == 5 and self.world_rank in self.config["failing"]:
+            stepped = Path(self.config["stepped"])
+            if self.world_rank == 0:
+                stepped.touch()
             if self.world_rank == 1:
+                wait_for(stepped)
                 with torch.no_grad():
                     next(self.model.parameters()).add_(1)
             raise LookupError("no such metric")
@@ -81,13 +92,14 @@ class Late(Classifier):
 
 
 @pytest.mark.parametrize("sync", ["replicate", "ddp"])
-def test_a_step_whose_loop_fails_behind_its_optimizer_on_all_ranks_counts(sync, caplog):
+def test_a_step_whose_loop_fails_behind_its_optimizer_on_all_ranks_counts(sync, tmp_path, caplog):
     arguments = {"sync": sync, "scheduler_step_freq": "batch"}
     none = {"config": {BATCH_SIZE: GLOBAL_BATCH, "failing": ()}}
     with trainer_of(Late, **{**arguments, **none}) as trainer:
         trainer.train()
         expected = digest(trainer)
-    both = {"config": {BATCH_SIZE: GLOBAL_BATCH, "failing": (0, 1)}}
+    config = {BATCH_SIZE: GLOBAL_BATCH, "failing": (0, 1), "stepped": tmp_path / "stepped"}
+    both = {"config": config}
     with trainer_of(Late, **{**arguments, **both}) as trainer:
         with pytest.raises(LookupError):
             trainer.train()

@@ -14,6 +14,9 @@ from lockstep.testing import struck
 from lockstep.trainer.logged_run import LoggedRun
 from lockstep.trainer.step_replay import replay_run
 
+# Three processes start, and two more in the places of those that die.
+pytestmark = pytest.mark.timeout(240)
+
 STEPS = 14
 
 

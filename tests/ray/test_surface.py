@@ -354,7 +354,7 @@ def test_functions_as_creators():
 
 
 def test_resources_that_are_not_there_are_named(monkeypatch):
-    monkeypatch.setenv("LOCKSTEP_START_TIMEOUT_S", "1")
+    monkeypatch.setenv("LOCKSTEP_START_TIMEOUT_S", "5")  # those of an earlier trainer come back
     with pytest.raises(NotEnoughResourcesError, match="3 lane") as caught:
         start(DefaultLoop, num_workers=1, resources_per_worker={"lane": 3})
     assert "2 of 2 lane" in str(caught.value)

@@ -27,7 +27,7 @@ from lockstep import TorchTrainer, checkpoint
 from lockstep.errors import CheckpointError, ConfigurationError, NotAvailableError
 from lockstep.keys import BATCH_SIZE
 
-pytestmark = needs_unit_hooks
+pytestmark = [needs_unit_hooks, pytest.mark.timeout(240)]  # some start processes six times
 
 
 class InUnits(DefaultLoop):

@@ -15,6 +15,8 @@ from tests.torch_versions import needs_unit_hooks
 from lockstep import checkpoint
 from lockstep.trainer.logged_run import LoggedRun
 
+pytestmark = pytest.mark.timeout(240)  # it may be the first here to start Ray
+
 FOLDERS = sorted(path.parent for path in Path(__file__).parent.glob("*/expected.json"))
 
 

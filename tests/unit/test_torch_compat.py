@@ -226,13 +226,14 @@ def test_a_module_is_kept_in_its_tables():
     assert compat.is_persistent(module, "running_mean")
 
 
+@pytest.mark.timeout(240)
 def test_a_compiled_module_is_made_from_another():
     program = (
         "import torch; from lockstep import _torch_compat as compat; plain = torch.nn.Linear(1, 1);"
         "compiled = torch.compile(plain, backend='eager'); assert compiled is not plain;"
         "assert compat.compiled_from(compiled) is plain is compat.compiled_from(plain)"
     )  # in a process of its own: it imports the compiler
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=50)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=200)
 
 
 def test_a_state_dict_knows_the_versions_of_its_layouts():
@@ -478,23 +479,22 @@ def test_ddp_of_one_rank_whose_buckets_do_not_move():
 _BEFORE_THE_COMPILER = """
 import sys, torch
 from lockstep import _torch_compat as compat
-def name(method):
-    return method.__code__.co_qualname
+name = lambda method: method.__code__.co_qualname
 assert compat.COMPILER not in sys.modules and compat.COMPILERS_SETTINGS not in sys.modules
 assert any(hasattr(m, "__wrapped__") and name(m) == compat.DISABLE_DYNAMO_WRAPPER
            for m in vars(torch.optim.Optimizer).values() if hasattr(m, "__code__"))
 assert name(torch.optim.SGD.step) == compat.USE_GRAD_WRAPPER
 assert compat.NAMES_IN_USE_GRAD_WRAPPER.issuperset(torch.optim.SGD.step.__code__.co_names)
-def plain(value):
-    return value + 1
+plain = lambda value: value + 1
 kept_out = compat.disable_dynamo_at_first_call(plain)
 assert name(kept_out) == compat.DISABLE_DYNAMO_WRAPPER and compat.COMPILER not in sys.modules
-assert kept_out(1) == 2
-assert compat.COMPILER in sys.modules and compat.DYNAMO_DISABLE_CACHE_ATTR in vars(plain)
+assert kept_out(1) == 2 and compat.COMPILER in sys.modules
+assert compat.DYNAMO_DISABLE_CACHE_ATTR in vars(plain)
 torch.use_deterministic_algorithms(True)
 assert compat.COMPILERS_SETTINGS in sys.modules
 """
 
 
+@pytest.mark.timeout(240)
 def test_the_compiler_is_asked_when_it_is_needed():
-    subprocess.run([sys.executable, "-c", _BEFORE_THE_COMPILER], check=True, timeout=50)
+    subprocess.run([sys.executable, "-c", _BEFORE_THE_COMPILER], check=True, timeout=200)

@@ -12,7 +12,7 @@ dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-group = dist.new_group(timeout=timedelta(seconds=2))
+group = dist.new_group(timeout=timedelta(seconds=5))
 total = torch.ones(1)
 for step in range(3):
     if rank == 0 or step < 2:

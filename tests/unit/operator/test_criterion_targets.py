@@ -199,13 +199,14 @@ def test_a_sum_that_both_say():
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.timeout(240)
 def test_a_compiled_criterion_counts_as_the_one_that_was_compiled():
     program = (
         "import torch; from lockstep.operator.criterion_targets import *;"
         "made = torch.compile(torch.nn.CrossEntropyLoss(ignore_index=0), backend='eager');"
         "assert count_targets(CriterionCall(made, torch.tensor([0, 1, 1]))) == 2"
     )  # in a process of its own: it imports the compiler
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=50)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=200)
 
 
 FOUR_AND_ONE = torch.tensor([0, 1, 1, 0, 1, -100, -100, -100])

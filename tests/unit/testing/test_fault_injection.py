@@ -32,11 +32,12 @@ print(len(os.listdir(os.environ["TMPDIR"])))
 """
 
 
+@pytest.mark.timeout(240)
 def test_its_directory_goes_with_the_program(tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True, timeout=60
+        command, env=environment, capture_output=True, text=True, check=True, timeout=200
     )
     assert int(done.stdout) == 1
     assert list(tmp_path.iterdir()) == []
