@@ -178,20 +178,23 @@ def _same_draws_of_numpy(track: SharedTrack) -> Finding | None:
 
 
 def _same_inputs(track: SharedTrack) -> Finding | None:
+    """Of wrappers; without one, of what a step's first module was given, if losses say the same."""
     seen: list[int] = []
     where: list[Place] = []
+    by_wrappers = True
     for number in track.numbers[:_LOOKED_AT]:
-        inputs = [step.inputs for step in track.steps(number).values()]
-        if len(inputs) < len(track.ranks) or any(not i for i in inputs):
+        steps = list(track.steps(number).values())
+        inputs = [[i.hash for i in step.inputs] for step in steps]
+        by_wrappers = by_wrappers and all(inputs)
+        given = inputs if by_wrappers else [[step.fed] for step in steps]
+        at_once = [{*hashes} for hashes in zip(*given, strict=False)]
+        if len(steps) < len(track.ranks) or any(len(of_call) > 1 for of_call in at_once):
             return None
-        for at_once in zip(*inputs, strict=False):
-            if len({i.hash for i in at_once}) > 1:
-                return None
-            seen.append(at_once[0].hash)
-            where = where or at_once[0].where
-    if len(set(seen)) < _STEPS:
-        return None
+        seen += [hash for of_call in at_once for hash in of_call if hash is not None]
+        where = where or (steps[0].inputs[0].where if by_wrappers else steps[0].where)
     same_losses = _same_losses(track)
+    if len(set(seen)) < _STEPS or not (by_wrappers or same_losses):
+        return None
     return INPUTS.finding(
         f"the model was given the same inputs on all ranks, {len(seen)} times"
         + (", and all ranks computed the same losses" if same_losses else "")
