@@ -333,11 +333,13 @@ class Track:
 @dataclass
 class WorkerDraws:
     """What a loader's worker's generators `began` with, by kind, and which of them a function of
-    the program's had `changed`; what they were `after` its first samples were read."""
+    the program's had `changed`; what they were `after` its first samples were read. `held` is the
+    same, before and after, of all generators that the dataset holds; 0 if there are none."""
 
     changed: list[str]
     began: dict[str, int]
     after: dict[str, int] = field(default_factory=dict)
+    held: list[int] = field(default_factory=list)
 
 
 MOST_INDICES: Final = 20_000

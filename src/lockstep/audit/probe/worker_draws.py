@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the generators of a loader's worker begin with, and whether its samples draw from them.
 
+Those of torch, numpy and `random`, which a loader seeds; and those that the dataset holds, of which
+each worker has got a copy.
+
 Runs in the workers, which may import this anew: a few standard modules. A worker writes numbers
 into memory that it shares with its rank; nothing else in it is changed once its first batch is
 read.
@@ -14,6 +17,7 @@ import random
 import sys
 import zlib
 from contextlib import suppress
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.audit.facts import WorkerDraws
@@ -23,10 +27,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 KINDS: Final = ("torch", "numpy", "random")
-_WIDTH: Final = 1 + 2 * len(KINDS)
+_STATES: Final = len(KINDS) + 1
+"""One of each kind, and one of all that the dataset holds."""
+_WIDTH: Final = 1 + 2 * _STATES
+_HELD: Final = 64
+"""Objects that are looked at for generators that they hold."""
 _BEGUN, _READ = 1, 2
 _CHANGED: Final = 4
-"""The first of three bits, one for each kind."""
+"""The first of so many bits, one for each kind."""
 _LOADS: Final = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME")
 
 
@@ -54,13 +62,13 @@ class SeenInit:
     def _note_begun(self, start: int, before: list[int]) -> None:
         after = _states()
         bits = [_CHANGED << k for k, state in enumerate(before) if after[k] != state]
-        self.memory[start + 1 : start + 1 + len(KINDS)] = after
+        self.memory[start + 1 : start + 1 + _STATES] = after
         self.memory[start] = _BEGUN + sum(bits)
         _look_at_first_batch(functools.partial(self._note_read, start))
 
     def _note_read(self, start: int) -> None:
         with suppress(Exception):
-            self.memory[start + 1 + len(KINDS) : start + _WIDTH] = _states()
+            self.memory[start + 1 + _STATES : start + _WIDTH] = _states()
             self.memory[start] += _READ
 
 
@@ -79,9 +87,10 @@ def drawn_by_workers(memory: Any) -> list[WorkerDraws | None]:
             found.append(None)
             continue
         changed = [kind for k, kind in enumerate(KINDS) if flags & _CHANGED << k]
-        after = states[len(KINDS) :] if flags & _READ else ()
+        after = states[_STATES:] if flags & _READ else []
         began = dict(zip(KINDS, states, strict=False))
-        found.append(WorkerDraws(changed, began, dict(zip(KINDS, after, strict=False))))
+        held = [states[_STATES - 1], *after[-1:]]
+        found.append(WorkerDraws(changed, began, dict(zip(KINDS, after, strict=False)), held))
     return found
 
 
@@ -91,6 +100,7 @@ def _states() -> list[int]:
         torch.get_rng_state().numpy().tobytes() if torch is not None else b"",
         repr(_of_numpy(numpy)).encode() if numpy is not None else b"",
         repr(random.getstate()).encode(),
+        b"".join(_of_held_generators()),
     )
     return [zlib.crc32(state) for state in kept]
 
@@ -98,6 +108,48 @@ def _states() -> list[int]:
 def _of_numpy(numpy: Any) -> tuple[Any, ...]:
     _, keys, *place = numpy.random.get_state(legacy=True)
     return (keys.tobytes(), *place)
+
+
+def _of_held_generators() -> list[bytes]:
+    """The states of those that this worker's dataset holds, and what it is made of; maybe none."""
+    from torch.utils.data import get_worker_info
+
+    info = get_worker_info()
+    found: list[bytes] = []
+    waiting: list[Any] = [] if info is None else [info.dataset]
+    known: set[int] = set()
+    while waiting and len(known) < _HELD:
+        held = waiting.pop(0)
+        if id(held) in known or isinstance(held, (type, ModuleType, FunctionType)):
+            continue
+        known.add(id(held))
+        state = _state_of(held)
+        if state is not None:
+            found.append(state)
+        elif isinstance(held, list | tuple):
+            waiting += held[:_HELD]
+        else:
+            waiting += [x for x in getattr(held, "__dict__", {}).values() if _may_hold(x)]
+    return found
+
+
+def _may_hold(value: Any) -> bool:
+    is_plain = value is None or isinstance(value, int | float | str | bytes | dict | set)
+    return not is_plain and not hasattr(value, "dtype")
+
+
+def _state_of(generator: Any) -> bytes | None:
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if isinstance(generator, random.Random):
+        return repr(generator.getstate()).encode()
+    if torch is not None and isinstance(generator, torch.Generator):
+        return bytes(generator.get_state().numpy().tobytes())
+    if numpy is not None and isinstance(generator, numpy.random.Generator):
+        return repr(generator.bit_generator.state).encode()
+    if numpy is not None and isinstance(generator, numpy.random.RandomState):
+        _, keys, *place = generator.get_state(legacy=True)
+        return repr((keys.tobytes(), *place)).encode()
+    return None
 
 
 def _look_at_first_batch(look: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ from lockstep.audit.rules.overlap import (
 )
 from lockstep.audit.rules.own_orders import own_orders
 from lockstep.audit.rules.passed_over import PASSED_OVER, passed_over
-from lockstep.audit.rules.worker_seeds import SEEDS, equal_seeds
+from lockstep.audit.rules.worker_seeds import SEEDS, copied_generators, equal_seeds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -48,6 +48,7 @@ class Data:
                 passed_over(world, loadings),
                 _twice(world, loadings),
                 equal_seeds(loadings),
+                copied_generators(loadings),
             ):
                 key = loadings[min(loadings)].key
                 if found is not None and (found.code, key) not in reported:

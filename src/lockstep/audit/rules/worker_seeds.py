@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loader workers that draw the same random numbers on all ranks: seeded by the loader, or by hand.
+"""Loader workers that draw the same random numbers: seeded alike on all ranks, or from copies.
 
 Each worker has told what its generators began with and what its first samples left. A warning says
 that samples were drawn alike; where that could not be measured there is a notice.
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lockstep.audit.facts import Loading, WorkerDraws
     from lockstep.audit.finding import Finding
 
-SEEDS = Code("LS506", "equal worker seeds on all ranks", "notice")
+SEEDS = Code("LS506", "the same random numbers in loader workers", "notice")
 
 
 def equal_seeds(loadings: dict[int, Loading]) -> Finding | None:
@@ -46,6 +46,32 @@ def equal_seeds(loadings: dict[int, Loading]) -> Finding | None:
         evidence={"base_seed": first.worker_seed, "generators": sorted(drawn)},
         where=[*(first.seeded_at if seeds_itself else ()), *first.where],
     )
+
+
+def copied_generators(loadings: dict[int, Loading]) -> Finding | None:
+    """Each worker draws from a copy of its own of a generator that the dataset holds.
+
+    A stream's workers may draw one order, of which each takes its part.
+    """
+    first = loadings[min(loadings)]
+    if not first.indices or not any(x.training for x in loadings.values()):
+        return None
+    for rank, loading in loadings.items():
+        held = [tuple(worker.held) for worker in loading.drawn if worker is not None]
+        if len(held) < 2 or len(set(held)) > 1 or len(held[0]) < 2 or len(set(held[0])) < 2:
+            continue  # they differ, or nothing was drawn
+        return SEEDS.finding(
+            f"the {len(held)} workers of {first.key} have each a copy of a generator that the "
+            "dataset holds, and drew the same numbers from it for their first samples: random "
+            "augmentation repeats from worker to worker, and in each epoch that starts new workers",
+            "draw from numpy's or torch's own generators, which the loader seeds for each worker; "
+            "or make the generator in `worker_init_fn` from `torch.initial_seed()`",
+            severity="warning",
+            rank=[rank],
+            evidence={"workers": len(held)},
+            where=first.where,
+        )
+    return None
 
 
 def _side_by_side(loadings: dict[int, Loading]) -> list[list[WorkerDraws]]:
