@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep._version import __version__ as __version__
-from lockstep.import_without_gc import pause_gc
+from lockstep.paused_gc import pause_gc
 
 if TYPE_CHECKING:
     from lockstep.collectives import gather, global_mean, info_nce, nt_xent, rank_slice

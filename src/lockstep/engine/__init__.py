@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.engine.engine_protocol import Engine, PoolStatus, Resources
 from lockstep.errors import NotAvailableError
-from lockstep.import_without_gc import pause_gc
+from lockstep.paused_gc import pause_gc
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

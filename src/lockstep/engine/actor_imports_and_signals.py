@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import signal
 
-from lockstep.import_without_gc import import_and_freeze, pause_gc
+from lockstep.paused_gc import import_and_freeze, pause_gc
 
 
 def set_up_actor_process(module: str) -> None:

@@ -24,7 +24,7 @@ from lockstep.engine.idle_worker_eviction import evict_idle_workers
 from lockstep.engine.ray_errors import ACTOR_DEATHS
 from lockstep.engine.worker_actor import RemoteWorkerActor
 from lockstep.errors import ConfigurationError
-from lockstep.import_without_gc import import_and_freeze
+from lockstep.paused_gc import import_and_freeze
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

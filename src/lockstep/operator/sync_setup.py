@@ -11,10 +11,10 @@ import torch
 
 from lockstep._torch_compat import COMPILER
 from lockstep.errors import ConfigurationError, NotAvailableError
-from lockstep.import_without_gc import pause_gc
 from lockstep.operator.model_copies import copy_models, places_of_modules
 from lockstep.operator.optimizer_comparison import compare_optimizers
 from lockstep.operator.rank_context import ONE_PROCESS, ONE_PROCESS_BY_SHARD, shard_order
+from lockstep.paused_gc import pause_gc
 from lockstep.sync import (
     DataParallelModel,
     GradientSync,

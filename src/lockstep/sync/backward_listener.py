@@ -17,6 +17,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from lockstep._torch_compat import current_graph_task
+from lockstep.paused_gc import pause_gc
 from lockstep.sync.parameter_hooks import ParameterHooks, is_accumulating, run_inside_backward
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ class BackwardListener:
         self.hooked: set[int] = set()
         self.is_listening = True
         self.is_running = False
-        self._hooks = {slot: self._hook(slot) for slot in slots}
+        with pause_gc():
+            self._hooks = {slot: self._hook(slot) for slot in slots}
 
     def _hook(self, slot: Slot) -> ParameterHooks:
         is_accumulating_in, hooked, number = self._is_accumulating, self.hooked, slot.number

