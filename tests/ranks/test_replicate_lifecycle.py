@@ -111,6 +111,16 @@ def test_different_models_are_refused_on_every_rank_before_any_payload(case):
         assert all(torch.equal(p, v) for p, v in zip(model.parameters(), values, strict=True))
 
 
+def test_what_one_rank_alone_cannot_synchronise_is_refused_on_every_rank():
+    def body(group):
+        is_lazy = group.rank == 1
+        error = WrongTypeError if is_lazy else ReplicasDifferError
+        with pytest.raises(error, match="lazy parameter"):
+            replicate(nn.LazyLinear(3) if is_lazy else nn.Linear(4, 3), group=group)
+
+    run_ranks(3, body)
+
+
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_an_embedding_whose_forward_writes_rows_of_its_batch_trains_on_one_rank_alone(kind):
     replicas = [kind(4, 3, max_norm=1.0) for _ in range(3)]
