@@ -47,7 +47,8 @@ def note(probe: Probe, call: Collective, tensor: torch.Tensor, given: dict[str, 
         is_there = not given.get("async_op")
         if context is not None or tensor.requires_grad:
             taint(probe, call, tensor, parts, context, is_there=is_there)
-        elif tensor.dim() > 1 and is_there:
+        elif tensor.numel() > 1 and is_there:
+            probe.follows = True
             arrivals.keep(probe, _origin(call, tensor, None), tensor, parts, detached=True)
             arrivals.join(probe)
     elif call.op == "all_reduce":
