@@ -166,7 +166,8 @@ class LightningOperator(TrainingOperator):
         self._steps_schedulers = context.options.scheduler_step_freq is None and not is_manual
         manual = replace(context.options, scheduler_step_freq=SCHEDULER_STEP_MANUAL)
         self._lockstep.context = replace(context, options=manual)
-        self._lockstep.step_actions = self._step_hooks = OptimizationHooks(module, self._logging)
+        self._step_hooks = OptimizationHooks(module, self._logging, self._lockstep)
+        self._lockstep.step_actions = self._step_hooks
         self.model, optimizers, *_ = self.register(
             models=module,
             optimizers=optimizers,
