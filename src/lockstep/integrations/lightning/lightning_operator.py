@@ -29,6 +29,7 @@ from lockstep.integrations.lightning.lr_schedulers import (
 )
 from lockstep.integrations.lightning.manual_optimization import (
     ManualStrategyView,
+    of_manual_module,
     refuse_automatic_options,
 )
 from lockstep.integrations.lightning.module_factory import (
@@ -118,7 +119,7 @@ class LightningOperator(TrainingOperator):
     """The base of the classes that `from_lightning` returns; subclass those to set `joint_loss`."""
 
     _factory: ClassVar[ModuleFactory]
-    _is_manual: ClassVar[bool] = False  # known once the module is made
+    _is_manual: ClassVar[bool] = False
 
     @classmethod
     def _lockstep_overrides(cls, method: Callable[..., Any]) -> bool:
@@ -157,9 +158,9 @@ class LightningOperator(TrainingOperator):
         module.to(context.device)
         self._open_loaders()
         returned, name = module.configure_optimizers(), type(module).__name__
-        # Of the class, and so of every operator of this worker: `_lockstep_overrides` reads it.
-        type(self)._is_manual = is_manual = not module.automatic_optimization
+        is_manual = not module.automatic_optimization
         if is_manual:
+            self.__class__ = of_manual_module(type(self))
             refuse_automatic_options(context.options, factory.gradient_clip_val, name)
         optimizers, configs = parse_configure_optimizers(returned, name, is_manual=is_manual)
         # `SchedulerStepper` steps the schedulers, so the default loop must not.
@@ -464,7 +465,6 @@ class LightningOperator(TrainingOperator):
         # In the driver's process another trainer may have been made with it since.
         if self.datamodule is not None and self.datamodule.trainer is self._view:
             self.datamodule.trainer = None
-        type(self)._is_manual = False  # in the driver's process the class is used again
 
 
 def _current_num_samples() -> float:

@@ -28,6 +28,16 @@ if TYPE_CHECKING:
     from lockstep.operator import Options
 
 
+def of_manual_module(operator_cls: type[Any]) -> type[Any]:
+    """The class of an operator whose module steps its optimizers itself.
+
+    Lockstep asks the class what is overridden. That a module optimises manually is known when it is
+    made, and is so for one operator: others of its class may hold modules of the other kind.
+    """
+    names = {name: getattr(operator_cls, name) for name in ("__module__", "__qualname__")}
+    return type(operator_cls.__name__, (operator_cls,), {**names, "_is_manual": True})
+
+
 def refuse_automatic_options(options: Options, gradient_clip_val: float | None, where: str) -> None:
     """Refuse options that Lightning and lockstep apply to steps of their own.
 
