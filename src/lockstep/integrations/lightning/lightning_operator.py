@@ -110,7 +110,11 @@ def from_lightning(
         members["_lockstep_load_into_instance"] = staticmethod(
             lambda state: module_cls.load_state_dict(state["models"][0])
         )
-    bases = (LightningOperator,) if base is TrainingOperator else (LightningOperator, base)
+    bases: tuple[type[TrainingOperator], ...] = (base, LightningOperator)
+    if base is TrainingOperator or issubclass(base, LightningOperator):
+        bases = (LightningOperator if base is TrainingOperator else base,)
+    elif base.setup is not TrainingOperator.setup:
+        raise unsupported.setup_error(base.__name__)
     name = getattr(module_cls, "__name__", type(module_cls).__name__)
     return type(f"{name}Operator", bases, members)
 

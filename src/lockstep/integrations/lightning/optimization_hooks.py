@@ -100,6 +100,7 @@ class OptimizationHooks(StepActions):
 
     @contextmanager
     def around_backward(self, loss: torch.Tensor, weight: float) -> Iterator[None]:
+        self.clear_once()  # a compute_loss of the user's own need not call `training_step`
         if weight:  # the loss of a batch of another worker may be NaN
             self._losses.append((loss.detach(), weight))
         with self._logging.counting_for(self.shard_samples, first_time=False):
