@@ -214,11 +214,13 @@ def test_right_means_are_not_warned_of(sizes):
     run_ranks(2, body)
 
 
-def test_no_rank_has_a_row():
+@pytest.mark.parametrize("function", ["global_mean", "info_nce", "nt_xent"])
+def test_a_loss_over_no_rows(function):
     def body(group):
-        lockstep.gather(leaf(0, 3), group=group)
+        FUNCTIONS[function](leaf(0, 3), group)
 
-    refused_everywhere(2, body, RowsDifferError, "zero rows on ranks 0, 1")
+    message = refused_everywhere(2, body, RowsDifferError, "zero rows on ranks 0, 1")
+    assert "reduce_pending()" in message
 
 
 def test_a_rank_without_rows_where_all_should_have_as_many():
