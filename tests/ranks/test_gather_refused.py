@@ -127,6 +127,16 @@ def test_the_place_of_what_has_no_rows_or_others():
     assert "rank 1: (4, 2) int64" in message
 
 
+def test_a_scalar_is_no_losses_to_average_over():
+    """As one row its mean would be the mean of the ranks' means."""
+
+    def body(group):
+        lockstep.global_mean(torch.ones(()), group=group)
+
+    message = refused_everywhere(2, body, WrongTypeError, 'reduction="none"')
+    assert "unsqueeze" not in message
+
+
 def test_a_scalar_has_no_rows():
     refused_everywhere(
         2, lambda group: lockstep.gather(torch.ones(()), group=group), WrongTypeError, "unsqueeze"

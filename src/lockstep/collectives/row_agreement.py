@@ -214,10 +214,13 @@ def _refusal(function: str, fault: str, where: str) -> LockstepError:
             fix=_LABELS if function.startswith("lockstep.gather(") else "x.to(torch.float32)",
         )
     return WrongTypeError(
-        f"{function} gathers along a dimension that this tensor does not have",
+        f"{function} counts rows along a dimension that this tensor does not have",
         where=where,
         expected=f"1 to {_MAX_DIMS} dimensions, and dim one of them",
-        fix="x.unsqueeze(0) for a scalar, x.flatten(1) for a tensor of many dimensions",
+        # The mean of a rank's losses would count as one row, whatever their number.
+        fix='for a scalar: the losses before their mean, as in cross_entropy(..., reduction="none")'
+        if function.startswith("lockstep.global_mean(")
+        else "x.unsqueeze(0) for a scalar, x.flatten(1) for a tensor of many dimensions",
     )
 
 
