@@ -385,6 +385,16 @@ def test_a_shard_alone(function):
     assert "joint_loss = True" in message
 
 
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_a_shard_of_a_prediction(function):
+    def body(group):
+        with activate(ReductionContext(group, per_shard=True, purpose="predict")):
+            function(leaf(4, 3), None)
+
+    message = refused_everywhere(2, body, PerShardLossError, "predict computes shard by shard")
+    assert "joint_loss" not in message
+
+
 def test_a_global_loss_is_not_added_up():
     def body(group):
         with activate(ReductionContext(group, averages=False)):
