@@ -31,6 +31,7 @@ class ReductionContext:
         weight: of the delivered batch (samples, tokens); None: one per rank.
         per_shard: the loss is computed shard by shard, so that a function which needs the
             whole global batch (a gather, a contrastive loss) must refuse.
+        purpose: "train", "validation" or "predict": what the batch is computed for.
         is_borrowed: this rank has no samples in the batch that it computes on, and brings no rows;
             the error to raise where this cannot be known.
         averages: the losses of the ranks are averaged by weight; False: added.
@@ -43,6 +44,7 @@ class ReductionContext:
     group: Group
     weight: float | None = None
     per_shard: bool = False
+    purpose: str = "train"
     is_borrowed: bool | WeightError = False
     averages: bool = True
     at_root: bool = False

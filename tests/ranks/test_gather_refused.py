@@ -127,6 +127,16 @@ def test_the_place_of_what_has_no_rows_or_others():
     assert "rank 1: (4, 2) int64" in message
 
 
+def test_a_scalar_is_no_losses_to_average_over():
+    """As one row its mean would be the mean of the ranks' means."""
+
+    def body(group):
+        lockstep.global_mean(torch.ones(()), group=group)
+
+    message = refused_everywhere(2, body, WrongTypeError, 'reduction="none"')
+    assert "unsqueeze" not in message
+
+
 def test_a_scalar_has_no_rows():
     refused_everywhere(
         2, lambda group: lockstep.gather(torch.ones(()), group=group), WrongTypeError, "unsqueeze"
@@ -214,11 +224,13 @@ def test_right_means_are_not_warned_of(sizes):
     run_ranks(2, body)
 
 
-def test_no_rank_has_a_row():
+@pytest.mark.parametrize("function", ["global_mean", "info_nce", "nt_xent"])
+def test_a_loss_over_no_rows(function):
     def body(group):
-        lockstep.gather(leaf(0, 3), group=group)
+        FUNCTIONS[function](leaf(0, 3), group)
 
-    refused_everywhere(2, body, RowsDifferError, "zero rows on ranks 0, 1")
+    message = refused_everywhere(2, body, RowsDifferError, "zero rows on ranks 0, 1")
+    assert "reduce_pending()" in message
 
 
 def test_a_rank_without_rows_where_all_should_have_as_many():
@@ -371,6 +383,16 @@ def test_a_shard_alone(function):
 
     message = refused_everywhere(2, body, PerShardLossError, "one shard")
     assert "joint_loss = True" in message
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_a_shard_of_a_prediction(function):
+    def body(group):
+        with activate(ReductionContext(group, per_shard=True, purpose="predict")):
+            function(leaf(4, 3), None)
+
+    message = refused_everywhere(2, body, PerShardLossError, "predict computes shard by shard")
+    assert "joint_loss" not in message
 
 
 def test_a_global_loss_is_not_added_up():

@@ -17,15 +17,22 @@ def group_for_call(function: str, group: Any) -> Group:
     """The group that `function` communicates over; raises where it must not be called.
 
     Raises:
-        PerShardLossError: only one shard of the global batch is being computed.
+        PerShardLossError: only one shard of the global batch is being computed; in a prediction
+            always.
         WrongUseError: there is no process group.
     """
     current = reduction_context.active()
     if current is not None and current.per_shard:
+        is_prediction = current.purpose == "predict"
         raise PerShardLossError(
             f"{function} sees one shard here, and means the whole global batch",
-            cause="the operator's loss is computed shard by shard",
-            fix="write `joint_loss = True` in the operator: its worker's shards then go through"
+            cause="predict computes shard by shard, and no worker waits for another"
+            if is_prediction
+            else "the operator's loss is computed shard by shard",
+            fix="override predict_batch, to return what is gathered otherwise; compute what is over"
+            " all rows from what predict returns"
+            if is_prediction
+            else "write `joint_loss = True` in the operator: its worker's shards then go through"
             " as one batch",
         )
     if group is not None:

@@ -17,7 +17,12 @@ from lockstep.collectives.call_preconditions import (
     has_no_samples,
     require_mean_reduction,
 )
-from lockstep.collectives.row_agreement import RowLayout, agree_on_rows, format_ranks
+from lockstep.collectives.row_agreement import (
+    RowLayout,
+    agree_on_rows,
+    format_ranks,
+    require_rows,
+)
 from lockstep.collectives.similarity_tiles import Similarities, strips_of
 from lockstep.errors import ConfigurationError, ReplicasDifferError
 
@@ -150,8 +155,8 @@ def compare_arguments(
         Every rank, same order. Blocks. One small all-gather.
 
     Raises:
-        As `agree_on_rows`; ConfigurationError, ReplicasDifferError: arguments that cannot be, or
-        that differ between ranks.
+        As `agree_on_rows` and `require_rows`; ConfigurationError, ReplicasDifferError: arguments
+        that cannot be, or that differ between ranks.
     """
     ranks = group_for_call(name, group)
     if reduction not in _REDUCTIONS:
@@ -172,6 +177,7 @@ def compare_arguments(
         settings=[reduction, positives is not None, grad, *map(int, tile)],
         extras=[scale, *_range_of_positives(a, b, positives)],
     )
+    require_rows(name, rows)
     if min(tile) < 1:
         raise ConfigurationError(
             f"{name} has no tile={tile!r}", expected=f"numbers of rows and columns, such as {TILE}"

@@ -56,7 +56,8 @@ def gather(
     Returns:
         All rows, shape of `x` but for `dim`. A rank that has no samples in this step, and computes
         on another rank's batch with weight 0, brings none. If all rows are fewer than that batch
-        has, that rank sees them repeated, so that each row of its batch has a place.
+        has, that rank sees them repeated, so that each row of its batch has a place; if there are
+        none, as where no rank of a subgroup has samples, it sees those of that batch.
 
     Gradient:
         adjoint: d(sum over ranks of the losses)/d(this rank's rows). replicated: this rank's
@@ -81,7 +82,7 @@ def gather(
     ranks = group_for_call(name, group)
     settings = [dim, uneven, backward]
     layout = agree_on_rows(ranks, name, [x], dim=dim, uneven=uneven, settings=settings)
-    if ranks.size == 1:
+    if ranks.size == 1 or layout.total == 0:
         return x.clone()  # as from several ranks: what the caller writes to it does not change `x`
     held = x.movedim(dim, 0)
     mine = held[:0] if has_no_samples() else held
@@ -90,7 +91,7 @@ def gather(
         communication = BackwardCheck(name, ranks, layout, returns_rows=True)
     apply: Any = _Gather.apply
     rows: torch.Tensor = apply(mine, ranks, layout, communication, backward)
-    if len(mine) < len(held) and 0 < layout.total < len(held):
+    if len(mine) < len(held) and layout.total < len(held):
         rows = rows[torch.arange(len(held), device=rows.device) % layout.total]
     return rows.movedim(0, dim)
 
@@ -120,8 +121,8 @@ def rank_slice(x: torch.Tensor, *, dim: int = 0, group: Any = None) -> slice:
         Every rank of `group`, same order. Blocks. One small all-gather.
 
     Raises:
-        RowsDifferError: another dtype, or number of dimensions or columns, on some ranks, or no
-            row on any; raised on all ranks.
+        RowsDifferError: another dtype, or number of dimensions or columns, on some ranks; raised on
+            all ranks.
         WrongTypeError: a scalar on any rank.
         PerShardLossError, WrongUseError: as `gather`.
     """

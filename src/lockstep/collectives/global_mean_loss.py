@@ -13,7 +13,7 @@ from lockstep.collectives.call_preconditions import (
     has_no_samples,
     require_mean_reduction,
 )
-from lockstep.collectives.row_agreement import agree_on_rows
+from lockstep.collectives.row_agreement import agree_on_rows, require_rows
 from lockstep.compiler_disable import disable_dynamo
 from lockstep.errors import ConfigurationError
 
@@ -51,6 +51,7 @@ def global_mean(per_row_loss: torch.Tensor, *, group: Any = None) -> torch.Tenso
     ranks = group_for_call(name, group)
     require_mean_reduction(name)
     layout = agree_on_rows(ranks, name, [per_row_loss])
+    require_rows(name, layout)
     mine = per_row_loss[:0] if has_no_samples() else per_row_loss
     elements = layout.total * per_row_loss.shape[1:].numel()
     if elements == 0:  # on every rank: they have agreed on the shape of a row

@@ -116,14 +116,23 @@ def agree_on_rows(
     for position, by_rank in enumerate(by_tensor):
         _compare(function, by_rank, dim, uneven if position == 0 else "pad")
     rows, *others = (tuple(one.rows for one in by_rank) for by_rank in by_tensor)
-    if sum(rows) == 0:
+    return RowLayout(rows, call_ids, all_extras, tuple(others))
+
+
+def require_rows(function: str, layout: RowLayout) -> None:
+    """Refuse a loss over no rows.
+
+    Raises:
+        RowsDifferError: no rank brings a row; on all ranks.
+    """
+    if layout.total == 0:
         raise RowsDifferError(
             f"{function} was given no row by any rank",
-            got="zero rows on " + format_ranks(range(group.size)),
+            got="zero rows on " + format_ranks(range(len(layout.counts))),
             cause="a loss over nothing is NaN",
-            fix="leave out a step for which no rank has a sample",
+            fix="leave out a step for which no rank has a sample; where ranks outside of this group"
+            " have some, call gradients.reduce_pending() here in the place of the loss's backward",
         )
-    return RowLayout(rows, call_ids, all_extras, tuple(others))
 
 
 class _Description(NamedTuple):
@@ -205,10 +214,13 @@ def _refusal(function: str, fault: str, where: str) -> LockstepError:
             fix=_LABELS if function.startswith("lockstep.gather(") else "x.to(torch.float32)",
         )
     return WrongTypeError(
-        f"{function} gathers along a dimension that this tensor does not have",
+        f"{function} counts rows along a dimension that this tensor does not have",
         where=where,
         expected=f"1 to {_MAX_DIMS} dimensions, and dim one of them",
-        fix="x.unsqueeze(0) for a scalar, x.flatten(1) for a tensor of many dimensions",
+        # The mean of a rank's losses would count as one row, whatever their number.
+        fix='for a scalar: the losses before their mean, as in cross_entropy(..., reduction="none")'
+        if function.startswith("lockstep.global_mean(")
+        else "x.unsqueeze(0) for a scalar, x.flatten(1) for a tensor of many dimensions",
     )
 
 

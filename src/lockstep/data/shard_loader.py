@@ -40,7 +40,8 @@ def shard_loader(loader: Any, *, group: Any = None, seed: int = 0) -> RankLoader
 
     Raises:
         NotShardableError: the data cannot be shared out so that each sample is seen once.
-        WrongTypeError: `loader` is no loader.
+        WrongTypeError: `loader` is no loader, or `group` none of these.
+        ConfigurationError: this rank is not in `group`.
         DataOrderError: the ranks' loaders differ; on every rank.
         WrongUseError: `group` is None, and this process has peers and no process group.
         PeerLostError: another rank went away.
@@ -50,14 +51,15 @@ def shard_loader(loader: Any, *, group: Any = None, seed: int = 0) -> RankLoader
         alike. None for another object with ``rank`` and ``size``. Later calls compute the same on
         all ranks, and communicate nothing.
     """
-    if group is None or isinstance(group, Group | dist.ProcessGroup):
-        ranks = resolve_group(group)
-        made = RankLoader(loader, rank=ranks.rank, size=ranks.size, seed=seed)
-        if ranks.size > 1:
-            check_same_plan(ranks.exchange(made.fingerprint()))
-        return made
-    rank, size = (each() if callable(each) else each for each in (group.rank, group.size))
-    return RankLoader(loader, rank=rank, size=size, seed=seed)
+    communicates = isinstance(group, Group | dist.ProcessGroup)
+    if not communicates and hasattr(group, "rank") and hasattr(group, "size"):
+        rank, size = (each() if callable(each) else each for each in (group.rank, group.size))
+        return RankLoader(loader, rank=rank, size=size, seed=seed)
+    ranks = resolve_group(group)
+    made = RankLoader(loader, rank=ranks.rank, size=ranks.size, seed=seed)
+    if ranks.size > 1:
+        check_same_plan(ranks.exchange(made.fingerprint()))
+    return made
 
 
 class RankLoader:

@@ -41,7 +41,7 @@ def refuse_optimizers(operator: Operator) -> None:
         what = f"the default loop steps one optimizer, and {len(run.optimizers)} were registered"
         cause = f"{left} parameters of the others would never change"
         fix = "override train_batch, and step each of them there; or give one optimizer all groups"
-    elif not state.step_actions.passes_closure and needs_closure(optimizer):
+    elif needs_closure(optimizer):
         what = "the default loop gives an optimizer no closure, and this one needs one"
         cause = "it evaluates the loss itself, several times in a step"
         fix = "override train_batch, and call self.optimizer.step(closure) there"

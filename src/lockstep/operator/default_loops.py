@@ -195,10 +195,8 @@ def train_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> d
         Every rank: the gradients' reduction and the broadcast of buffers.
     """
     run, state = registered_parts(operator), operator._lockstep
-    optimizer, global_batch = (
-        require_single(operator, "optimizer", run.optimizers),
-        state.global_batch,
-    )
+    optimizer = require_single(operator, "optimizer", run.optimizers)
+    global_batch = state.global_batch
     shards, sync = global_batch.shards_in(batch), run.sync
     per_shard = is_computed_per_shard(operator, batch)
     if global_batch.opens_window:
@@ -293,7 +291,8 @@ def _compute_apart(
     """Compute a shard as its worker does, and leave nothing behind."""
     state, results = operator._lockstep, ShardResults(operator, "train")
     assert isinstance(state.sync, GradientSync), "a shadow needs peers"
-    with preserve_state(operator), state.without_counting(), state.sync.outside_window():
+    beside = state.step_actions.beside_step()
+    with beside, preserve_state(operator), state.without_counting(), state.sync.outside_window():
         buffers.put_committed()
         with state.global_batch.activate_shard(shard, per_shard=per_shard):
             metrics, weight = _train_shard(operator, buffers, shard, batch_info, results, False)
@@ -380,7 +379,8 @@ def _train_shard(
     weight = results.weight_of(shard, metrics, moved)
     with operator.timers.record("grad"):
         scaled = state.precision.scale(loss)
-        with state.step_actions.around_backward(scaled), _sync_context(state, shard, reduces):
+        around = state.step_actions.around_backward(scaled, weight)
+        with around, _sync_context(state, shard, reduces):
             backward(operator, scaled, weight)
     return {"train_loss": _loss_per_sample(operator, loss, shard), **metrics}, weight
 

@@ -175,6 +175,7 @@ class GlobalBatchContext:
                 whole.group,
                 shard.num_samples,
                 per_shard=per_shard,
+                purpose=self.purpose,
                 is_borrowed=shard.is_borrowed,
                 averages=whole.averages,
             )

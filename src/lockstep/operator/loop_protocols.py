@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     import torch
 
@@ -90,6 +90,18 @@ class PassIterator(Protocol):
         """Whether the epoch's last batch was delivered."""
 
     def __iter__(self) -> Iterator[Any]: ...
+
+
+def place_in_epoch(iterator: Iterable[Any]) -> tuple[int, int]:
+    """The number of a loop's first batch in its pass, and in its epoch."""
+    if isinstance(iterator, PassIterator):
+        return iterator.first_index, iterator.step_in_epoch
+    return 0, 0
+
+
+def is_epoch_over(iterator: Iterable[Any]) -> bool:
+    """Whether a loop has come to the epoch's end; an iterable of the user's own is an epoch."""
+    return iterator.is_epoch_over if isinstance(iterator, PassIterator) else True
 
 
 def rank_and_step(operator: Operator) -> str:

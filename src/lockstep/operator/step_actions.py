@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -24,9 +24,6 @@ class StepActions:
     of them.
     """
 
-    passes_closure: ClassVar[bool] = False
-    """Whether `step` hands the optimizer a closure that computes the loss."""
-
     def set_training(self, run: TrainingParts, training: bool) -> None:
         run.set_training(training)
 
@@ -34,14 +31,18 @@ class StepActions:
         optimizer.zero_grad()
 
     def beside_step(self) -> AbstractContextManager[Any]:
-        """A context for losses that are computed before the step's own.
+        """A context for losses that are computed beside the step's own.
 
-        They must not clear gradients, and their metrics are not counted.
+        They must not clear gradients, and neither they nor their metrics are counted.
         """
         return nullcontext()
 
-    def around_backward(self, loss: torch.Tensor) -> AbstractContextManager[Any]:
-        """A context in which the loop runs the backward of one shard's (scaled) loss."""
+    def around_backward(self, loss: torch.Tensor, weight: float) -> AbstractContextManager[Any]:
+        """A context in which the loop runs the backward of one shard's (scaled) loss.
+
+        Args:
+            weight: how much the loss counts in the step; 0 for samples of another worker.
+        """
         return nullcontext()
 
     def step(

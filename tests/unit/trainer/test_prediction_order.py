@@ -18,8 +18,14 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+import lockstep
 from lockstep import TorchTrainer, TrainingOperator
-from lockstep.errors import ConfigurationError, NotShardableError, PeerLostError
+from lockstep.errors import (
+    ConfigurationError,
+    NotShardableError,
+    PeerLostError,
+    PerShardLossError,
+)
 from lockstep.trainer.split_predictions import split_predictions
 
 SAMPLES = 23
@@ -232,3 +238,19 @@ def test_rows_of_named_tuples():
     Pair = namedtuple("Pair", "left right")
     assert split_predictions(Pair([1, 2], ["a", "b"]), 2) == [Pair(1, "a"), Pair(2, "b")]
     assert split_predictions(("x", 1), 2) == [("x", 1)] * 2
+
+
+class PredictsAmongAll(Predictor):
+    joint_loss = True
+
+    def predict_batch(self, batch, batch_info):
+        return lockstep.gather(super().predict_batch(batch, batch_info))
+
+
+def test_a_gather_in_a_prediction_is_not_told_of_a_setting_that_is_there():
+    with (
+        TorchTrainer(training_operator_cls=PredictsAmongAll, num_shards=2) as trainer,
+        pytest.raises(PerShardLossError, match="predict computes shard by shard") as refusal,
+    ):
+        trainer.predict(LOADERS["plain"])
+    assert "joint_loss" not in str(refusal.value)

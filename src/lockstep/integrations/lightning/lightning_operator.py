@@ -29,6 +29,7 @@ from lockstep.integrations.lightning.lr_schedulers import (
 )
 from lockstep.integrations.lightning.manual_optimization import (
     ManualStrategyView,
+    of_manual_module,
     refuse_automatic_options,
 )
 from lockstep.integrations.lightning.module_factory import (
@@ -41,6 +42,7 @@ from lockstep.integrations.lightning.optimization_hooks import OptimizationHooks
 from lockstep.integrations.lightning.step_outputs import detach, loss_and_metrics
 from lockstep.integrations.lightning.trainer_view import (
     TrainerView,
+    hide_metrics,
     show_loaders,
     show_predicting,
     update_view,
@@ -48,7 +50,7 @@ from lockstep.integrations.lightning.trainer_view import (
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator import TrainingOperator
 from lockstep.operator.default_loops import is_computed_per_shard
-from lockstep.operator.loop_protocols import PassIterator
+from lockstep.operator.loop_protocols import is_epoch_over, place_in_epoch
 from lockstep.operator.registration import registered_parts
 from lockstep.operator.shard_results import ShardResults
 
@@ -109,7 +111,11 @@ def from_lightning(
         members["_lockstep_load_into_instance"] = staticmethod(
             lambda state: module_cls.load_state_dict(state["models"][0])
         )
-    bases = (LightningOperator,) if base is TrainingOperator else (LightningOperator, base)
+    bases: tuple[type[TrainingOperator], ...] = (base, LightningOperator)
+    if base is TrainingOperator or issubclass(base, LightningOperator):
+        bases = (LightningOperator if base is TrainingOperator else base,)
+    elif base.setup is not TrainingOperator.setup:
+        raise unsupported.setup_error(base.__name__)
     name = getattr(module_cls, "__name__", type(module_cls).__name__)
     return type(f"{name}Operator", bases, members)
 
@@ -118,7 +124,7 @@ class LightningOperator(TrainingOperator):
     """The base of the classes that `from_lightning` returns; subclass those to set `joint_loss`."""
 
     _factory: ClassVar[ModuleFactory]
-    _is_manual: ClassVar[bool] = False  # known once the module is made
+    _is_manual: ClassVar[bool] = False
 
     @classmethod
     def _lockstep_overrides(cls, method: Callable[..., Any]) -> bool:
@@ -157,16 +163,17 @@ class LightningOperator(TrainingOperator):
         module.to(context.device)
         self._open_loaders()
         returned, name = module.configure_optimizers(), type(module).__name__
-        # Of the class, and so of every operator of this worker: `_lockstep_overrides` reads it.
-        type(self)._is_manual = is_manual = not module.automatic_optimization
+        is_manual = not module.automatic_optimization
         if is_manual:
+            self.__class__ = of_manual_module(type(self))
             refuse_automatic_options(context.options, factory.gradient_clip_val, name)
         optimizers, configs = parse_configure_optimizers(returned, name, is_manual=is_manual)
         # `SchedulerStepper` steps the schedulers, so the default loop must not.
         self._steps_schedulers = context.options.scheduler_step_freq is None and not is_manual
         manual = replace(context.options, scheduler_step_freq=SCHEDULER_STEP_MANUAL)
         self._lockstep.context = replace(context, options=manual)
-        self._lockstep.step_actions = self._step_hooks = OptimizationHooks(module, self._logging)
+        self._step_hooks = OptimizationHooks(module, self._logging, self._lockstep)
+        self._lockstep.step_actions = self._step_hooks
         self.model, optimizers, *_ = self.register(
             models=module,
             optimizers=optimizers,
@@ -184,6 +191,7 @@ class LightningOperator(TrainingOperator):
         self._has_fit_begun = self._epoch_is_over = False
         self._started_epoch = -1
         self._num_ended_epochs = 0
+        self._validated: set[str] = set()  # the names that a validation has logged
         self._first_index = 0
         self._outputs: list[Output] = []
         self._batch_end_hook = BatchEndHook(self, module, self._logging)
@@ -226,7 +234,7 @@ class LightningOperator(TrainingOperator):
         module, epoch = self.module, int(info["epoch_idx"])
         # The loop's `batch_idx` starts at the iterator's `first_index`; this offset makes it the
         # batch's number in the epoch.
-        first_index, step_in_epoch = _place_in_epoch(iterator)
+        first_index, step_in_epoch = place_in_epoch(iterator)
         self._first_index = step_in_epoch - first_index
         update_view(self._view, current_epoch=epoch, training=True, validating=False)
         self._step_hooks.set_training(registered_parts(self), True)
@@ -241,13 +249,15 @@ class LightningOperator(TrainingOperator):
                 module.on_train_epoch_start()
                 self._started_epoch = epoch
             metrics = super().train_epoch(iterator, info)
-            epoch_over = _is_epoch_over(iterator)
+            epoch_over = is_epoch_over(iterator)
             if epoch_over:
                 self._batch_end_hook.share_writes()
                 self._step_epoch_schedulers(epoch)
                 if unsupported.overrides(module, "on_train_epoch_end"):
-                    self._update_callback_metrics(self._logging.values_so_far(), epoch_over=False)
-                    module.on_train_epoch_end()
+                    logged = self._logging.values_so_far()
+                    self._update_callback_metrics(logged, epoch_over=False)
+                    with hide_metrics(self._view, self._validated - logged.keys()):
+                        module.on_train_epoch_end()
             logged, of_epoch = self._logging.end_pass(epoch_over=epoch_over)
         self._lockstep.names_over_call = frozenset(logged)
         self._epoch_is_over = epoch_over
@@ -372,7 +382,7 @@ class LightningOperator(TrainingOperator):
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         module = self.module
-        _, self._first_index = _place_in_epoch(val_iterator)
+        _, self._first_index = place_in_epoch(val_iterator)
         update_view(self._view, training=False, validating=True)
         self._step_hooks.set_training(registered_parts(self), False)
         with self._logging.capturing("validation"):
@@ -381,7 +391,7 @@ class LightningOperator(TrainingOperator):
                 module.on_validation_start()
                 module.on_validation_epoch_start()
             metrics = super().validate(val_iterator, info)
-            epoch_over = _is_epoch_over(val_iterator)
+            epoch_over = is_epoch_over(val_iterator)
             if epoch_over:
                 if unsupported.overrides(module, "on_validation_epoch_end"):
                     self._update_callback_metrics(self._logging.values_so_far(), epoch_over=False)
@@ -389,6 +399,7 @@ class LightningOperator(TrainingOperator):
                 module.on_validation_end()
             logged, of_epoch = self._logging.end_pass(epoch_over=epoch_over)
         self._lockstep.names_over_call = frozenset(logged)
+        self._validated |= of_epoch.keys()
         update_view(self._view, validating=False)
         self._update_callback_metrics(of_epoch, epoch_over=epoch_over)
         return {**metrics, **logged}
@@ -463,7 +474,6 @@ class LightningOperator(TrainingOperator):
         # In the driver's process another trainer may have been made with it since.
         if self.datamodule is not None and self.datamodule.trainer is self._view:
             self.datamodule.trainer = None
-        type(self)._is_manual = False  # in the driver's process the class is used again
 
 
 def _current_num_samples() -> float:
@@ -483,15 +493,3 @@ def _step_arguments(step: Any, batch: Any, index: int) -> tuple[Any, ...]:
     positional = [each for each in takes if each.kind is not inspect.Parameter.KEYWORD_ONLY]
     several = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in positional)
     return (batch, index) if several or len(positional) > 1 else (batch,)
-
-
-def _place_in_epoch(iterator: Iterable[Any]) -> tuple[int, int]:
-    """The number of a loop's first batch in its pass, and in its epoch."""
-    if isinstance(iterator, PassIterator):
-        return iterator.first_index, iterator.step_in_epoch
-    return 0, 0
-
-
-def _is_epoch_over(iterator: Iterable[Any]) -> bool:
-    """Whether a loop has come to the epoch's end; an iterable of the user's own is an epoch."""
-    return iterator.is_epoch_over if isinstance(iterator, PassIterator) else True

@@ -16,6 +16,8 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lockstep.errors import ConfigurationError, NotAvailableError
+from lockstep.integrations.lightning.step_closure import BY_MANUAL_OPTIMIZATION
+from lockstep.sync.optimizer_inspection import needs_closure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +66,8 @@ def parse_configure_optimizers(
         is_manual: the module steps optimizers and schedulers itself.
 
     Raises:
-        NotAvailableError: `result` has LBFGS, or several optimizers where Lightning steps them.
+        NotAvailableError: `result` has LBFGS; or several optimizers, or one that needs a closure,
+            where Lightning steps them.
         ConfigurationError: `result` has no optimizer, or none of Lightning's forms.
     """
     if result is None:
@@ -85,6 +88,14 @@ def parse_configure_optimizers(
             "LBFGS is not supported: it computes the loss several times a step",
             where=f"{where}.configure_optimizers",
             fix="another optimizer, or a TrainingOperator with a train_batch of its own",
+        )
+    closures = [type(each).__name__ for each in optimizers if needs_closure(each)]
+    if closures and not is_manual:
+        raise NotAvailableError(
+            f"{closures[0]} needs manual optimisation: it computes the loss itself",
+            where=f"{where}.configure_optimizers",
+            cause="its step has to be given a closure, and the gradients are there before the step",
+            fix=BY_MANUAL_OPTIMIZATION,
         )
     configs = [_parse_scheduler(each, monitor, where) for each in schedulers]
     if not is_manual:

@@ -17,6 +17,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.integrations.lightning.module_factory import PACKAGES
 from lockstep.integrations.lightning.trainer_view import StrategyView, update_view
 from lockstep.operator.custom_loop_refusals import requested_loop_options
+from lockstep.sync.optimizer_inspection import needs_closure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,6 +26,16 @@ if TYPE_CHECKING:
 
     from lockstep.integrations.lightning.trainer_view import TrainerView
     from lockstep.operator import Options
+
+
+def of_manual_module(operator_cls: type[Any]) -> type[Any]:
+    """The class of an operator whose module steps its optimizers itself.
+
+    Lockstep asks the class what is overridden. That a module optimises manually is known when it is
+    made, and is so for one operator: others of its class may hold modules of the other kind.
+    """
+    names = {name: getattr(operator_cls, name) for name in ("__module__", "__qualname__")}
+    return type(operator_cls.__name__, (operator_cls,), {**names, "_is_manual": True})
 
 
 def refuse_automatic_options(options: Options, gradient_clip_val: float | None, where: str) -> None:
@@ -115,17 +126,31 @@ class ManualStrategyView(StrategyView):
     ) -> Any:
         """Step an optimizer after its closure, for ``LightningOptimizer.step``.
 
+        An optimizer that needs a closure calls it itself, as often as it likes.
+
         Returns:
-            What the closure has returned.
+            What the closure has returned; or the step of an optimizer that has called it.
         """
-        # Before the step, as torch's optimizers call it: gradients have to be those of the global
-        # batch before lockstep lets an optimizer see them.
-        result = closure()
-        self.lightning_module.on_before_optimizer_step(optimizer)
-        optimizer.step(**keywords)
+        if needs_closure(optimizer):
+            result = optimizer.step(self._with_hook(optimizer, closure), **keywords)
+        else:
+            # Before the step, as torch's optimizers call it: gradients have to be those of the
+            # global batch before lockstep lets an optimizer see them.
+            result = self._with_hook(optimizer, closure)()
+            optimizer.step(**keywords)
         # Lightning counts the steps of all optimizers.
         update_view(self._trainer, global_step=self._trainer.global_step + 1)
         return result
+
+    def _with_hook(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]
+    ) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            result = closure()
+            self.lightning_module.on_before_optimizer_step(optimizer)
+            return result
+
+        return evaluate
 
 
 def _lightning_optimizer_class(module: Any) -> Any:

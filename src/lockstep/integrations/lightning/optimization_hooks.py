@@ -6,16 +6,18 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from lockstep.integrations.lightning.step_closure import StepClosure
 from lockstep.integrations.lightning.unsupported import overrides
 from lockstep.operator.step_actions import StepActions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    import torch
-
     from lockstep.integrations.lightning.logging_capture import LoggingCapture
     from lockstep.operator.mixed_precision import Precision
+    from lockstep.operator.operator_state import OperatorState
     from lockstep.operator.training_parts import TrainingParts
 
 
@@ -31,19 +33,19 @@ class OptimizationHooks(StepActions):
     Args:
         module: the module.
         logging: counts what the hooks log.
+        state: of the operator.
 
     Attributes:
         shard_samples: samples of the shard whose loss was computed last; 0 if they do not count.
     """
 
-    passes_closure = True
-
-    def __init__(self, module: Any, logging: LoggingCapture) -> None:
-        self._module, self._logging = module, logging
+    def __init__(self, module: Any, logging: LoggingCapture, state: OperatorState) -> None:
+        self._module, self._logging, self._state = module, logging, state
         self.shard_samples = 0.0
         self._index = 0
         self._has_batches = True
         self._to_clear: torch.optim.Optimizer | None = None
+        self._losses: list[tuple[torch.Tensor, float]] = []  # of the window, with their weights
         self._modes: dict[torch.nn.Module, bool] | None = None
 
     def begin(self, index: int, *, has_batches: bool) -> None:
@@ -73,7 +75,7 @@ class OptimizationHooks(StepActions):
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         # As in Lightning, `clear_once` clears the gradients after training_step. A worker without
         # samples calls no training_step, and clears them now.
-        self._to_clear = optimizer
+        self._to_clear, self._losses = optimizer, []
         if not self._has_batches:
             self.clear_once()
 
@@ -89,15 +91,18 @@ class OptimizationHooks(StepActions):
         # The hook on clearing gradients may update an average of the weights, which nobody would
         # put back: it has to wait for the loss of the step itself.
         to_clear, self._to_clear = self._to_clear, None
-        logged = self._logging.mark()
+        losses, logged = list(self._losses), self._logging.mark()
         try:
             yield
         finally:
-            self._to_clear = to_clear
+            self._to_clear, self._losses = to_clear, losses
             self._logging.restore(logged)
 
     @contextmanager
-    def around_backward(self, loss: torch.Tensor) -> Iterator[None]:
+    def around_backward(self, loss: torch.Tensor, weight: float) -> Iterator[None]:
+        self.clear_once()  # a compute_loss of the user's own need not call `training_step`
+        if weight:  # the loss of a batch of another worker may be NaN
+            self._losses.append((loss.detach(), weight))
         with self._logging.counting_for(self.shard_samples, first_time=False):
             self._module.on_before_backward(loss)
             yield
@@ -117,16 +122,39 @@ class OptimizationHooks(StepActions):
             optimizer, module.trainer.gradient_clip_val, module.trainer.gradient_clip_algorithm
         )
         if overrides(module, "optimizer_step"):
-            # The gradients have been computed already, so the closure does nothing.
-            module.optimizer_step(self._epoch, self._index, optimizer, _do_nothing)
+            loss = self._loss_of_step(averages=run.sync_options.averages)
+            closure = StepClosure(loss, run.parameters(), optimizer, type(module).__name__)
+            module.optimizer_step(self._epoch, self._index, optimizer, closure)
         else:
             precision.step_or_skip(optimizer)
+
+    def _loss_of_step(self, *, averages: bool) -> torch.Tensor:
+        """The loss whose gradients the optimizer steps with: one number on all workers.
+
+        Of its own samples' loss each worker would let the optimizer make another step.
+
+        Args:
+            averages: whether the losses are averaged by their weights, or added.
+
+        Returns:
+            A scalar of float64.
+
+        Gradient:
+            None.
+
+        Collective:
+            Every rank: one all-reduce of two numbers.
+        """
+        context = self._state.context
+        sums = torch.zeros(2, dtype=torch.float64, device=context.device)
+        for loss, weight in self._losses:
+            sums[0] += loss.double().reshape(()) * (weight if averages else 1)
+            sums[1] += weight
+        context.group.all_reduce(sums).wait()
+        context.group.confirm()
+        return sums[0] / sums[1] if averages else sums[0]
 
     @property
     def _epoch(self) -> int:
         epoch: int = self._module.trainer.current_epoch
         return epoch
-
-
-def _do_nothing() -> None:
-    """The closure for `optimizer_step`."""

@@ -15,7 +15,7 @@ from lockstep.sync import is_local
 from lockstep.sync.optimizer_inspection import optimizer_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from lockstep.integrations.lightning.module_factory import ModuleFactory
     from lockstep.operator import TrainingOperator
@@ -168,6 +168,45 @@ def show_predicting(view: TrainerView) -> Iterator[None]:
         yield
     finally:
         update_view(view, **before)
+
+
+class _EpochMetrics(dict[str, Any]):
+    """An epoch's metrics, before the validation behind the epoch.
+
+    Args:
+        known: the metrics.
+        awaited: the names of those that the validation will log.
+    """
+
+    def __init__(self, known: Mapping[str, Any], awaited: Collection[str]) -> None:
+        super().__init__(known)
+        self._awaited = frozenset(awaited)
+
+    def __missing__(self, name: str) -> Any:
+        if name in self._awaited:
+            raise KeyError(
+                f"{name!r}: trainer.validate() comes after trainer.train(), and so after"
+                " on_train_epoch_end; read it in on_validation_epoch_end, or in what"
+                " trainer.validate() returns"
+            )
+        raise KeyError(name)
+
+
+@contextmanager
+def hide_metrics(view: TrainerView, names: Collection[str]) -> Iterator[None]:
+    """Inside, `view` has no metrics of these names: those that it has are of an earlier epoch.
+
+    In Lightning the epoch's validation has run before the hook that is called inside. To read the
+    last one's numbers as this one's would be a fault that nobody sees.
+    """
+    before = view.callback_metrics
+    hidden = {name: value for name, value in before.items() if name in names}
+    known = {name: value for name, value in before.items() if name not in names}
+    update_view(view, callback_metrics=_EpochMetrics(known, names))
+    try:
+        yield
+    finally:
+        update_view(view, callback_metrics={**hidden, **view.callback_metrics})
 
 
 class LoaderView:

@@ -68,6 +68,16 @@ def refuse_trainer_arguments(arguments: dict[str, Any]) -> None:
         )
 
 
+def setup_error(operator: str) -> ConfigurationError:
+    """The error for an operator class whose own `setup` would take the place of Lightning's."""
+    return ConfigurationError(
+        f"{operator}.setup and the LightningModule would both make what is trained",
+        where=f"{operator}.from_lightning",
+        fix="leave setup out; or in a subclass of what from_lightning returns call"
+        " super().setup(config) in it",
+    )
+
+
 def check_settings(options: Options, has_clip_value: bool) -> None:
     """Refuse trainer options that do not go together with a LightningModule."""
     if options.sync in _UNSUPPORTED_SYNCS:

@@ -231,6 +231,28 @@ def test_a_forward_under_bf16_sees_the_step_before_it():
         TorchTrainer(training_operator_cls=made, **automatic)
 
 
+def test_whether_it_steps_itself_is_a_fact_of_one_operator():
+    """A class trains modules of both kinds, and two trainers of it live at the same time."""
+    expected, _ = by_lightning(Gan(), validates=False)
+    automatic, _ = by_lightning(Classifier(), validates=False)
+    made = TrainingOperator.from_lightning(
+        lambda config: Gan() if config["gan"] else Classifier(), loader()
+    )
+
+    def trainer(gan):
+        return TorchTrainer(training_operator_cls=made, config={"gan": gan}, use_local=True)
+
+    with trainer(True) as first:
+        for gan, reference in ((False, automatic), (True, expected)):
+            with trainer(gan) as other:
+                for _ in range(3):
+                    other.train()
+                assert farthest(other.get_model(), reference) < 1e-12
+            first.train()
+        first.train()
+        assert farthest(first.get_model(), expected) < 1e-12
+
+
 def test_hooks_come_in_lightnings_order():
     expected, reference = by_lightning(StepsTheDiscriminatorOften(), validates=False)
     module = StepsTheDiscriminatorOften()

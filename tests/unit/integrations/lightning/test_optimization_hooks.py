@@ -249,3 +249,57 @@ def test_examining_samples_leaves_hooks_and_logs_to_the_step(tmp_path, module, e
     trained(tmp_path, operator, epochs=epochs, num_shards=1)
     examination = examined(tmp_path, operator, steps, steps[-1])  # asserts the same bits
     assert all(each.samples for each in examination.examined)
+
+
+class ReadsItsValidation(Classifier):
+    """Notes what it finds as an epoch begins, and as its training ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def on_train_epoch_start(self):
+        self._note("start")
+
+    def on_train_epoch_end(self):
+        assert "train_loss" in self.trainer.callback_metrics
+        self._note("end")
+
+    def _note(self, when):
+        value = self.trainer.callback_metrics.get("val_loss")
+        self.found.append((when, None if value is None else value.item()))
+
+
+def test_the_last_epochs_validation_is_not_taken_for_this_ones():
+    """In Lightning the epoch's validation has come before the hook on its end; here it has not."""
+    expected, _ = by_lightning(ReadsItsValidation(), max_epochs=2)
+    operator = TrainingOperator.from_lightning(ReadsItsValidation, loader(), loader())
+    with TorchTrainer(training_operator_cls=operator) as trainer:
+        for _ in range(2):
+            trainer.train(), trainer.validate()
+        module = trainer.get_local_operator().module
+        known = module.trainer.callback_metrics["val_loss"].item()
+    numbers = [value for _, value in expected.found]
+    assert numbers[0] is None
+    assert numbers[1] == numbers[2] != numbers[3]
+    assert module.found == [
+        ("start", None),
+        ("end", None),
+        ("start", pytest.approx(numbers[2], rel=1e-6)),
+        ("end", None),
+    ]
+    assert known == pytest.approx(numbers[3], rel=1e-6)
+
+
+class NeedsItsValidation(Classifier):
+    def on_train_epoch_end(self):
+        if self.current_epoch:
+            self.trainer.callback_metrics["val_loss"]
+
+
+def test_a_validation_that_has_not_come_yet_says_so():
+    operator = TrainingOperator.from_lightning(NeedsItsValidation, loader(), loader())
+    with TorchTrainer(training_operator_cls=operator) as trainer:
+        trainer.train(), trainer.validate()
+        with pytest.raises(KeyError, match=r"validate\(\) comes after trainer\.train"):
+            trainer.train()

@@ -8,6 +8,8 @@ from tests.unit.integrations.lightning.modules import (
     SAMPLES,
     STEPS,
     Classifier,
+    by_lightning,
+    farthest,
     loader,
     problem,
 )
@@ -16,9 +18,11 @@ from torch import nn
 
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import NonFiniteError, NotAvailableError
-from lockstep.keys import BATCH_SIZE
+from lockstep.keys import BATCH_SIZE, WEIGHT
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
 
 
 class Returns(Classifier):
@@ -197,3 +201,31 @@ def test_the_operator_gives_its_module():
     with trainer(Classifier) as one:
         inside = one.get_local_operator()
         assert inside.get_model() is inside.module
+
+
+class MeansOverTokens(Classifier):
+    """A third of the targets are ignored; the loss is a mean over the others."""
+
+    weighs = True
+
+    def training_step(self, batch, batch_idx):
+        features, target = batch
+        target = torch.where(features[:, 2] > 0.4, -100, target)
+        loss = nn.functional.cross_entropy(self(features), target, ignore_index=-100)
+        return {"loss": loss, WEIGHT: int((target >= 0).sum())} if self.weighs else loss
+
+
+class MeansOverTokensBySamples(MeansOverTokens):
+    weighs = False
+
+
+@pytest.mark.parametrize("num_shards", [1, 4])
+def test_a_mean_over_tokens_is_weighed_by_what_the_dict_says(num_shards):
+    expected, _ = by_lightning(MeansOverTokensBySamples(), max_epochs=2, validates=False)
+    distances = []
+    for module in (MeansOverTokens, MeansOverTokensBySamples):
+        with trainer(module, loader(GLOBAL_BATCH // num_shards), num_shards=num_shards) as one:
+            one.train(), one.train()
+            distances.append(farthest(one.get_model(), expected))
+    assert distances[0] < 1e-12
+    assert num_shards == 1 or distances[1] > 1e-3
