@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from lockstep.data.batch_rows import count_samples, leading_length
+from lockstep.data.batch_rows import count_one, count_samples, leading_length, rows_of
 from lockstep.data.global_batches import (
     announce_epoch,
     check_reiterable,
@@ -64,7 +64,7 @@ class UserShardedLoader:
         self._borrows = borrows
         self._loader = loader
         self._agreed_steps: int | None = None
-        self._has_time_first = False
+        self._has_other_layout = False
         self._shards = tuple(assignment.shards)
         self._holders = [loader]
         if isinstance(loader, DataLoader):
@@ -144,12 +144,14 @@ class UserShardedLoader:
 
     def _count(self, batch: Any, step: int) -> int:
         """The samples of `batch`; called for each batch of an epoch, in order."""
-        rows, num_asked = leading_length(batch), _num_asked(self._loader, step)
+        num_asked = _num_asked(self._loader, step)
+        if num_asked is None:
+            return leading_length(batch)
         # A dimension of one is common. It shows nothing, unless earlier batches have shown it.
-        if num_asked is None or (num_asked < 2 and not self._has_time_first):
-            return rows
+        if num_asked < 2 and not self._has_other_layout:
+            return count_one(batch)
         counted = count_samples(batch, num_asked)
-        self._has_time_first |= counted != rows
+        self._has_other_layout |= counted != rows_of(batch)
         return counted
 
     def _read(self, epoch: int) -> Iterator[Any]:
