@@ -17,7 +17,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.data.sample_lists import UNKNOWN_MEMBERS, Members, members_of, sample_lists
-from lockstep.errors import NotShardableError
+from lockstep.errors import NotShardableError, WeightError
+from lockstep.keys import WEIGHT
 from lockstep.tensor_tree import (
     PLAIN_TYPES,
     KeyPath,
@@ -71,6 +72,31 @@ def rows_of(batch: Any) -> int | None:
             return length
         found = length if found is None else found
     return found
+
+
+def rows_error(batch: Any) -> WeightError | None:
+    """The error to raise where `batch` counts for its rows and nothing else shows its samples.
+
+    None if it may. It may not where `rows_of` are those of one member in a list whose members are
+    alike and have unequal rows: as columns they would have equally many.
+    """
+    place = batch
+    while (children := children_of(place)) is not None:
+        lengths = [rows_of(child) for _, child in children]
+        if members_of(place, None) is Members.EITHER and len(set(lengths)) > 1:
+            return WeightError(
+                "the number of samples in a batch is not known",
+                expected="tensors with a row for each sample, or a list of as many samples as the"
+                " loader asks for",
+                got=f"a {type(place).__name__} of {len(lengths)} with lengths {lengths[:8]}",
+                cause="the batch is a list of samples; a collate_fn left some out, or nothing says"
+                " how many there should be",
+                fix="return from compute_loss, beside the loss,"
+                f" {{{WEIGHT!r}: number_of_samples}}; or let a DataLoader with batch_size=... make"
+                " the batches",
+            )
+        place = next((child for _, child in children if rows_of(child)), None)
+    return None
 
 
 def count_samples(batch: Any, num_asked: int) -> int:

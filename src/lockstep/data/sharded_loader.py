@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.content_digest import content_digest
 from lockstep.data.batch_join import join_batches
-from lockstep.data.batch_rows import count_one, count_samples, leading_length
+from lockstep.data.batch_rows import count_one, count_samples, leading_length, rows_error
 from lockstep.data.collated_rows import CollatedRows
 from lockstep.data.data_order_check import check_same_plan, plan_fingerprint
 from lockstep.data.global_batches import GlobalBatch, global_batches_of
@@ -328,8 +328,12 @@ class ShardedLoader:
             return LoadedPart(batch, 0, tuple(own), indices, num_asked=kind.num_asked(items))
         counted = kind.count(items)
         if counted is None:
-            return LoadedPart(batch, _count_rows(batch, kind.num_asked(items)), shards, indices)
-        miscount = None if self._copy is None else self._rows.weight_error(batch, counted)
+            num_asked = kind.num_asked(items)
+            counted = _count_rows(batch, num_asked)
+            miscount = None if counted == num_asked else rows_error(batch)
+        else:
+            is_ready = self._copy is None
+            miscount = rows_error(batch) if is_ready else self._rows.weight_error(batch, counted)
         return LoadedPart(batch, counted, shards, indices, miscount)
 
 

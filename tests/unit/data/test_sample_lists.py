@@ -16,6 +16,7 @@ from harness import run_ranks
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.data.sample_lists import Members, members_of, sample_lists
 from lockstep.errors import NotShardableError, WeightError
+from lockstep.keys import WEIGHT
 
 LENGTHS = (7, 4, 5, 2, 6, 3)
 GENERATOR = torch.Generator().manual_seed(3)
@@ -126,6 +127,34 @@ def test_ready_batches_that_are_lists_of_samples_are_not_joined_member_by_member
     loader = [SEQUENCES[:2], SEQUENCES[2:4]]
     with pytest.raises(NotShardableError, match="samples or columns"):
         trained(OwnStep, loader, num_shards=2)
+
+
+class Weighed(Sequences):
+    def compute_loss(self, batch, batch_info):
+        return super().compute_loss(batch, batch_info), {WEIGHT: len(batch)}
+
+
+def left_out(batch):
+    return [each for each in batch if len(each) != 2]
+
+
+@pytest.mark.parametrize(
+    ("loader", "arguments"),
+    [
+        ([SEQUENCES[:3], SEQUENCES[4:]], {"num_shards": 2}),
+        ([SEQUENCES[:3], SEQUENCES[4:]], {"add_dist_sampler": False, "accumulate": 2}),
+        (
+            DataLoader(SEQUENCES, batch_size=4, collate_fn=left_out),
+            {"add_dist_sampler": False, "accumulate": 2},
+        ),
+    ],
+)
+def test_a_list_of_samples_whose_number_is_unknown_has_to_say_what_it_counts_for(loader, arguments):
+    """It counted for the steps of its first sequence."""
+    with pytest.raises(WeightError, match="lengths"):
+        trained(Sequences, loader, **arguments)
+    got, _ = trained(Weighed, loader, **arguments)
+    assert same(got, one_process([*SEQUENCES[:3], *SEQUENCES[4:]]))
 
 
 class ReadsLists(Dataset):
