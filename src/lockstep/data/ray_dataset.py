@@ -204,7 +204,7 @@ def _part(read: Any, num_samples: int, shards: tuple[int, ...]) -> LoadedPart:
     if not isinstance(read, _Collated):
         return LoadedPart(read, num_samples, shards)
     miscount = None if num_samples == read.num_rows else rows_error(read.batch)
-    return LoadedPart(read.batch, num_samples, shards, (), miscount, read.num_rows)
+    return LoadedPart(read.batch, num_samples, shards, (), miscount)
 
 
 def _count(read: Any) -> int:

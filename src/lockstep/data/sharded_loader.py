@@ -53,8 +53,8 @@ class LoadedPart:
         indices: what the loader's sampler yielded, one for each sample (or for the whole batch, if
             the dataset holds ready batches); empty where there is no sampler.
         miscount: the error to raise where the batch counts for its samples; None if it may.
-        num_asked: the samples for which the dataset was asked, of a borrowed batch as well; None
-            where the items are ready batches.
+        num_asked: of a borrowed batch the samples for which the dataset was asked; None where
+            nothing tells them, and for all other batches.
     """
 
     batch: Any

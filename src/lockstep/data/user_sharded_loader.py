@@ -153,7 +153,7 @@ class UserShardedLoader:
         num_asked = _num_asked(self._loader, step)
         num_samples = self._count(batch, num_asked)
         miscount = None if num_samples == num_asked else rows_error(batch)
-        return LoadedPart(batch, num_samples, self._shards, (), miscount, num_asked)
+        return LoadedPart(batch, num_samples, self._shards, (), miscount)
 
     def _count(self, batch: Any, num_asked: int | None) -> int:
         if num_asked is None:
