@@ -3,7 +3,8 @@
 
 A container is a mapping, a list, a tuple (named ones too) or a dataclass; everything else is a
 leaf. A list or tuple of nothing but plain values is a leaf, too: rows of a batch, as torch's
-``default_collate`` leaves them. The functions have the names that they have in torch's pytree.
+``default_collate`` leaves them; a named tuple is none. The functions have the names that they have
+in torch's pytree.
 
 Rejected: torch's pytree and optree themselves. Both take a dataclass, and a mapping that is no dict
 (`BatchEncoding`), for one leaf unless its class is registered for the whole process; both lose
@@ -62,7 +63,8 @@ def children_of(tree: Any) -> list[tuple[Key, Any]] | None:
 
 def is_rows(tree: Any) -> bool:
     """Whether the tree is a sequence of plain values, one for each row of a batch."""
-    return isinstance(tree, list | tuple) and all(isinstance(row, PLAIN_TYPES) for row in tree)
+    is_sequence = isinstance(tree, list | tuple) and not hasattr(tree, "_fields")
+    return is_sequence and all(isinstance(row, PLAIN_TYPES) for row in tree)
 
 
 def rebuild_container(like: Any, values: list[Any]) -> Any:

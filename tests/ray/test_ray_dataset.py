@@ -267,6 +267,50 @@ def test_a_dataset_between_two_passes_over_the_loader():
     assert samples == [7, 6, 7]
 
 
+class Sequences(Regression):
+    """Gets each row as a sequence of its own, of as many steps as its number says."""
+
+    def compute_loss(self, batch, batch_info):
+        rows = torch.stack([sequence[0] for sequence in batch])
+        self.seen.append((batch_info["global_step"], rows[:, 0].long().tolist()))
+        return (self.model(rows[:, 1:]).squeeze(1) - 1).square().mean()
+
+
+def without_middle(columns):
+    """The rows before 8 and from 45 on: of whole global batches nothing is left."""
+    kept = (columns["id"] < 8) | (columns["id"] >= 45)
+    return {name: torch.as_tensor(column[kept]) for name, column in columns.items()}
+
+
+def as_sequences(columns):
+    rows = torch.stack([torch.as_tensor(columns[n]).double() for n in ("id", "x", "y")], dim=1)
+    return [row.expand(2 + int(row[0]) % 3, 3) for row in rows]
+
+
+@pytest.mark.slow
+def test_a_row_that_is_collated_to_a_sequence_has_the_weight_of_a_row():
+    """Each batch weighed the steps of its first sequence."""
+    rows = RayBatches(dataset((9, 30, 3, 11)), batch_size=10, collate_fn=as_sequences)
+    with TorchTrainer(training_operator_cls=Sequences, num_workers=2) as trainer:
+        result = trainer.train(dataset=rows)
+        steps = steps_of(trainer)
+        assert is_trained_by(trainer, steps)
+    assert result["num_samples"] == ROWS
+    assert sorted(chain.from_iterable(steps)) == list(range(ROWS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_pass_goes_on_behind_batches_that_a_collate_fn_has_emptied(num_workers):
+    """It ended there, and left the rest out."""
+    rows = RayBatches(dataset((53,)), batch_size=4, collate_fn=without_middle)
+    with TorchTrainer(training_operator_cls=Regression, num_workers=num_workers) as trainer:
+        trainer.train(dataset=rows)
+        steps = steps_of(trainer)
+        assert is_trained_by(trainer, steps)
+    assert sorted(chain.from_iterable(steps)) == [*range(8), *range(45, ROWS)]
+
+
 @pytest.mark.slow
 def test_no_window_reaches_from_one_source_of_batches_into_another():
     rows = RayBatches(dataset((3, 3)), batch_size=2)

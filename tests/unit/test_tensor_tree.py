@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from lockstep.data.batch_rows import concatenate, slice_rows
+from lockstep.data.batch_join import concatenate
+from lockstep.data.batch_rows import slice_rows
 from lockstep.tensor_tree import keystr, tensors_in, tree_map, tree_map_with_path
 from lockstep.trainer.split_predictions import split_predictions
 

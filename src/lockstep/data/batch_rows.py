@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts, joins and slices the rows of batches of any structure.
+"""Counts and slices the rows of batches of any structure.
 
 A batch is a tensor or an array, a sequence of rows (strings, numbers), or a tree of batches (see
-`tensor_tree`). A list or tuple is a sequence of rows when it holds nothing but plain values, else a
-container; torch's ``default_collate`` makes batches like that. Any other object raises an error
-that names its place in the batch: a guess could drop rows without a word.
+`tensor_tree`). A list or tuple is a sequence of rows when it holds nothing but plain values, or one
+member for each sample (see `sample_lists`); else it is a container, as torch's ``default_collate``
+makes them. Any other object raises an error that names its place in the batch: a guess could drop
+rows without a word.
 """
 
 from __future__ import annotations
@@ -13,79 +14,109 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
-from lockstep.errors import NotShardableError
+from lockstep.data.sample_lists import UNKNOWN_MEMBERS, Members, members_of, sample_lists
+from lockstep.errors import NotShardableError, WeightError
+from lockstep.keys import WEIGHT
 from lockstep.tensor_tree import (
     PLAIN_TYPES,
-    Key,
     KeyPath,
     children_of,
     is_rows,
     keystr,
     leaves_of,
     rebuild_container,
-    tree_map_with_path,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable
 
 
 def leading_length(batch: Any) -> int:
     """Number of rows: the leading length of the first tensor, array or sequence of rows.
 
-    An empty one stands back behind those that have rows: a batch of graphs without a single edge
-    is not a batch without samples.
-
     Raises:
-        NotShardableError: nothing in the batch has a length.
+        NotShardableError: nothing in the batch has rows.
     """
-    found = _first_length(batch)
-    if found is None:
-        found = len(batch) if hasattr(batch, "__len__") else None
+    found = rows_of(batch)
     if found is None:
         raise NotShardableError(
             "the number of samples in a batch cannot be read from it",
             expected="a tensor, array or sequence somewhere in the batch",
             got=type(batch).__name__,
-            fix="yield batches of tensors (tuples, dicts and dataclasses of them are fine)",
+            cause="an object of any other class has no rows; its `len` may be anything",
+            fix="yield batches of tensors (tuples, dicts and dataclasses of them are fine), or let"
+            " a DataLoader with batch_size=... make the batches from samples",
         )
     return found
 
 
-def _first_length(batch: Any) -> int | None:
+def rows_of(batch: Any) -> int | None:
+    """As `leading_length`; None where nothing in the batch has rows.
+
+    An empty tensor stands back behind those that have rows: a batch of graphs without a single
+    edge is not a batch without samples.
+    """
     if isinstance(batch, (torch.Tensor, np.ndarray)):
         return int(batch.shape[0]) if batch.ndim else None
+    if isinstance(batch, PackedSequence):
+        return int(batch.batch_sizes[0])  # every sequence has a first step
     children = children_of(batch)
     if children is None:
         return len(batch) if is_rows(batch) else None
     found: int | None = None
     for _, child in children:
-        length = _first_length(child)
+        length = rows_of(child)
         if length:
             return length
         found = length if found is None else found
     return found
 
 
+def rows_error(batch: Any) -> WeightError | None:
+    """The error to raise where `batch` counts for its rows and nothing else shows its samples.
+
+    None if it may. It may not where `rows_of` are those of one member in a list whose members are
+    alike and have unequal rows: as columns they would have equally many.
+    """
+    place = batch
+    while (children := children_of(place)) is not None:
+        lengths = [rows_of(child) for _, child in children]
+        if members_of(place, None) is Members.EITHER and len(set(lengths)) > 1:
+            return WeightError(
+                "the number of samples in a batch is not known",
+                expected="tensors with a row for each sample, or a list of as many samples as the"
+                " loader asks for",
+                got=f"a {type(place).__name__} of {len(lengths)} with lengths {lengths[:8]}",
+                cause="the batch is a list of samples; a collate_fn left some out, or nothing says"
+                " how many there should be",
+                fix="return from compute_loss, beside the loss,"
+                f" {{{WEIGHT!r}: number_of_samples}}; or let a DataLoader with batch_size=... make"
+                " the batches",
+            )
+        place = next((child for _, child in children if rows_of(child)), None)
+    return None
+
+
 def count_samples(batch: Any, num_asked: int) -> int:
-    """Number of samples: the rows, mostly; where time steps come first, the second dimension.
+    """Number of samples: the rows, mostly; of a list of samples the members.
 
     Torch's recurrent layers take ``(T, N, ...)``, and T, the longest sequence of the batch, is not
     what a mean over N samples counts for. Shapes alone do not tell ``(T, N, F)`` with N targets
     from ``(N, T, F)`` with T points of time. It is told by the samples for which the dataset was
-    asked: all tensors but the first have so many rows, and the first so many columns.
+    asked: all tensors but the first have so many rows, and the first so many columns. They tell a
+    list of samples as well, and are the only thing to go by where nothing in the batch has rows.
 
     Args:
-        num_asked: the samples for which the dataset was asked. One shows little: a dimension of
-            one is common.
-
-    Raises:
-        NotShardableError: nothing in the batch has a length.
+        num_asked: the samples for which the dataset was asked. One shows little, a dimension of
+            one being common; see `count_one`.
     """
-    rows = leading_length(batch)
-    if rows == num_asked:
+    rows = rows_of(batch)
+    if rows in (num_asked, 0):
         return rows
+    if rows is None or any(sample_lists(batch, num_asked)):
+        return num_asked
     tensors = [
         leaf
         for leaf in leaves_of(batch)
@@ -96,92 +127,113 @@ def count_samples(batch: Any, num_asked: int) -> int:
     return num_asked if all(len(each) == num_asked for each in tensors[1:]) else rows
 
 
-def concatenate(batches: Sequence[Any]) -> Any:
-    """Join `batches`, which have equal structures, to one batch with all their rows in order.
+def count_one(batch: Any) -> int:
+    """Number of samples where the dataset was asked for one, which may be a ready batch.
 
-    Raises:
-        NotShardableError: a place in the batches cannot be joined; the message names it.
+    A tuple of one tensor is mostly the item of a dataset with one column.
     """
-    return batches[0] if len(batches) == 1 else _join(list(batches), ())
+    rows = rows_of(batch)
+    has_one_column = isinstance(batch, tuple) and len(batch) == 1
+    if rows is None or (not has_one_column and any(sample_lists(batch, 1))):
+        return 1
+    return rows
 
 
-def _join(parts: list[Any], path: KeyPath) -> Any:
-    first = parts[0]
-    if any(type(part) is not type(first) for part in parts):
-        raise _join_error("joined", path, ", ".join(type(part).__name__ for part in parts))
-    if isinstance(first, (torch.Tensor, np.ndarray)):
-        return _join_arrays(parts, path)
-    children = children_of(first)
-    if children is None:
-        return _join_plain(parts, path)
-    columns = [[_child(part, key, path) for part in parts] for key, _ in children]
-    joined = [
-        _join(column, (*path, key)) for column, (key, _) in zip(columns, children, strict=True)
-    ]
-    return rebuild_container(first, joined)
+def count_kept_samples(batch: Any, delivered: Any, num_samples: int) -> int | None:
+    """Number of samples in `batch`, which a loop has made from the batch `delivered`.
+
+    Args:
+        batch: moved, augmented, or cut.
+        num_samples: of `delivered`.
+
+    Returns:
+        None where neither rows nor the members of a list show the samples.
+    """
+    rows = rows_of(batch)
+    found = next(sample_lists(delivered, num_samples), None)
+    if found is None:
+        rows_before = rows_of(delivered)
+        if rows == rows_before:
+            return num_samples
+        return rows if rows_before == num_samples else None
+    path, members = found
+    listed = _length_at(batch, path)
+    if listed is None:  # the loop has made another structure of it
+        is_whole = rows == num_samples or any(sample_lists(batch, num_samples))
+        return num_samples if is_whole else None
+    return listed if members is Members.SAMPLES or listed == rows else None
 
 
-def _join_arrays(parts: list[Any], path: KeyPath) -> Any:
-    shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-    if any(part.ndim == 0 or part.shape[1:] != parts[0].shape[1:] for part in parts):
-        raise _join_error("joined along dim 0", path, f"shapes {shapes}")
-    try:
-        if isinstance(parts[0], np.ndarray):
-            return np.concatenate(parts)
-        return torch.cat(parts)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise _join_error("joined along dim 0", path, f"shapes {shapes}: {error}") from error
+def _length_at(batch: Any, path: KeyPath) -> int | None:
+    """The number of members of the list or tuple at `path`; None where there is none."""
+    for key in path:
+        batch = dict(children_of(batch) or ()).get(key)
+    return len(batch) if isinstance(batch, list | tuple) else None
 
 
-def _join_plain(parts: list[Any], path: KeyPath) -> Any:
-    first = parts[0]
-    if is_rows(first):
-        return type(first)(row for part in parts for row in part)
-    # A value that belongs to no row (a name, a scale) must be the same in all parts.
-    if isinstance(first, PLAIN_TYPES) and all(part == first for part in parts):
-        return first
-    raise _join_error("joined", path, f"a {type(first).__name__}")
+def slice_rows(batch: Any, rows: slice, num_samples: int | None = None) -> Any:
+    """The rows `rows` of `batch`, in the same structure.
 
-
-def slice_rows(batch: Any, rows: slice) -> Any:
-    """The rows `rows` of `batch`, in the same structure; ``slice(0)`` takes none.
+    Args:
+        num_samples: of `batch`. Lists of so many samples are cut as well, unless they may be
+            columns. If None: all lists of tensors are columns.
 
     Raises:
         NotShardableError: a place in the batch cannot be sliced; the message names it.
     """
 
-    def slice_leaf(path: KeyPath, leaf: Any) -> Any:
-        if isinstance(leaf, (torch.Tensor, np.ndarray)):
-            try:
-                return leaf[rows]
-            except (RuntimeError, IndexError, NotImplementedError) as error:
-                raise _slice_error(path, f"{type(leaf).__name__}: {error}") from error
-        if is_rows(leaf):
-            return leaf[rows]
-        if isinstance(leaf, PLAIN_TYPES):
-            return leaf
-        raise _slice_error(path, f"a {type(leaf).__name__}")
+    def is_list(tree: Any, _: KeyPath) -> bool:
+        return num_samples is not None and members_of(tree, num_samples) is Members.SAMPLES
 
-    return tree_map_with_path(slice_leaf, batch)
+    return _slice(batch, rows, num_samples, is_list, ())
 
 
-def _child(batch: Any, key: Key, path: KeyPath) -> Any:
-    for own, child in children_of(batch) or []:
-        if own == key:
-            return child
-    raise _join_error("joined", path, f"a {type(batch).__name__} without {key}")
+def without_samples(batch: Any, num_samples: int | None) -> Any:
+    """None of the samples of `batch`, in the same structure.
+
+    Args:
+        num_samples: of `batch`; None where nothing tells it.
+
+    Raises:
+        NotShardableError: what belongs to the samples in some place cannot be told, or cannot be
+            taken away; the message names it.
+    """
+
+    def is_list(tree: Any, path: KeyPath) -> bool:
+        members = members_of(tree, num_samples)
+        if members is Members.EITHER:
+            raise _slice_error(path, UNKNOWN_MEMBERS)
+        return members is Members.SAMPLES
+
+    return _slice(batch, slice(0), num_samples, is_list, ())
 
 
-def _join_error(verb: str, path: KeyPath, got: str) -> NotShardableError:
-    place = f"batch{keystr(path)}"
-    return NotShardableError(
-        f"{place} cannot be {verb}: a worker's shards have to become one batch",
-        where=place,
-        expected="tensors or arrays that differ in dim 0 only, or equal structures of them",
-        got=got,
-        fix="use a map-style dataset with batch_size=..., or one shard per worker "
-        "(num_shards equal to num_workers)",
-    )
+def _slice(
+    tree: Any,
+    rows: slice,
+    num_samples: int | None,
+    is_list: Callable[[Any, KeyPath], bool],
+    path: KeyPath,
+) -> Any:
+    if isinstance(tree, (torch.Tensor, np.ndarray)):
+        try:
+            return tree[rows]
+        except (RuntimeError, IndexError, NotImplementedError) as error:
+            raise _slice_error(path, f"{type(tree).__name__}: {error}") from error
+    children = children_of(tree)
+    if children is not None:
+        if is_list(tree, path):
+            return tree[rows]
+        values = [
+            _slice(child, rows, num_samples, is_list, (*path, key)) for key, child in children
+        ]
+        return rebuild_container(tree, values)
+    if is_rows(tree):
+        # So many values belong to no sample: the size of all images, say.
+        return tree[rows] if num_samples in (None, len(tree)) else tree
+    if isinstance(tree, PLAIN_TYPES):
+        return tree
+    raise _slice_error(path, f"a {type(tree).__name__}")
 
 
 def _slice_error(path: KeyPath, got: str) -> NotShardableError:

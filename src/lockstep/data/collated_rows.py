@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate, default_convert
 
+from lockstep.data.sample_lists import sample_lists
 from lockstep.errors import WeightError
 from lockstep.keys import WEIGHT
-from lockstep.tensor_tree import children_of, leaves_of
+from lockstep.tensor_tree import leaves_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,22 +69,7 @@ def _count_rows(batch: Any, num_samples: int) -> int | None:
     if rows == num_samples:
         return rows
     # The samples may be along another dimension, or along a list.
-    is_other_layout = any(num_samples in shape for shape in shapes) or _lists(batch, num_samples)
+    is_other_layout = any(num_samples in shape for shape in shapes) or any(
+        sample_lists(batch, num_samples)
+    )
     return None if rows > num_samples or is_other_layout else rows
-
-
-def _lists(batch: Any, num_samples: int) -> bool:
-    """Whether a list or tuple in `batch` may hold one entry for each of its samples."""
-    children = children_of(batch)
-    if children is None:
-        return False
-    entries = [child for _, child in children]
-    # Tensors of several kinds, or with names, are the columns of a table.
-    kinds = {
-        (each.ndim, each.dtype) if isinstance(each, (torch.Tensor, np.ndarray)) else None
-        for each in entries
-    }
-    is_list = isinstance(batch, list | tuple) and not hasattr(batch, "_fields")
-    if is_list and len(entries) == num_samples and len(kinds) == 1:
-        return True
-    return any(_lists(each, num_samples) for each in entries)

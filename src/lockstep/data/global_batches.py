@@ -72,13 +72,19 @@ class ItemKind(Enum):
 
     def count(self, items: Sequence[Any]) -> int | None:
         """Number of samples in `items`; None where only the collated batch shows it."""
-        if self.is_sample:
-            return len(items)
-        if self is ItemKind.BATCH_OF_INDICES and all(isinstance(item, Sized) for item in items):
-            return sum(len(item) for item in items)
         if self is ItemKind.READY_BATCH:
             return sum(leading_length(item) for item in items)
-        return None
+        return None if self is ItemKind.READY_BATCH_INDEX else self.num_asked(items)
+
+    def num_asked(self, items: Sequence[Any]) -> int | None:
+        """Number of samples for which `items` ask the dataset; None where they do not show it."""
+        if self.is_sample:
+            return len(items)
+        # A sampler of lists asks a dataset of ready batches for so many samples at once.
+        kind = {ItemKind.BATCH_OF_INDICES: Sized, ItemKind.READY_BATCH_INDEX: list}.get(self)
+        if kind is None or not all(isinstance(item, kind) for item in items):
+            return None
+        return sum(len(item) for item in items)
 
 
 @dataclass(frozen=True, slots=True)

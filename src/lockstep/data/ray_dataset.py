@@ -11,11 +11,11 @@ replaced) cannot go on from there: the workers read all rows again, from the fir
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
-from lockstep.data.batch_rows import leading_length
+from lockstep.data.batch_rows import count_samples, leading_length, rows_error
 from lockstep.data.shard_assignment import shard_bounds
 from lockstep.data.sharded_loader import LoadedPart, Step
 from lockstep.errors import ConfigurationError, NotShardableError
@@ -57,8 +57,9 @@ class TorchBatches(Protocol):
 class RayDatasetShard:
     """One worker's part of a streamed dataset, as global steps; a `StepSource`.
 
-    In every step the workers first exchange their numbers of rows: a worker cannot know by itself
-    whether its peers have rows left.
+    In every step the workers first exchange their numbers of samples, and whether their streams
+    have ended: a worker cannot know by itself whether its peers have rows left. A global batch that
+    the `collate_fn` has emptied on all workers is no step, and not the end of the pass.
 
     Args:
         rows: this worker's iterator of ``Dataset.streaming_split``.
@@ -117,14 +118,17 @@ class RayDatasetShard:
         stream: Iterator[Any] = iter(self._rows.iter_torch_batches(**self._options(epoch)))
         index = start_step
         while True:
-            batch = next(stream, None)
-            mine = 0 if batch is None else leading_length(batch)
-            counts = self._exchange_row_counts(mine)
+            batch = next(stream, _END)
+            mine = _count(batch)
+            counts, have_ended = self._exchange(mine, has_ended=batch is _END)
             if not any(count > 0 for count in counts):
-                return
+                if have_ended:
+                    return
+                continue
             if mine:
-                self._borrowed = (batch,) if self.joint else ()
-                parts = [LoadedPart(batch, mine, shards)]
+                part = _part(batch, mine, shards)
+                self._borrowed = (part.batch,) if self.joint else ()
+                parts = [part]
             else:
                 parts = [LoadedPart(each, 0, shards) for each in self._borrowed]
             if self.joint and -1 in counts:
@@ -145,7 +149,7 @@ class RayDatasetShard:
             "device": "cpu",
         }
         if given.collate_fn is not None:
-            options["collate_fn"] = given.collate_fn
+            options["collate_fn"] = _count_before(given.collate_fn)
         if given.dtypes is not None:
             options["dtypes"] = given.dtypes
         if given.local_shuffle_buffer_size is not None:
@@ -153,13 +157,61 @@ class RayDatasetShard:
             options["local_shuffle_seed"] = self._assignment.seed + epoch
         return options
 
-    def _exchange_row_counts(self, mine: int) -> list[int]:
-        """Every rank's rows in this step; -1 for a rank with no rows and no batch to borrow."""
+    def _exchange(self, mine: int, *, has_ended: bool) -> tuple[list[int], bool]:
+        """Every rank's samples in this step, and whether all ranks' streams have ended.
+
+        -1 stands for a rank with no samples and no batch to borrow.
+        """
         if self._group.size == 1:
-            return [mine]
+            return [mine], has_ended
         token = mine if mine or self._borrowed or not self.joint else -1
-        gathered = self._group.all_gather(torch.tensor([token], device=self._group.device))
-        return [int(count) for count in torch.cat(gathered).tolist()]
+        own = torch.tensor([token, int(has_ended)], device=self._group.device)
+        gathered = torch.stack(self._group.all_gather(own))
+        return gathered[:, 0].tolist(), bool(gathered[:, 1].all())
+
+
+_END: Final = object()
+"""What stands for the next batch of a stream that has ended; a `collate_fn` may return None."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Collated:
+    """A batch as the user's `collate_fn` has made it of `num_rows` rows."""
+
+    num_rows: int
+    batch: Any
+
+
+def _count_before(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`collate_fn` with the number of rows that it was given beside its batch."""
+
+    def collate(columns: Any) -> _Collated:
+        is_dict = isinstance(columns, dict)
+        num_rows = leading_length(columns) if is_dict else len(columns)
+        return _Collated(num_rows, collate_fn(columns))
+
+    # By one of these base classes Ray decides whether to call it with a dict or a table.
+    classes = (each for each in type(collate_fn).__mro__ if each.__module__.startswith("ray."))
+    base = next(classes, None)
+    if base is None:
+        return collate
+    made: Any = type("Counted", (base,), {"__call__": lambda _, columns: collate(columns)})
+    counted: Callable[[Any], Any] = made()
+    return counted
+
+
+def _part(read: Any, num_samples: int, shards: tuple[int, ...]) -> LoadedPart:
+    if not isinstance(read, _Collated):
+        return LoadedPart(read, num_samples, shards)
+    miscount = None if num_samples == read.num_rows else rows_error(read.batch)
+    return LoadedPart(read.batch, num_samples, shards, (), miscount)
+
+
+def _count(read: Any) -> int:
+    """The samples in what a stream has yielded; 0 at its end."""
+    if not isinstance(read, _Collated):
+        return 0 if read is _END else leading_length(read)
+    return 0 if read.batch is None else count_samples(read.batch, read.num_rows)
 
 
 def _rows_per_step(batch_size: int, assignment: ShardAssignment) -> int:

@@ -24,7 +24,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lockstep.data.batch_rows import concatenate
+from lockstep.data.batch_join import concatenate, join_batches
 from lockstep.data.dataset_generators import DatasetGenerators
 from lockstep.data.global_batches import ItemKind
 from lockstep.data.tensor_dataset_fetch import select_batch
@@ -189,7 +189,16 @@ class SeededDataset(Dataset[Any]):
         if holds_samples and all(isinstance(piece, list) for piece in pieces):
             pieces = [list(chain.from_iterable(pieces))]
         # Several pieces: ready batches, or a user's __getitems__ that returns no list of samples.
-        return concatenate([self._collate(piece) for piece in pieces])
+        batches = [self._collate(piece) for piece in pieces]
+        if len(batches) == 1 or self._collate is default_collate:
+            return concatenate(batches)
+        return join_batches(batches, self._num_asked(request))
+
+    def _num_asked(self, request: Request) -> list[int | None]:
+        """Of each of the pieces of a request the samples for which it asks."""
+        if self._kind.is_sample:
+            return [len(segment.items) for segment in request.segments]
+        return [self._kind.num_asked([item]) for item in request.items]
 
     def _read(self, segment: Segment) -> list[Any]:
         """The segment's pieces: one list of samples, or its ready batches."""

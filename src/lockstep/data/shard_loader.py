@@ -11,11 +11,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.utils.data import default_collate
 
-from lockstep.data.batch_rows import slice_rows
+from lockstep.data.batch_rows import slice_rows, without_samples
 from lockstep.data.data_order_check import check_same_plan
 from lockstep.data.shard_assignment import ShardAssignment
-from lockstep.data.sharded_loader import BatchParts, ShardedLoader
+from lockstep.data.sharded_loader import BatchParts, LoadedPart, ShardedLoader
 from lockstep.errors import CheckpointError
 from lockstep.group import Group, resolve_group
 
@@ -171,10 +172,15 @@ class RankLoader:
         per_step = self._sharded.items_per_step
         for step in self._sharded.batches(epoch, start_step, offset=offset):
             (part,) = step.parts
-            batch = part.batch if part.num_samples else slice_rows(part.batch, slice(0))
+            batch = part.batch if part.num_samples else self._without_samples(part)
             if self._reader is reader:  # else a newer iteration moves the position
                 self._step = step.index + 1
                 self._offset = offset + (self._step - start_step) * per_step
             yield batch
         if self._reader is reader:
             self._move_to(epoch + 1)
+
+    def _without_samples(self, part: LoadedPart) -> Any:
+        if getattr(self.loader, "collate_fn", None) is default_collate:
+            return slice_rows(part.batch, slice(0))  # its lists are columns
+        return without_samples(part.batch, part.num_asked)

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from lockstep.content_digest import content_digest
-from lockstep.data.batch_rows import concatenate, count_samples, leading_length
+from lockstep.data.batch_join import join_batches
+from lockstep.data.batch_rows import count_one, count_samples, leading_length, rows_error
 from lockstep.data.collated_rows import CollatedRows
 from lockstep.data.data_order_check import check_same_plan, plan_fingerprint
 from lockstep.data.global_batches import GlobalBatch, global_batches_of
@@ -52,6 +53,8 @@ class LoadedPart:
         indices: what the loader's sampler yielded, one for each sample (or for the whole batch, if
             the dataset holds ready batches); empty where there is no sampler.
         miscount: the error to raise where the batch counts for its samples; None if it may.
+        num_asked: of a borrowed batch the samples for which the dataset was asked; None where
+            nothing tells them, and for all other batches.
     """
 
     batch: Any
@@ -59,6 +62,7 @@ class LoadedPart:
     shards: tuple[int, ...]
     indices: tuple[Any, ...] = ()
     miscount: WeightError | None = None
+    num_asked: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +200,7 @@ class ShardedLoader:
     def _read(self, plans: Iterator[StepPlan], epoch: int) -> Iterator[tuple[StepPlan, list[Any]]]:
         if self._copy is not None:
             return self._copy.read(plans, epoch)
-        return ((plan, [concatenate(each.items) for each in plan.requests]) for plan in plans)
+        return ((plan, [_join_ready(each.items) for each in plan.requests]) for plan in plans)
 
     def fingerprint(self, epoch: int) -> dict[str, Any]:
         """The plan of `epoch`, equal on all workers, as plain JSON; see `check_same_plan`.
@@ -321,15 +325,23 @@ class ShardedLoader:
         indices, own = kind.indices(items), self.assignment.shards
         shards = tuple(segment.shard for segment in request.segments)
         if shards[0] not in own:  # borrowed
-            return LoadedPart(batch, 0, tuple(own), indices)
+            return LoadedPart(batch, 0, tuple(own), indices, num_asked=kind.num_asked(items))
         counted = kind.count(items)
         if counted is None:
-            return LoadedPart(batch, _count_rows(batch, indices), shards, indices)
-        miscount = None if self._copy is None else self._rows.weight_error(batch, counted)
+            num_asked = kind.num_asked(items)
+            counted = _count_rows(batch, num_asked)
+            miscount = None if counted == num_asked else rows_error(batch)
+        else:
+            is_ready = self._copy is None
+            miscount = rows_error(batch) if is_ready else self._rows.weight_error(batch, counted)
         return LoadedPart(batch, counted, shards, indices, miscount)
 
 
-def _count_rows(batch: Any, indices: Sequence[Any]) -> int:
-    # A sampler of lists asks the dataset for so many samples at once. One shows nothing.
-    asks_for_list = len(indices) == 1 and isinstance(indices[0], list) and len(indices[0]) > 1
-    return count_samples(batch, len(indices[0])) if asks_for_list else leading_length(batch)
+def _join_ready(batches: Sequence[Any]) -> Any:
+    return join_batches(batches, [None] * len(batches))
+
+
+def _count_rows(batch: Any, num_asked: int | None) -> int:
+    if num_asked is None:
+        return leading_length(batch)
+    return count_one(batch) if num_asked == 1 else count_samples(batch, num_asked)

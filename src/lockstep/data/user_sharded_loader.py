@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from lockstep.data.batch_rows import count_samples, leading_length
+from lockstep.data.batch_rows import (
+    count_one,
+    count_samples,
+    leading_length,
+    rows_error,
+    rows_of,
+)
 from lockstep.data.global_batches import (
     announce_epoch,
     check_reiterable,
@@ -64,7 +70,7 @@ class UserShardedLoader:
         self._borrows = borrows
         self._loader = loader
         self._agreed_steps: int | None = None
-        self._has_time_first = False
+        self._has_other_layout = False
         self._shards = tuple(assignment.shards)
         self._holders = [loader]
         if isinstance(loader, DataLoader):
@@ -131,10 +137,10 @@ class UserShardedLoader:
         last: Any = None
         step = 0
         for batch in self._read(epoch):
-            num_samples = self._count(batch, step)
+            part = self._part(batch, step)
             last = (batch,) if self._borrows else None
             if step >= start_step:
-                yield Step(step, [LoadedPart(batch, num_samples, self._shards)], None)
+                yield Step(step, [part], None)
             step += 1
         for index in range(max(step, start_step), num_steps or 0):
             yield Step(index, [LoadedPart(last[0], 0, self._shards)] if last else [], None)
@@ -142,14 +148,21 @@ class UserShardedLoader:
     def close(self) -> None:
         """Do nothing: the loader and its worker processes are the user's."""
 
-    def _count(self, batch: Any, step: int) -> int:
-        """The samples of `batch`; called for each batch of an epoch, in order."""
-        rows, num_asked = leading_length(batch), _num_asked(self._loader, step)
+    def _part(self, batch: Any, step: int) -> LoadedPart:
+        """`batch` with its samples; called for each batch of an epoch, in order."""
+        num_asked = _num_asked(self._loader, step)
+        num_samples = self._count(batch, num_asked)
+        miscount = None if num_samples == num_asked else rows_error(batch)
+        return LoadedPart(batch, num_samples, self._shards, (), miscount)
+
+    def _count(self, batch: Any, num_asked: int | None) -> int:
+        if num_asked is None:
+            return leading_length(batch)
         # A dimension of one is common. It shows nothing, unless earlier batches have shown it.
-        if num_asked is None or (num_asked < 2 and not self._has_time_first):
-            return rows
+        if num_asked < 2 and not self._has_other_layout:
+            return count_one(batch)
         counted = count_samples(batch, num_asked)
-        self._has_time_first |= counted != rows
+        self._has_other_layout |= counted != rows_of(batch)
         return counted
 
     def _read(self, epoch: int) -> Iterator[Any]:

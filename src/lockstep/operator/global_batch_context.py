@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data.batch_rows import leading_length
+from lockstep.data.batch_rows import count_kept_samples, leading_length, rows_of
 from lockstep.errors import WeightError
 from lockstep.keys import NUM_SAMPLES
 from lockstep.operator.shard_batch import ShardBatch
@@ -128,8 +128,9 @@ class GlobalBatchContext:
                 from it (moved, augmented, cut).
 
         Raises:
-            WeightError: the user has cut a batch whose leading length is not its samples; or the
-                loop has read ahead, and from which batch it has made this one is unknown.
+            WeightError: the user has cut a batch that does not show its samples by its leading
+                length or a list; or the loop has read ahead, and from which batch it has made this
+                one is unknown.
         """
         if isinstance(batch, GlobalBatchContext):
             return batch.shards
@@ -149,12 +150,12 @@ class GlobalBatchContext:
         # The samples of a copy of a borrowed batch belong to another worker, too.
         if joint_batch.is_borrowed:
             return replace(joint_batch, batch=batch)
-        rows, delivered = leading_length(batch), leading_length(joint_batch.batch)
-        if rows == delivered:  # moved or augmented: it holds the same samples
+        num_samples = count_kept_samples(batch, joint_batch.batch, joint_batch.num_samples)
+        if num_samples is None:
+            raise _unknown_samples_error(batch, joint_batch)
+        if num_samples == joint_batch.num_samples:  # moved or augmented: it holds the same samples
             return replace(joint_batch, batch=batch)
-        if delivered != joint_batch.num_samples:
-            raise _unknown_samples_error(rows, delivered, joint_batch.num_samples)
-        return ShardBatch(batch, rows, joint_batch.seed)
+        return ShardBatch(batch, num_samples, joint_batch.seed)
 
     def activate_shard(
         self, shard: ShardBatch, *, per_shard: bool
@@ -224,13 +225,14 @@ class GlobalBatchContext:
         return weight
 
 
-def _unknown_samples_error(rows: int, delivered: int, num_samples: int) -> WeightError:
+def _unknown_samples_error(batch: Any, delivered: ShardBatch) -> WeightError:
+    rows, rows_before = rows_of(batch), rows_of(delivered.batch)
     return WeightError(
         "the number of samples in a batch that train_batch has cut is not known",
-        expected=f"a leading length of {delivered}, as the batch that was delivered has",
+        expected=f"a leading length of {rows_before}, as the batch that was delivered has",
         got=f"a leading length of {rows}",
-        cause=f"the leading length of the batch that was delivered is {delivered}, and it holds"
-        f" {num_samples} samples: time steps come first, or the samples are packed",
+        cause=f"the leading length of the batch that was delivered is {rows_before}, and it holds"
+        f" {delivered.num_samples} samples: time steps come first, or the samples are packed",
         fix="self.backward(loss, weight=number_of_samples) instead of super().train_batch(); or"
         " cut it in the dataset",
     )

@@ -8,11 +8,11 @@ of an epoch, or a borrowed one (see `lockstep.data.sharded_loader`).
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lockstep.data.batch_rows import leading_length
-from lockstep.errors import NotShardableError, WeightError
+from lockstep.data.batch_rows import rows_of
+from lockstep.data.sample_lists import sample_lists
+from lockstep.errors import WeightError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ class _Unused(NamedTuple):
 
     Attributes:
         samples: those for which it counts.
-        rows: its leading length; None if its tensors differ in it.
+        rows: its leading length, or that of its list of samples; None if it has neither.
     """
 
     samples: int
@@ -84,9 +84,8 @@ class ReadAheadBatches:
                 under `no_sync` is no reduction, and trains on a batch all the same.
         """
         self._note_trained(progress)
-        rows: int | None = None
-        with suppress(NotShardableError):
-            rows = leading_length(read.batch)
+        is_list = any(sample_lists(read.batch, read.num_samples))
+        rows = read.num_samples if is_list else rows_of(read.batch)
         self._unused.append(_Unused(read.num_samples, rows))
         self._is_repeated = self._latest is not None and self._latest.batch is read.batch
         self._latest = read

@@ -19,7 +19,7 @@ from torch import nn
 from torch.func import functional_call
 
 from lockstep._torch_compat import MODULE_TABLES, Norm, buffers_of
-from lockstep.data.batch_rows import concatenate
+from lockstep.data.batch_join import concatenate
 from lockstep.errors import ConfigurationError, LostUpdateError, NotEnoughResourcesError
 from lockstep.sync.tensor_bits import same_bits
 from lockstep.tensor_copies import fits

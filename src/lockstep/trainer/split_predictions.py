@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splits a model's output for a batch into one output for each sample.
 
-A list holds one entry for each sample, as detection models return them; all other containers are
+A list holds one entry for each sample, as detection models return them, and so does a tuple of
+nothing but plain values, as torch's ``default_collate`` leaves names; all other containers are
 trees (see `lockstep.tensor_tree`) whose leaves have one row for each sample. Rejected: guessing by
 a list's length whether it holds samples or columns, which is right for one batch and wrong for the
 next.
@@ -15,15 +16,16 @@ import numpy as np
 import torch
 
 from lockstep.errors import ConfigurationError
-from lockstep.tensor_tree import Key, children_of, rebuild_container
+from lockstep.tensor_tree import children_of, is_rows, rebuild_container
 
 
 def split_predictions(output: Any, count: int, place: str = "the output") -> list[Any]:
     """Split `output` into one prediction for each of `count` samples, in the structure of `output`.
 
     Args:
-        output: tensors or arrays of shape (count, ...), lists of `count` entries, or tuples,
-            mappings and dataclasses of such; strings, numbers and None belong to every sample.
+        output: tensors or arrays of shape (count, ...), lists of `count` entries, tuples of
+            `count` plain values, or tuples, mappings and dataclasses of such; a string, a number
+            or None by itself belongs to every sample.
         place: the name of `output` in an error.
 
     Raises:
@@ -34,15 +36,14 @@ def split_predictions(output: Any, count: int, place: str = "the output") -> lis
         if output.ndim == 0 or output.shape[0] != count:
             raise _wrong_row_count_error(place, count, f"shape {tuple(output.shape)}")
         return list(output.unbind(0) if isinstance(output, torch.Tensor) else output)
-    if isinstance(output, list):
+    if isinstance(output, list) or is_rows(output):
         if len(output) != count:
-            raise _wrong_row_count_error(place, count, f"a list of {len(output)}")
+            got = f"a {type(output).__name__} of {len(output)}"
+            raise _wrong_row_count_error(place, count, got)
         return list(output)
     if output is None or isinstance(output, (str, bytes, int, float, complex, np.generic)):
         return [output] * count
     children = children_of(output)
-    if children is None and isinstance(output, tuple):  # nothing but plain values
-        children = [(Key("[{}]", number), value) for number, value in enumerate(output)]
     if children is None:
         raise _wrong_row_count_error(place, count, f"a {type(output).__name__}")
     columns = [split_predictions(child, count, f"{place}{key}") for key, child in children]

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.content_digest import content_digest
-from lockstep.data.batch_rows import leading_length, slice_rows
+from lockstep.data.batch_rows import slice_rows
 from lockstep.errors import NotShardableError
 from lockstep.operator.registration import registered_parts
 from lockstep.trainer.run_log import step_line
 from lockstep.trainer.step_differences import StepDifference, compare_lines
-from lockstep.trainer.step_examination import name_of_sample
+from lockstep.trainer.step_examination import name_of_sample, num_rows
 from lockstep.trainer.step_inspection import StepInspection
 from lockstep.weight_hashes import NUM_PARTS, WeightHashes, read_hashes
 from lockstep.worker import weight_names, weight_slots
@@ -80,7 +80,7 @@ class StepCapture(StepInspection):
                 weights=read_hashes(hashes.take(range(NUM_PARTS))),
                 names=names,
                 samples={s.shard: _names_of_samples(s) for s in shards},
-                contents={s.shard: _digests_of_samples(s.batch) for s in shards},
+                contents={s.shard: _digests_of_samples(s) for s in shards},
                 seeds={s.shard: s.seed for s in shards},
                 settings=_settings_of(run.optimizers),
             )
@@ -103,15 +103,17 @@ class StepCapture(StepInspection):
 
 def _names_of_samples(shard: ShardBatch) -> list[str]:
     try:
-        rows = leading_length(shard.batch)
+        rows = num_rows(shard.batch, shard)
     except NotShardableError:
         rows = 1
     return [name_of_sample(shard, row, rows) for row in range(rows)]
 
 
-def _digests_of_samples(batch: Any) -> list[str]:
+def _digests_of_samples(shard: ShardBatch) -> list[str]:
+    batch, num_samples = shard.batch, shard.num_samples
     try:
-        rows = [slice_rows(batch, slice(n, n + 1)) for n in range(leading_length(batch))]
+        numbers = range(num_rows(batch, shard))
+        rows = [slice_rows(batch, slice(n, n + 1), num_samples) for n in numbers]
     except NotShardableError:
         return [content_digest(batch)]
     return [content_digest(row) for row in rows]

@@ -22,6 +22,7 @@ import torch
 
 from lockstep._torch_compat import sparse_indices_and_values
 from lockstep.data.batch_rows import leading_length, slice_rows
+from lockstep.data.sample_lists import sample_lists
 from lockstep.operator.optimizer_step_hooks import OptimizerStepHooks
 from lockstep.operator.preserved_state import preserve_state
 from lockstep.operator.registration import registered_parts
@@ -172,9 +173,10 @@ class StepExamination(StepInspection):
         try:
             beside_step = operator._lockstep.step_actions.beside_step()
             with beside_step, _in_evaluation(operator), torch.no_grad():
-                rows = leading_length(batch)
+                rows = num_rows(batch, shard)
                 for row in range(rows):
-                    single = tree_map(_copied, slice_rows(batch, slice(row, row + 1)))
+                    part = slice_rows(batch, slice(row, row + 1), shard.num_samples)
+                    single = tree_map(_copied, part)
                     result = compute_loss(single, batch_info)
                     loss = float(result[0] if isinstance(result, tuple) else result)
                     name = name_of_sample(shard, row, rows)
@@ -235,6 +237,16 @@ def _by_layer(norms: Mapping[str, float]) -> dict[str, float]:
         layer = name.rpartition(".")[0] or name
         layers[layer] = math.hypot(layers.get(layer, 0.0), norm)
     return layers
+
+
+def num_rows(batch: Any, shard: ShardBatch) -> int:
+    """How many parts of `batch`, the batch of `shard`, can be looked at by themselves.
+
+    Raises:
+        NotShardableError: nothing in the batch has rows.
+    """
+    is_list = any(sample_lists(batch, shard.num_samples))
+    return shard.num_samples if is_list else leading_length(batch)
 
 
 def name_of_sample(shard: ShardBatch, row: int, rows: int) -> str:

@@ -10,7 +10,8 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from lockstep.content_digest import content_digest
-from lockstep.data.batch_rows import concatenate, count_samples, leading_length, slice_rows
+from lockstep.data.batch_join import concatenate
+from lockstep.data.batch_rows import count_samples, leading_length, slice_rows
 from lockstep.errors import NotShardableError
 
 Pair = namedtuple("Pair", "x y")
@@ -94,6 +95,8 @@ def test_a_batch_of_time_steps_first_has_as_many_samples_as_were_asked_for() -> 
         ([{"scale": 1, "x": torch.ones(1)}, {"scale": 2, "x": torch.ones(1)}], r"\['scale'\]"),
         ([Record(torch.ones(1), [object()]), Record(torch.ones(1), [object()])], r"batch.names"),
         ([{"x": torch.ones(1)}, {"y": torch.ones(1)}], r"batch cannot.*"),
+        ([{"x": torch.ones(1)}, {"x": torch.ones(1), "y": torch.ones(1)}], r"without \['y'\]"),
+        ([[torch.ones(1)] * 3, [torch.ones(1)] * 4], r"without \[3\]"),
         ([torch.ones(1), np.ones(1)], "batch cannot"),
         ([pack_sequence([torch.ones(2)])] * 2, "batch cannot"),
     ],

@@ -237,7 +237,19 @@ def test_rows_of_named_tuples():
 
     Pair = namedtuple("Pair", "left right")
     assert split_predictions(Pair([1, 2], ["a", "b"]), 2) == [Pair(1, "a"), Pair(2, "b")]
-    assert split_predictions(("x", 1), 2) == [("x", 1)] * 2
+    assert split_predictions(Pair("x", 1), 2) == [Pair("x", 1)] * 2
+    assert split_predictions(("x", 1), 2) == ["x", 1]
+    with pytest.raises(ConfigurationError, match="a tuple of 2"):
+        split_predictions(("x", 1), 3)
+
+
+def test_each_sample_gets_its_own_of_the_names_that_torch_collates_to_a_tuple():
+    """Each one got the names of its whole batch."""
+    named = [(row, f"no. {number}") for number, row in enumerate(FEATURES)]
+    with shaped(lambda batch: {"name": batch[1], "x": batch[0]}) as trainer:
+        outputs = trainer.predict(DataLoader(named, batch_size=4))
+    assert [each["name"] for each in outputs] == [name for _, name in named]
+    assert all(torch.equal(each["x"], row) for each, row in zip(outputs, FEATURES, strict=True))
 
 
 class PredictsAmongAll(Predictor):

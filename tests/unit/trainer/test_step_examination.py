@@ -35,9 +35,10 @@ class Regression(TrainingOperator):
             optimizers=torch.optim.SGD(model.parameters(), lr=1e-4),
             criterion=nn.MSELoss(),
         )
-        self.register_data(
-            train_loader=DataLoader(TensorDataset(features, targets), OF_SHARD, shuffle=True)
-        )
+        self.register_data(train_loader=self.loader(TensorDataset(features, targets)))
+
+    def loader(self, data):
+        return DataLoader(data, OF_SHARD, shuffle=True)
 
 
 class OwnLoop(Regression):
@@ -112,6 +113,19 @@ class OneRefused(Regression):
         return super().compute_loss(batch, batch_info)
 
 
+class Listed(Regression):
+    """Gets a list of sequences of unequal lengths, each with its target."""
+
+    def loader(self, data):
+        samples = [(x.expand(1 + n % 3, 3), y) for n, (x, y) in enumerate(data)]
+        return DataLoader(samples, OF_SHARD, shuffle=True, collate_fn=list)
+
+    def compute_loss(self, batch, batch_info):
+        features = torch.stack([sequence[0] for sequence, _ in batch])
+        targets = torch.stack([target for _, target in batch])
+        return self.criterion(self.model(features), targets)
+
+
 def trained(folder, operator_cls, *, epochs=2, **arguments):
     arguments = {"num_shards": 2, "reproducible": True} | arguments
     with TorchTrainer(
@@ -135,6 +149,15 @@ def examined(folder, operator_cls, steps, step):
     assert report.same_bits, str(report)
     assert [each.step for each in examination.examined] == list(steps)
     return examination
+
+
+def test_samples_in_a_list_are_examined_one_by_one(tmp_path):
+    trained(tmp_path, Listed, epochs=1)
+    examination = examined(tmp_path, Listed, range(1, 7), 3)
+    assert not any(each.no_samples_because for each in examination.examined)
+    assert all(len(each.samples) == 2 * OF_SHARD for each in examination.examined)
+    (bad,) = [each for each in examination.examined if each.samples[0].name == f"dataset[{BAD}]"]
+    assert bad.samples[0].loss > 1000 * bad.samples[1].loss
 
 
 @pytest.mark.parametrize("arguments", [{}, {"clip_grad_norm": 0.5}, {"precision": "bf16"}])
