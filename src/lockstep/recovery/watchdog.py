@@ -18,6 +18,7 @@ from lockstep.engine.actor_termination import kill_worker
 from lockstep.engine.liveness_probes import is_node_reachable, process_state
 from lockstep.engine.status_polling import StatusPoller
 from lockstep.recovery.deserted_ranks import DesertedRanks
+from lockstep.recovery.polling_clock import PollingClock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,6 +55,7 @@ class Watchdog:
         self._workers = workers
         self._limit_s = hang_timeout_s
         self._shadow_limit = shadow_limit
+        self._clock = PollingClock()
         self._poller = StatusPoller()
         self._deserted = DesertedRanks(hang_timeout_s)
         self._broken_at: float | None = None
@@ -80,8 +82,8 @@ class Watchdog:
     def poll(self, pending_call: PendingCall[Any]) -> None:
         """Ask all ranks that still perform for their status, and end ranks that hang."""
         performing = [self._workers.members[rank] for rank in pending_call.pending.values()]
-        statuses = self._poller.poll(performing)
-        now = time.monotonic()
+        now = self._clock.tick()
+        statuses = self._poller.poll(performing, now)
         if pending_call.has_failed and self._broken_at is None:
             self._broken_at = now
         if pending_call.deaths or pending_call.lost_peers:
