@@ -67,9 +67,7 @@ class StatusPoller:
         """Forget what workers have counted, because a loop begins, or begins again."""
         self._counts.clear()
 
-    def poll(
-        self, workers: Sequence[WorkerHandle], now: float
-    ) -> dict[WorkerHandle, PolledStatus]:
+    def poll(self, workers: Sequence[WorkerHandle], now: float) -> dict[WorkerHandle, PolledStatus]:
         """The latest status of `workers` in actors; takes new answers, and sends new requests."""
         for worker in workers:
             if worker.actor is None:
