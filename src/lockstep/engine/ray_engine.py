@@ -29,6 +29,7 @@ from lockstep.engine.snapshot_fetcher import RemoteSnapshotFetcher
 from lockstep.engine.step_hooks_at_work import step_hooks_at_work
 from lockstep.engine.worker_group import WorkerGroup
 from lockstep.errors import PeerLostError, WorkerDiedError
+from lockstep.operator import TrainingOperator
 from lockstep.phases import Phase, in_phase
 from lockstep.serialization import dumps_or_refuse
 from lockstep.worker import (
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
         SnapshotKeeper,
     )
     from lockstep.engine.worker_actor import WorkerActor
-    from lockstep.operator import TrainingOperator
     from lockstep.worker import Outcome, RemoteCall, StartReport, WorkerSpec
     from ray import ObjectRef
 
@@ -126,8 +126,13 @@ class RayEngine:
     def _finishes_alone(self, communication: Communication) -> bool:
         """Whether a rank still running this call returns without its peers, so that one failed rank
         need not end the others."""
+        has_shards, operator_cls = self.spec.options.sync == "fsdp", self.spec.operator_cls
         if communication is Communication.SHARDED_STATE:
-            return self.spec.options.sync != "fsdp"
+            return not has_shards
+        if communication is Communication.OWN_STATE:
+            return not (
+                has_shards and operator_cls._lockstep_overrides(TrainingOperator.state_dict)
+            )
         return communication is Communication.NONE
 
     @property

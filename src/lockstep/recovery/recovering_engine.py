@@ -176,7 +176,8 @@ class RecoveringEngine:
                 if pending_call.is_recoverable:
                     _add_retries_note(pending_call.cause(), call.contract.name, retries)
                 self._interrupt_if_all_live(call, pending_call)
-                if not pending_call.deaths and not pending_call.is_recoverable:
+                is_over = not pending_call.pending  # else a renewal would wait for those ranks
+                if is_over and not pending_call.deaths and not pending_call.is_recoverable:
                     self._renew_memory_checkpoint(call)
                 return self._engine.results(pending_call)
             new_generation = self._recover(call, pending_call)
