@@ -74,6 +74,7 @@ class RayEngine:
 
     Attributes:
         workers: the processes of the workers.
+        end_stopped_workers: see `SnapshotFetcher`.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class RayEngine:
         self.start_reports: list[StartReport] = []
         self._fetcher: RemoteSnapshotFetcher | None = None
         self._keeper: SnapshotKeeper | None = None
+        self.end_stopped_workers: Callable[[], None] = lambda: None
         self.workers = WorkerGroup(spec, resources, use_local=use_local, num_spares=num_spares)
         try:
             rendezvous = self.workers.open_rendezvous() if spec.num_workers > 1 else None
@@ -300,11 +302,12 @@ class RayEngine:
 
     def start_snapshot_fetcher(self, to: SnapshotKeeper) -> SnapshotFetcher:
         self._keeper = to
-        self._fetcher = RemoteSnapshotFetcher(lambda: self.workers.rank_0, to)
+        rank_0, end_stopped_workers = lambda: self.workers.rank_0, self.end_stopped_workers
+        self._fetcher = RemoteSnapshotFetcher(rank_0, to, end_stopped_workers)
         return self._fetcher
 
     def write_parts(self, step: int, folder: str) -> list[WrittenPart] | None:
-        return write_parts(self.workers.members, step, folder)
+        return write_parts(self.workers.members, step, folder, self.end_stopped_workers)
 
     # --------------------------------------------------------------------------------- ending
 

@@ -10,6 +10,7 @@ import pytest
 from lockstep.engine.status_polling import PolledStatus
 from lockstep.engine.worker_handle import WorkerHandle
 from lockstep.phases import Phase
+from lockstep.recovery import watchdog as watchdog_module
 from lockstep.recovery.polling_clock import PollingClock
 from lockstep.recovery.watchdog import Watchdog
 from lockstep.worker import Worker
@@ -106,6 +107,26 @@ def test_a_driver_that_did_not_look_holds_that_time_against_no_worker(is_silent)
         now[0] += 0.25
         watchdog.poll(performing(2))
     assert list(watchdog.verdicts) == [slow]
+
+
+@pytest.mark.parametrize("state", ["T", "S"])
+def test_outside_of_a_call_a_worker_is_ended_if_it_is_stopped(monkeypatch, state):
+    """Nobody waits for it in a collective, but the driver for what it writes."""
+    now = [1000.0]
+    worker = WorkerHandle(0, "node", 0)
+    monkeypatch.setattr(watchdog_module, "process_state", lambda _: state)
+    watchdog = Watchdog(SimpleNamespace(members=[worker]), 60.0, shadow_limit=3)
+    watchdog._clock = PollingClock(read=lambda: now[0])
+    waits = WorkerStatus(3, is_warm=True, phase=Phase.WAITING, line="", stack="")
+    watchdog._poller = Seen({worker: PolledStatus(waits, 0.0)})
+    for _ in range(200):
+        watchdog.end_stopped_workers()
+        now[0] += 0.25
+    assert watchdog.verdicts == {}
+    for _ in range(100):
+        watchdog.end_stopped_workers()
+        now[0] += 0.25
+    assert list(watchdog.verdicts) == ([worker] if state == "T" else [])
 
 
 def test_ranks_that_wait_for_one_that_left_are_not_said_to_have_waited_while_nobody_looked():
