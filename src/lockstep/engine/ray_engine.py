@@ -8,6 +8,7 @@ answers to tell its cause (see `lockstep.engine.pending_call`).
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -265,8 +266,14 @@ class RayEngine:
         After the rendezvous, a rank that fails closes its sockets and so frees the others. A rank
         that fails before it never arrives, and a wait inside gloo notices neither its failure nor
         Ctrl-C.
+
+        Raises:
+            PeerLostError: a rank failed, or did not come within `timeout_s`.
         """
-        while not self.workers.have_arrived(pending.values()):
+        deadline = time.monotonic() + self.workers.timeout_s
+        while missing := self.workers.ranks_to_arrive(pending.values()):
+            if time.monotonic() > deadline:
+                raise _not_arrived_error(missing, self.workers)
             ready, _ = ray.wait(list(pending), num_returns=1, timeout=_CHECK_ARRIVALS_S)
             if any(map(has_failed, ready)):
                 raise PeerLostError(
@@ -328,6 +335,16 @@ class RayEngine:
                 self._keeper.finish_writing(_LAST_PARTS_S)
         finally:
             self.workers.close(force=force)
+
+
+def _not_arrived_error(missing: Sequence[int], workers: WorkerGroup) -> PeerLostError:
+    numbers = ", ".join(map(str, missing))
+    return PeerLostError(
+        f"rank {numbers} did not come to the other ranks within timeout_s={workers.timeout_s:g}",
+        where=f"rank 0 of {len(workers.members)}",
+        cause="its initialization_hook hangs, or takes longer; or its process does not start",
+        fix="look at what that process does (py-spy dump); if it is slow, a larger timeout_s",
+    )
 
 
 def _report_progress(actors: Sequence[Actor], listener: CallListener, wants_rows: bool) -> None:
