@@ -45,9 +45,10 @@ class WorkerCalls:
         self.may_have_changed = False
         self._engine = engine
         self._calling = threading.Lock()
+        self._deferred: RemoteCall[Worker, Any] | None = None
 
     def open_engine(self) -> Engine:
-        """Undo an interrupted call, and return the engine, ready for a call.
+        """Undo an interrupted call, make a deferred one, and return the engine, ready for a call.
 
         Raises:
             TrainerClosedError: there are no workers any more.
@@ -59,7 +60,15 @@ class WorkerCalls:
                 self._engine.undo_interrupted_call()
         if self._engine.ended_by is not None:
             raise workers_ended_error(self._engine.ended_by, self.spec) from self._engine.ended_by
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            with self._one_call_at_a_time(deferred.contract.name):
+                self._engine.call(deferred)
         return self._engine
+
+    def defer(self, call: RemoteCall[Worker, Any]) -> None:
+        """Make `call` before the next one, if there is one."""
+        self._deferred = call
 
     def call(
         self,
