@@ -25,8 +25,15 @@ import torch.distributed as dist
 
 from lockstep._torch_compat import ALL_GATHER_ONE, REDUCE_SCATTER_ONE
 from lockstep.all_gather_sum import AllGatherSum, is_faster_by_all_gather
-from lockstep.errors import ConfigurationError, PeerLostError
-from lockstep.pending_collective import Pending, peer_lost_error
+from lockstep.group_errors import (
+    closed_error,
+    given_up_error,
+    missing_ranks_error,
+    no_backend_error,
+    peer_lost_error,
+    step_after_failure_error,
+)
+from lockstep.pending_collective import Pending
 from lockstep.phases import Phase, in_phase
 from lockstep.process_group_argument import default_process_group, require_process_group
 from lockstep.process_group_backend import (
@@ -42,6 +49,8 @@ from lockstep.tensor_stash import TensorStash
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence, Set
+
+    from lockstep.errors import PeerLostError
 
 SUM = dist.ReduceOp.SUM
 MAX = dist.ReduceOp.MAX
@@ -87,6 +96,7 @@ class Group:
         self._can_be_given_up = can_be_given_up
         self._closed = False
         self._is_given_up = False
+        self._has_failed = False
         self._unconfirmed_on: torch.device | None = None
         self._start_counters: dict[torch.device, Callable[[], int] | None] = {}
         self.rank: int = 0 if process_group is None else process_group.rank()
@@ -349,16 +359,9 @@ class Group:
         if failure is None:
             return [part.tolist() for part in received]
         missing = [rank for rank in range(self.size) if received[rank].isnan().all()]
-        raise PeerLostError(
-            f"rank {', '.join(map(str, missing))} did not come to {_AWAITED[before]}"
-            if missing
-            else "the ranks did not all hear from each other",
-            where=self.place,
-            expected=f"the same {before} on every rank",
-            got=str(failure).splitlines()[0],
-            cause=f"it left the {before} out (a NaN guard, an early `continue`), raised, or died",
-            fix=f"run the {before} on every rank, or agree to leave it out on all of them",
-        ) from failure
+        self.note_failure()
+        lost = missing_ranks_error(missing, before, _AWAITED[before], self.place, failure)
+        raise lost from failure
 
     def watch(self, watcher: Callable[[], None]) -> None:
         """See `process_group_backend.watch`."""
@@ -418,6 +421,9 @@ class Group:
         ended, and each of them is complete. Without a collective since the last call, `confirm`
         does not wait for the device; nor over a group that nobody gives up.
 
+        After a collective that has failed, or was refused, `confirm` refuses every step: a loop
+        that has caught the error (``except RuntimeError``) lacks what the collective was to bring.
+
         Gradient:
             None: nothing is communicated.
 
@@ -425,8 +431,11 @@ class Group:
             None. On CUDA it waits for this rank's device.
 
         Raises:
-            PeerLostError: the group was given up meanwhile.
+            PeerLostError: the group was given up meanwhile, or one of its collectives has failed.
         """
+        if self._has_failed:
+            self._refuse_given_up("a step")
+            raise step_after_failure_error(self.place)
         if self._unconfirmed_on is None:
             return
         device, self._unconfirmed_on = self._unconfirmed_on, None
@@ -435,6 +444,14 @@ class Group:
                 torch.cuda.synchronize(device)
         self._refuse_given_up("a step")
 
+    def note_failure(self) -> None:
+        """Let `confirm` refuse from now on: the ranks lack what they were to send each other."""
+        self._has_failed = True
+
+    def _lost(self, what: str, error: RuntimeError) -> PeerLostError:
+        self.note_failure()
+        return peer_lost_error(what, self.place, error)
+
     def _waited(self, what: str, device: torch.device) -> None:
         if self._unconfirmed_on is None or device.type == "cuda":
             self._unconfirmed_on = device
@@ -442,21 +459,12 @@ class Group:
 
     def _refuse_given_up(self, what: str) -> None:
         if self._is_given_up:
-            raise PeerLostError(
-                f"{what} over a group that was given up",
-                where=self.place,
-                cause="another rank was lost, or left the call that runs",
-                fix="look for the first failure among the other ranks",
-            )
+            self.note_failure()
+            raise given_up_error(what, self.place)
 
     def _is_local_only(self, what: str) -> bool:
         if self._closed:
-            raise PeerLostError(
-                f"{what} on a group that was closed",
-                where=self.place,
-                cause="the group was left after a failure or at shutdown",
-                fix="form a new group and attach to it",
-            )
+            raise closed_error(what, self.place)
         self._refuse_given_up(what)
         if self._process_group is None:
             return True
@@ -470,21 +478,11 @@ class Group:
             # The first collective of a group connects the ranks.
             with in_phase(Phase.WAITING):
                 work = getattr(self._process_group, method)(*arguments)
-            return Pending(work, what, stash, self.place, partial(self._waited, what, first.device))
+            return Pending(work, what, stash, partial(self._waited, what, first.device), self._lost)
         except RuntimeError as error:
             if not has_backend_for(self._process_group, first.device):
-                raise _no_backend_error(what, self.place, first.device) from error
-            raise peer_lost_error(what, self.place, error) from error
-
-
-def _no_backend_error(what: str, where: str, device: torch.device) -> ConfigurationError:
-    return ConfigurationError(
-        f"{what} of a tensor on {device.type}, for which the process group has no backend",
-        where=where,
-        cause="the model or a batch is on another device than the process group was made for",
-        fix="move the model first: model.to(device); or make a group for both:"
-        " init_process_group('cpu:gloo,cuda:nccl')",
-    )
+                raise no_backend_error(what, self.place, first.device) from error
+            raise self._lost(what, error) from error
 
 
 def resolve_group(group: Any | Group | None = None) -> Group:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import PeerLostError
 from lockstep.phases import Phase, in_phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from lockstep.errors import PeerLostError
     from lockstep.tensor_stash import TensorStash
 
 
@@ -21,25 +21,25 @@ class Pending:
         work: torch's ``Work``; None for a collective that is done.
         what: the collective, as errors call it.
         stash: its tensors.
-        where: the rank, as errors say where.
         on_waited: called after a wait that has succeeded; may raise.
+        on_lost: called after a wait that has failed; makes the error.
     """
 
-    __slots__ = ("_on_waited", "_stash", "_what", "_where", "_work")
+    __slots__ = ("_on_lost", "_on_waited", "_stash", "_what", "_work")
 
     def __init__(
         self,
         work: Any,
         what: str,
         stash: TensorStash | None = None,
-        where: str | None = None,
         on_waited: Callable[[], None] | None = None,
+        on_lost: Callable[[str, RuntimeError], PeerLostError] | None = None,
     ) -> None:
         self._work = work
         self._what = what
         self._stash = stash
-        self._where = where
         self._on_waited = on_waited
+        self._on_lost = on_lost
 
     def wait(self) -> None:
         """Wait for the collective; a second call returns at once.
@@ -54,7 +54,8 @@ class Pending:
             with in_phase(Phase.WAITING):
                 self._work.wait()
         except RuntimeError as error:
-            raise peer_lost_error(self._what, self._where, error) from error
+            assert self._on_lost is not None, "of a collective that has been started"
+            raise self._on_lost(self._what, error) from error
         finally:
             self._work = None
             if self._stash is not None:
@@ -70,14 +71,3 @@ class Pending:
     def abandon(self) -> None:
         """Drop the references to the ``Work`` and its tensors without waiting."""
         self._work = self._stash = None
-
-
-def peer_lost_error(what: str, where: str | None, error: RuntimeError) -> PeerLostError:
-    """What a failure inside a collective of the backend's becomes."""
-    return PeerLostError(
-        f"{what} failed",
-        where=where,
-        got=str(error).splitlines()[0] if str(error) else type(error).__name__,
-        cause="another rank died, raised, closed its group, or did not come within the timeout",
-        fix="look for the first failure among the other ranks",
-    )

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from tests.ray.operators import DefaultLoop
 
+import lockstep
 from harness import side_by_side
 from lockstep.errors import PeerLostError
 from lockstep.keys import BATCH_SIZE
-from lockstep.worker import LoopRequest, Rendezvous, Worker
+from lockstep.worker import LoopRequest, Rendezvous, Worker, leave_broken_group
 from lockstep.worker.spec import WorkerSpec
 
 CPU = torch.device("cpu")
@@ -112,6 +113,82 @@ def test_a_step_is_not_committed_if_the_group_was_given_up_behind_it(pair):
     side_by_side(one, 2)
     assert all(found)
     assert [worker.operator.global_step for worker in both.workers] == [0, 0]
+
+
+class CatchesErrors(DefaultLoop):
+    """Goes on after a `RuntimeError`, as loops do for a batch that does not fit in memory. The
+    loss is computed of all ranks' rows."""
+
+    joint_loss = True
+
+    def compute_loss(self, batch, batch_info):
+        rows = self.model(batch[0])
+        return self.criterion(rows, batch[1]) + lockstep.gather(rows).square().mean()
+
+    def train_batch(self, batch, batch_info):
+        try:
+            self.before_batch(batch_info["batch_idx"])
+            return super().train_batch(batch, batch_info)
+        except RuntimeError:
+            return {"train_loss": float("nan")}
+
+    def before_batch(self, number):
+        pass
+
+
+class MeetsBehindTheBackward(CatchesErrors):
+    """Gradients are reduced, then the ranks communicate again, as buffers do after a round."""
+
+    def train_batch(self, batch, batch_info):
+        try:
+            self.optimizer.zero_grad()
+            self.compute_loss(batch, batch_info).backward()
+            self.before_batch(batch_info["batch_idx"])
+            self._lockstep.context.group.exchange(None)
+            self.optimizer.step()
+        except RuntimeError:
+            pass
+        return {}
+
+
+@pytest.mark.parametrize("is_broken_first", [False, True])
+@pytest.mark.parametrize("operator_cls", [CatchesErrors, MeetsBehindTheBackward])
+def test_a_step_in_which_a_loop_has_caught_the_loss_of_a_rank_is_not_committed(
+    pair, operator_cls, is_broken_first
+):
+    """Nor are those behind it: their batches would count as trained."""
+    both = pair(operator_cls)
+    both.start()
+    first, other = both.workers
+    is_gone = threading.Event()
+
+    def end(number):
+        if number == 1:
+            raise KeyError("the process ends")
+
+    def wait(number):
+        if number == 1:
+            assert is_gone.wait(20)
+            if is_broken_first:  # the driver was quicker than the rank
+                first.break_group(0)
+
+    other.operator.before_batch, first.operator.before_batch = end, wait
+
+    def one(rank):
+        if rank == 1:
+            with pytest.raises(KeyError):
+                other.train(LoopRequest("train", 3, False, {}))
+            other.leave()
+            is_gone.set()
+        else:
+            with pytest.raises(PeerLostError, match="a step over a group"):
+                first.train(LoopRequest("train", 3, False, {}))
+
+    side_by_side(one, 2)
+    assert [worker.operator.global_step for worker in both.workers] == [1, 1]
+    for worker in both.workers:
+        survivor = leave_broken_group(worker, "train")
+        assert survivor.position.steps == survivor.progress.steps == 1
 
 
 def test_a_group_beside_the_run_is_broken_with_it(pair):

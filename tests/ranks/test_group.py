@@ -234,6 +234,42 @@ def test_a_group_that_was_given_up_refuses_what_follows_and_what_had_not_come():
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("call", ["broadcast", "exchange", "monitored_all_gather"])
+def test_a_step_is_refused_for_good_where_a_collective_has_failed(call):
+    """A loop may have caught the error, as `except RuntimeError` does."""
+
+    def body(group):
+        group.exchange(None)
+        if group.rank == 1:
+            raise KeyboardInterrupt
+        value = [1.0] if call == "monitored_all_gather" else torch.zeros(4)
+        with pytest.raises(PeerLostError):
+            for _ in range(50):
+                if call == "broadcast":
+                    group.broadcast(value, source=1)
+                else:
+                    getattr(group, call)([1.0])
+        for _ in range(2):
+            with pytest.raises(PeerLostError, match="a step over a group"):
+                group.confirm()
+
+    first, _ = outcomes(2, body)
+    assert first is None
+
+
+def test_a_step_is_refused_for_good_where_a_collective_was_refused():
+    def body(group):
+        group.give_up()
+        group.confirm()  # the collectives before were complete
+        with pytest.raises(PeerLostError):
+            group.exchange(1)
+        for _ in range(2):
+            with pytest.raises(PeerLostError, match="a step over a group"):
+                group.confirm()
+
+    run_ranks(2, body)
+
+
 def test_an_optimizer_takes_no_sums_of_a_group_that_was_given_up():
     def body(group):
         model = models[group.rank]

@@ -74,6 +74,16 @@ class OneLoop(TwoSteps):
         return {"train_loss": 0.0}
 
 
+class CatchesErrors(TwoSteps):
+    """Goes on after a `RuntimeError`, as loops do for a batch that does not fit in memory."""
+
+    def train_batch(self, batch, batch_info):
+        try:
+            return super().train_batch(batch, batch_info)
+        except RuntimeError:
+            return {"train_loss": float("nan")}
+
+
 def one_process(steps):
     model = reset(mlp(), seed=7)
     optimizers = [
@@ -152,6 +162,7 @@ def started(operator_cls, size):
     [
         (TwoSteps, 0),
         (OneLoop, 1),
+        (CatchesErrors, 1),
         pytest.param(TwoSteps, 1, marks=pytest.mark.slow),
         pytest.param(OneLoop, 0, marks=pytest.mark.slow),
     ],

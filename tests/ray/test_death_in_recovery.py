@@ -7,6 +7,7 @@ import threading
 from functools import cache
 
 import pytest
+import torch
 from tests.ray.surviving import GLOBAL_BATCH, Classifier, digest, trainer_of, until_complete
 
 import lockstep.worker
@@ -74,6 +75,47 @@ def test_a_spare_that_received_the_state_goes_on_alone(tmp_path):
         assert status["step"] == STEPS
         assert (samples, digest(trainer)) == expected
     assert [len(each["lost"]) for each in status["recoveries"]] == [2]
+
+
+class NewcomersFail(Classifier):
+    """A worker that takes a place has no room for the state, or its module is another one."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.is_newcomer = self._lockstep.context.is_spare
+
+    def state_dict(self):
+        return {"mine": 1}
+
+    def load_state_dict(self, state):
+        if self.is_newcomer:
+            raise torch.OutOfMemoryError("no room for the state")
+
+
+def test_a_spare_that_cannot_take_the_state_is_left_out(tmp_path):
+    """Also the replacement that starts then; the survivors are whole, and go on."""
+    expected = undisturbed_steps(2)
+    strikes = [Strike("kill", rank=1, step=3, phase="forward")]
+    arguments = {"num_workers": 2, "spare_workers": 1}
+    with recovering(NewcomersFail, tmp_path, strikes, **arguments) as trainer:
+        samples = trainer.train(num_steps=STEPS)["num_samples"]
+        status = trainer.status()
+        assert status["step"] == STEPS
+        assert (samples, digest(trainer)) == expected
+    first, *_ = status["recoveries"]
+    assert len(first["lost"]) == 2
+    assert "no room for the state" in first["why"]
+    assert first["workers"] == 1
+
+
+def test_without_enough_workers_the_error_of_those_that_cannot_join_is_raised(tmp_path):
+    strikes = [Strike("kill", rank=1, step=3, phase="forward")]
+    arguments = {"num_workers": 2, "spare_workers": 1, "min_workers": 2}
+    with (
+        recovering(NewcomersFail, tmp_path, strikes, **arguments) as trainer,
+        pytest.raises(torch.OutOfMemoryError, match="no room for the state"),
+    ):
+        trainer.train(num_steps=STEPS)
 
 
 class OneFallsBehind(DiesInJoin):

@@ -15,6 +15,7 @@ from tests.ray.surviving_in_shards import InShards
 
 import ray
 from lockstep import checkpoint
+from lockstep.errors import CheckpointError
 from lockstep.keys import BATCH_SIZE
 from lockstep.testing import Strike
 
@@ -72,6 +73,21 @@ def test_a_copy_that_is_lost_with_rank_0_is_made_again(tmp_path):
 
 
 BY_BATCH = {"scheduler_step_freq": "batch"}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.slow
+def test_a_state_of_fewer_shards_than_workers_is_refused_also_where_some_are_lost():
+    """The replacement that joins then would have no shard."""
+    with trainer_of(Classifier) as two:
+        two.train(num_steps=1)
+        state = two.state_dict()
+    strikes = [Strike("kill", rank=2, step=1, phase="forward")]
+    with trainer_of(Classifier, strikes, num_workers=3) as trainer:
+        trainer.train(num_steps=3)
+        with pytest.raises(CheckpointError, match="fewer shards than there are workers"):
+            trainer.load_state_dict(state)
+        assert trainer.status()["step"] == 3
 
 
 class Counting(Classifier):

@@ -20,6 +20,7 @@ from lockstep.errors import (
     NonFiniteError,
     NotEnoughResourcesError,
     NotPicklableError,
+    PeerLostError,
     WorkerDiedError,
     WorkerFailedError,
 )
@@ -147,6 +148,26 @@ def test_a_function_that_cannot_travel_leaves_the_workers_beside_the_driver():
         with pytest.raises(NotPicklableError):
             trainer.apply_all_operators(lambda operator: lock.locked())
         assert trainer.train()["num_samples"] == 37
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_a_worker_that_does_not_come_to_the_one_in_the_driver_is_named():
+    """As where its hook downloads something, or waits for a lock."""
+    driver = os.getpid()
+
+    def hang_elsewhere():
+        if os.getpid() != driver:
+            threading.Event().wait()
+
+    arguments = {"num_workers": 2, "use_local": True, "timeout_s": 1}
+    with pytest.raises(PeerLostError, match=r"rank 1 did not come(.|\n)*initialization_hook"):
+        TorchTrainer(
+            training_operator_cls=DefaultLoop,
+            config=CONFIG,
+            initialization_hook=hang_elsewhere,
+            **arguments,
+        )
 
 
 def _fail_on_rank_0(operator):

@@ -15,10 +15,11 @@ from ray.exceptions import RayTaskError
 
 import ray
 from lockstep.engine.ray_errors import ACTOR_DEATHS
+from lockstep.engine.watched_wait import wait_for_answers
 from lockstep.errors import CheckpointWriteError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from lockstep.checkpoint import WrittenPart
     from lockstep.engine.worker_handle import WorkerHandle
@@ -28,9 +29,15 @@ _PIECE: Final = 1 << 25
 
 
 def write_parts(
-    members: Sequence[WorkerHandle], step: int, folder: str
+    members: Sequence[WorkerHandle],
+    step: int,
+    folder: str,
+    end_stopped_workers: Callable[[], None],
 ) -> list[WrittenPart] | None:
     """Let each of `members` write its copy of the state at `step` into `folder`.
+
+    Args:
+        end_stopped_workers: see `wait_for_answers`.
 
     Returns:
         What each rank wrote; None if a rank has no copy of that step any more, or there is none.
@@ -52,7 +59,7 @@ def write_parts(
         ]
         # No rank may write any more when an error of another one has removed the folder.
         answers = [each for each in asked if each is not None]
-        ray.wait(answers, num_returns=len(answers))
+        wait_for_answers(answers, end_stopped_workers)
         parts: list[PartOnDisk | None] = [
             mine if answer is None else ray.get(answer)
             for mine, answer in zip(here, asked, strict=True)
@@ -62,7 +69,7 @@ def write_parts(
             if part is None:
                 return None
             for name, size in (part.sizes or {}).items():
-                _fetch(member, name, size, folder)
+                _fetch(member, name, size, folder, end_stopped_workers)
             written.append(part.part)
         return written or None
     except ACTOR_DEATHS as error:
@@ -75,9 +82,17 @@ def write_parts(
         raise error.cause from error
 
 
-def _fetch(member: WorkerHandle, name: str, size: int, folder: str) -> None:
+def _fetch(
+    member: WorkerHandle,
+    name: str,
+    size: int,
+    folder: str,
+    end_stopped_workers: Callable[[], None],
+) -> None:
     assert member.actor is not None, "a worker in this process sees the folder"
     with open(os.path.join(folder, name), "wb") as file:
         # The last piece is shorter than asked for, maybe empty: the worker then drops the file.
         for offset in range(0, size + 1, _PIECE):
-            file.write(ray.get(member.actor.read_part.remote(name, offset, _PIECE)))
+            piece = member.actor.read_part.remote(name, offset, _PIECE)
+            wait_for_answers([piece], end_stopped_workers)
+            file.write(ray.get(piece))

@@ -8,6 +8,7 @@ answers to tell its cause (see `lockstep.engine.pending_call`).
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -29,6 +30,7 @@ from lockstep.engine.snapshot_fetcher import RemoteSnapshotFetcher
 from lockstep.engine.step_hooks_at_work import step_hooks_at_work
 from lockstep.engine.worker_group import WorkerGroup
 from lockstep.errors import PeerLostError, WorkerDiedError
+from lockstep.operator import TrainingOperator
 from lockstep.phases import Phase, in_phase
 from lockstep.serialization import dumps_or_refuse
 from lockstep.worker import (
@@ -52,7 +54,6 @@ if TYPE_CHECKING:
         SnapshotKeeper,
     )
     from lockstep.engine.worker_actor import WorkerActor
-    from lockstep.operator import TrainingOperator
     from lockstep.worker import Outcome, RemoteCall, StartReport, WorkerSpec
     from ray import ObjectRef
 
@@ -74,6 +75,7 @@ class RayEngine:
 
     Attributes:
         workers: the processes of the workers.
+        end_stopped_workers: see `SnapshotFetcher`.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class RayEngine:
         self.start_reports: list[StartReport] = []
         self._fetcher: RemoteSnapshotFetcher | None = None
         self._keeper: SnapshotKeeper | None = None
+        self.end_stopped_workers: Callable[[], None] = lambda: None
         self.workers = WorkerGroup(spec, resources, use_local=use_local, num_spares=num_spares)
         try:
             rendezvous = self.workers.open_rendezvous() if spec.num_workers > 1 else None
@@ -126,8 +129,13 @@ class RayEngine:
     def _finishes_alone(self, communication: Communication) -> bool:
         """Whether a rank still running this call returns without its peers, so that one failed rank
         need not end the others."""
+        has_shards, operator_cls = self.spec.options.sync == "fsdp", self.spec.operator_cls
         if communication is Communication.SHARDED_STATE:
-            return self.spec.options.sync != "fsdp"
+            return not has_shards
+        if communication is Communication.OWN_STATE:
+            return not (
+                has_shards and operator_cls._lockstep_overrides(TrainingOperator.state_dict)
+            )
         return communication is Communication.NONE
 
     @property
@@ -258,8 +266,14 @@ class RayEngine:
         After the rendezvous, a rank that fails closes its sockets and so frees the others. A rank
         that fails before it never arrives, and a wait inside gloo notices neither its failure nor
         Ctrl-C.
+
+        Raises:
+            PeerLostError: a rank failed, or did not come within `timeout_s`.
         """
-        while not self.workers.have_arrived(pending.values()):
+        deadline = time.monotonic() + self.workers.timeout_s
+        while missing := self.workers.ranks_to_arrive(pending.values()):
+            if time.monotonic() > deadline:
+                raise _not_arrived_error(missing, self.workers)
             ready, _ = ray.wait(list(pending), num_returns=1, timeout=_CHECK_ARRIVALS_S)
             if any(map(has_failed, ready)):
                 raise PeerLostError(
@@ -295,11 +309,12 @@ class RayEngine:
 
     def start_snapshot_fetcher(self, to: SnapshotKeeper) -> SnapshotFetcher:
         self._keeper = to
-        self._fetcher = RemoteSnapshotFetcher(lambda: self.workers.rank_0, to)
+        rank_0, end_stopped_workers = lambda: self.workers.rank_0, self.end_stopped_workers
+        self._fetcher = RemoteSnapshotFetcher(rank_0, to, end_stopped_workers)
         return self._fetcher
 
     def write_parts(self, step: int, folder: str) -> list[WrittenPart] | None:
-        return write_parts(self.workers.members, step, folder)
+        return write_parts(self.workers.members, step, folder, self.end_stopped_workers)
 
     # --------------------------------------------------------------------------------- ending
 
@@ -320,6 +335,16 @@ class RayEngine:
                 self._keeper.finish_writing(_LAST_PARTS_S)
         finally:
             self.workers.close(force=force)
+
+
+def _not_arrived_error(missing: Sequence[int], workers: WorkerGroup) -> PeerLostError:
+    numbers = ", ".join(map(str, missing))
+    return PeerLostError(
+        f"rank {numbers} did not come to the other ranks within timeout_s={workers.timeout_s:g}",
+        where=f"rank 0 of {len(workers.members)}",
+        cause="its initialization_hook hangs, or takes longer; or its process does not start",
+        fix="look at what that process does (py-spy dump); if it is slow, a larger timeout_s",
+    )
 
 
 def _report_progress(actors: Sequence[Actor], listener: CallListener, wants_rows: bool) -> None:

@@ -14,6 +14,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 import ray
 from lockstep.engine.ray_errors import ACTOR_DEATHS
+from lockstep.engine.watched_wait import wait_for_answers
 from lockstep.serialization import join
 from lockstep.worker import Snapshot
 
@@ -31,11 +32,18 @@ class RemoteSnapshotFetcher:
     Args:
         rank_0: returns the worker that takes snapshots now; None where no worker is left.
         to: receives the snapshots.
+        end_stopped_workers: see `SnapshotFetcher`.
     """
 
-    def __init__(self, rank_0: Callable[[], WorkerHandle | None], to: SnapshotKeeper) -> None:
+    def __init__(
+        self,
+        rank_0: Callable[[], WorkerHandle | None],
+        to: SnapshotKeeper,
+        end_stopped_workers: Callable[[], None],
+    ) -> None:
         self._rank_0 = rank_0
         self._to = to
+        self.end_stopped_workers = end_stopped_workers
         self._is_requested = False
         self._asked: Any = None
         self._asked_by_request = False  # and not because a copy may be due
@@ -74,10 +82,15 @@ class RemoteSnapshotFetcher:
     def finish(self, timeout_s: float | None = None) -> None:
         """See `SnapshotFetcher`."""
         if self._asked is not None:
-            self._receive(timeout_s)
+            self._wait_and_receive(timeout_s)
         self.poll()
         if self._asked is not None:
-            self._receive(timeout_s)
+            self._wait_and_receive(timeout_s)
+
+    def _wait_and_receive(self, timeout_s: float | None) -> None:
+        if timeout_s is None:
+            wait_for_answers([self._asked], self.end_stopped_workers)
+        self._receive(timeout_s)
 
     def _receive(self, timeout_s: float | None = None) -> None:
         asked, self._asked = self._asked, None

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -23,6 +22,8 @@ _ASK_EVERY_S: Final = 0.5
 @dataclass
 class PolledStatus:
     """The last status of one worker, and the request for the next one.
+
+    Times are those that the caller of `StatusPoller.poll` says, in seconds.
 
     Attributes:
         latest: the worker's last status; None before its first answer.
@@ -66,9 +67,8 @@ class StatusPoller:
         """Forget what workers have counted, because a loop begins, or begins again."""
         self._counts.clear()
 
-    def poll(self, workers: Sequence[WorkerHandle]) -> dict[WorkerHandle, PolledStatus]:
+    def poll(self, workers: Sequence[WorkerHandle], now: float) -> dict[WorkerHandle, PolledStatus]:
         """The latest status of `workers` in actors; takes new answers, and sends new requests."""
-        now = time.monotonic()
         for worker in workers:
             if worker.actor is None:
                 continue

@@ -162,10 +162,16 @@ class WorkerGroup:
             server_address=server_address,
         )
 
-    def have_arrived(self, ranks: Iterable[int]) -> bool:
-        """Whether all of `ranks` have arrived at the rendezvous; never blocks."""
-        assert self._store is not None
-        return self._store.check([arrival_key(rank) for rank in ranks])
+    @property
+    def timeout_s(self) -> float:
+        """The longest that a rank waits for another one."""
+        return self._resources.timeout_s
+
+    def ranks_to_arrive(self, ranks: Iterable[int]) -> list[int]:
+        """Those of `ranks` that have not arrived at the rendezvous yet; never blocks."""
+        store = self._store
+        assert store is not None
+        return [rank for rank in ranks if not store.check([arrival_key(rank)])]
 
     def close_rendezvous(self) -> None:
         """Close the store, which frees members that wait there for a member that will not come."""

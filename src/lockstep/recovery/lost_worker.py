@@ -22,6 +22,7 @@ class LostWorker:
         shards: the shards of each global batch that it computed.
         died: the error that says why it is gone.
         last_seen: its last known status.
+        may_be_replaced: False for a worker that raised as it joined: another one would, too.
     """
 
     worker: WorkerHandle
@@ -29,3 +30,4 @@ class LostWorker:
     shards: range
     died: WorkerDiedError
     last_seen: WorkerStatus | None = None
+    may_be_replaced: bool = True

@@ -19,11 +19,13 @@ class RankTable:
 
     Attributes:
         lost_workers: the lost workers, in the order of their loss.
+        admits_spares: False once spares have failed to join: the next attempt goes without them.
     """
 
     def __init__(self, members: Sequence[WorkerHandle]) -> None:
         self._by_rank: list[WorkerHandle | None] = list(members)
         self.lost_workers: list[LostWorker] = []
+        self.admits_spares = True
 
     @property
     def num_living(self) -> int:

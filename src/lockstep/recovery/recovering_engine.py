@@ -86,6 +86,7 @@ class RecoveringEngine:
         self.workers = engine.workers
         limit = engine.spec.options.shadow_limit
         self._watchdog = Watchdog(engine.workers, hang_timeout_s, limit)
+        engine.end_stopped_workers = self._watchdog.end_stopped_workers
         self._regrouping = Regrouping(engine, min_workers, self._watchdog)
         self._incidents: list[Incident] = []
         self._has_asked_to_leave = False
@@ -176,7 +177,8 @@ class RecoveringEngine:
                 if pending_call.is_recoverable:
                     _add_retries_note(pending_call.cause(), call.contract.name, retries)
                 self._interrupt_if_all_live(call, pending_call)
-                if not pending_call.deaths and not pending_call.is_recoverable:
+                is_over = not pending_call.pending  # else a renewal would wait for those ranks
+                if is_over and not pending_call.deaths and not pending_call.is_recoverable:
                     self._renew_memory_checkpoint(call)
                 return self._engine.results(pending_call)
             new_generation = self._recover(call, pending_call)

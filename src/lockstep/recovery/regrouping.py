@@ -22,7 +22,10 @@ part is lost, the members first read the newest checkpoint on the disk (`_read_f
 A member that dies in the third round is lost like any other, and another attempt begins with the
 first round; after `_ATTEMPTS` of them the run ends. A member that received the state in the attempt
 before has come as far as its source, but its own count of the call did not follow: the driver knows
-the count of the source, and completes it (`_complete_progress`). Invariants: an attempt changes no
+the count of the source, and completes it (`_complete_progress`). Where the third round, or the
+fourth, raises, members that have brought no state are lost as well, for the fault may be theirs (a
+state that does not fit into a module that was edited since their `setup`, too little memory); the
+next attempt goes without spares, and its error ends the run. Invariants: an attempt changes no
 committed state, so that it can be repeated; and a worker has a rank in `RankTable` or is one of its
 `lost_workers`, never both.
 
@@ -165,9 +168,12 @@ class Regrouping:
                 raise _no_worker_left_error(table.lost_workers, list(survivors))
             self._workers.set_members(self._members(table))
             formation = self._formation(survivors, furthest, table)
-            if formation is None or not self._join(formation, table):
+            if formation is None:
                 continue
-            if formation.restore is None or self._replay(formation.restore, table):
+            newcomers = _ranks_without_state(self._workers.members, survivors)
+            if not self._join(formation, table, newcomers):
+                continue
+            if formation.restore is None or self._replay(formation.restore, table, newcomers):
                 self._unreported_losses = ()
                 return NewGeneration(furthest, table.lost_workers, formation.restore)
         raise WorkerDiedError(
@@ -210,7 +216,8 @@ class Regrouping:
 
     def _members(self, table: RankTable) -> list[WorkerHandle]:
         """The members of the next generation, by rank: spares take free ranks."""
-        spares, missing = self.spares.reachable_workers(), self._min_workers - table.num_living
+        spares = self.spares.reachable_workers() if table.admits_spares else []
+        missing = self._min_workers - table.num_living
         if len(spares) < missing:
             self.spares.start_replacements(table.lost_workers)
             spares = self.spares.wait_for_spares(
@@ -298,22 +305,29 @@ class Regrouping:
                     return False
         return True
 
-    def _join(self, formation: Formation, table: RankTable) -> bool:
+    def _join(self, formation: Formation, table: RankTable, newcomers: Sequence[int]) -> bool:
         """Let the members form the group; False if a member was lost meanwhile."""
         ranks = range(formation.size)
         calls = {rank: join.with_args(rank, formation) for rank in ranks}
-        return self._perform(calls, table) is not None
+        return self._perform(calls, table, newcomers) is not None
 
-    def _replay(self, restore: StateRestore, table: RankTable) -> bool:
+    def _replay(self, restore: StateRestore, table: RankTable, newcomers: Sequence[int]) -> bool:
         """Let the members compute lost steps again; False if a member was lost meanwhile."""
         again = replay.with_args(restore)
         calls = dict.fromkeys(range(len(self._workers.members)), again)
-        return self._perform(calls, table) is not None
+        return self._perform(calls, table, newcomers) is not None
 
     def _perform(
-        self, calls: Mapping[int, RemoteCall[Worker, R]], table: RankTable
+        self,
+        calls: Mapping[int, RemoteCall[Worker, R]],
+        table: RankTable,
+        newcomers: Sequence[int] = (),
     ) -> Mapping[int, R] | None:
-        """Make calls on members: the results by rank; None if a member was lost meanwhile."""
+        """Make calls on members: the results by rank; None if a member was lost meanwhile.
+
+        Args:
+            newcomers: ranks that count as lost if a rank raises.
+        """
         members = list(self._workers.members)
         self._watchdog.begin_call()
 
@@ -328,10 +342,29 @@ class Regrouping:
             on_interrupt=_ignore_interrupt,
         )
         if not pending_call.is_recoverable:
-            self._engine.results(pending_call)
+            if not (newcomers and table.admits_spares):
+                self._engine.results(pending_call)
+            self._drop_newcomers(newcomers, pending_call, table)
         for rank in pending_call.deaths:
-            self._mark_lost(members[rank], rank, pending_call, table)
+            if members[rank] in self._workers.members:
+                self._mark_lost(members[rank], rank, pending_call, table)
         return None if pending_call.has_failed else pending_call.values
+
+    def _drop_newcomers(
+        self, newcomers: Sequence[int], pending_call: PendingCall[Any], table: RankTable
+    ) -> None:
+        """End the `newcomers` of an attempt in which a rank raised, and free all who wait."""
+        table.admits_spares = False
+        self._workers.close_rendezvous()
+        self._workers.break_group(range(len(self._workers.members)))
+        cause = pending_call.cause()
+        reason = f"{type(cause).__name__}: {cause}".partition("\n")[0]
+        for rank, worker in [(rank, self._workers.members[rank]) for rank in newcomers]:
+            _log.warning("%s cannot take rank %d: %s", worker, rank, reason)
+            self._workers.kill(worker)
+            died = WorkerDiedError(f"{worker} could not join as rank {rank}", cause=reason)
+            died.__cause__ = cause
+            table.mark_lost(LostWorker(worker, rank, range(0), died, may_be_replaced=False))
 
 
 def _ignore_interrupt(_: BaseException) -> None:
@@ -354,6 +387,14 @@ def _complete_progress(
         else state
         for worker, state in survivors.items()
     }
+
+
+def _ranks_without_state(
+    members: Sequence[WorkerHandle], survivors: Mapping[WorkerHandle, SurvivorState]
+) -> list[int]:
+    """The ranks that have brought no state of the run: spares, for the most part."""
+    states = [survivors.get(member) for member in members]
+    return [n for n, state in enumerate(states) if state is None or state.position is None]
 
 
 def _find_furthest(survivors: dict[WorkerHandle, SurvivorState]) -> SurvivorState | None:

@@ -69,8 +69,8 @@ class SpareWorkers:
                 self._workers.start_spare(worker.bundle, worker.local_rank)
 
     def start_replacements(self, lost_workers: Sequence[LostWorker]) -> None:
-        """Start a spare in the bundle of each lost worker, unless the bundle is taken."""
-        for lost in (each.worker for each in lost_workers):
+        """Start a spare in the bundle of each worker that may be replaced, unless it is taken."""
+        for lost in (each.worker for each in lost_workers if each.may_be_replaced):
             taken = {worker.bundle for worker in self._workers.all_workers}
             if lost.bundle is not None and lost.bundle not in taken:
                 self._workers.start_spare(lost.bundle, lost.local_rank)

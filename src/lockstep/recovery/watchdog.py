@@ -11,6 +11,7 @@ answer is stopped, or holds the interpreter in a call into C.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +19,7 @@ from lockstep.engine.actor_termination import kill_worker
 from lockstep.engine.liveness_probes import is_node_reachable, process_state
 from lockstep.engine.status_polling import StatusPoller
 from lockstep.recovery.deserted_ranks import DesertedRanks
+from lockstep.recovery.polling_clock import PollingClock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,16 +56,20 @@ class Watchdog:
         self._workers = workers
         self._limit_s = hang_timeout_s
         self._shadow_limit = shadow_limit
+        self._clock = PollingClock()
         self._poller = StatusPoller()
         self._deserted = DesertedRanks(hang_timeout_s)
         self._broken_at: float | None = None
+        # A thread that writes a checkpoint waits for workers as well, while a call runs.
+        self._polling = threading.Lock()
         self._reachable_nodes: dict[str, tuple[float, bool]] = {}
         self.verdicts: dict[WorkerHandle, str] = {}
 
     def begin_call(self) -> None:
         """Forget the answers of the remote call before, but not the counts."""
-        self._poller.clear()
-        self._broken_at = None
+        with self._polling:
+            self._poller.clear()
+            self._broken_at = None
 
     def last_seen(self, worker: WorkerHandle) -> WorkerStatus | None:
         """The last known status of `worker`."""
@@ -77,11 +83,26 @@ class Watchdog:
         """The last known counts of `worker` in the loop, from before or after a recovery."""
         return self._poller.last_counts(worker)
 
+    def end_stopped_workers(self) -> None:
+        """Outside of a call in which ranks wait for each other, where the driver waits for workers:
+        end those that have been stopped, or whose machines have not answered, for too long."""
+        with self._polling:
+            now, members = self._clock.tick(), list(self._workers.members)
+            for worker, polled in self._poller.poll(members, now).items():
+                # No worker hangs that writes to a disk for long.
+                fault = self._find_fault(worker, polled, now, is_timed=False)
+                if fault is not None and worker not in self.verdicts:
+                    self._end_worker(worker, polled, fault)
+
     def poll(self, pending_call: PendingCall[Any]) -> None:
         """Ask all ranks that still perform for their status, and end ranks that hang."""
+        with self._polling:
+            self._poll(pending_call)
+
+    def _poll(self, pending_call: PendingCall[Any]) -> None:
         performing = [self._workers.members[rank] for rank in pending_call.pending.values()]
-        statuses = self._poller.poll(performing)
-        now = time.monotonic()
+        now = self._clock.tick()
+        statuses = self._poller.poll(performing, now)
         if pending_call.has_failed and self._broken_at is None:
             self._broken_at = now
         if pending_call.deaths or pending_call.lost_peers:

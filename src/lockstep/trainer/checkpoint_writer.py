@@ -31,6 +31,8 @@ _log = logging.getLogger("lockstep.checkpoint")
 _AFTER_AN_ERROR_S: Final = 2.0
 """How long to wait for each answer of a worker that may not answer any more."""
 
+_LOOK_EVERY_S: Final = 0.2
+
 _MOST_WRITTEN: Final = 8
 """Checkpoints that are remembered; the folder may hold fewer."""
 
@@ -171,6 +173,8 @@ class CheckpointWriter:
         """Wait for all writes; a failure is kept for `finish`."""
         # Kept until the next one: after Ctrl-C in here `finish_writing` still knows it.
         if self._running is not None:
+            while not wait([self._running], _LOOK_EVERY_S).done:
+                self._fetcher.end_stopped_workers()  # they may be writing their parts
             self._running.result()
 
     def _wait(self) -> Exception | None:

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.errors import TrainerClosedError, WrongTypeError
-from lockstep.worker import Worker, position, start_tracing, stop_tracing
+from lockstep.errors import WrongTypeError
+from lockstep.worker import Worker, discard_trace, position, start_tracing, stop_tracing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,8 +42,8 @@ def trace_workers(workers: WorkerCalls, profile: Profile, name: str) -> Iterator
     try:
         yield
     except BaseException:
-        with suppress(TrainerClosedError):
-            workers.call(Worker.call.with_args(stop_tracing))
+        # Any call would first wait until all workers have left the one that failed.
+        workers.defer(Worker.call.with_args(discard_trace))
         raise
     traces = workers.call(Worker.call.with_args(stop_tracing))
     step = workers.call_rank_0(position.with_args()).steps

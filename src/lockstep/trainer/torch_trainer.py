@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from lockstep.engine import Resources
@@ -460,33 +460,33 @@ class TorchTrainer:
 
         Args:
             force: kill them instead of letting them close loaders and connections first.
+
+        Raises:
+            WrongUseError: a call runs, in another thread or below a signal handler.
         """
-        if not self._workers.is_open:
+        if not self._workers.begin_shutdown():
             return
-        if (failure := self._workers.failure) is not None:
-            # Close again: a second Ctrl-C may have interrupted an earlier close.
-            self._workers.refuse_calls()
-            try:
-                self._callbacks.failure(failure)
-            finally:
-                self._close(force=True, raises_write_error=not force)
-            return
+        failure = self._workers.failure
         try:
+            if failure is not None:
+                # Close again: a second Ctrl-C may have interrupted an earlier close.
+                self._workers.refuse_calls()
+                self._callbacks.failure(failure)
+                return
             # Before the workers end: a callback may save.
             self._callbacks.shutdown()
             if not force:
                 self._state.renew_checkpoint()
-            end = self._workers.spec.operator_cls._lockstep_end
-            if end is not TrainingOperator._lockstep_end and not force:
-                self.apply_all_operators(end)
+                self._workers.end_operators()
         finally:
-            self._close(force=force, raises_write_error=not force)
+            self._close(force=force or failure is not None, raises_write_error=not force)
 
     def _close(self, *, force: bool, raises_write_error: bool) -> None:
         """End the workers, and the thread that writes checkpoints."""
-        self._workers.close(force=force)
-        self._disk.close(raises=raises_write_error)
-        self._dataset.forget()
+        with ExitStack() as afterwards:
+            afterwards.callback(self._dataset.forget)
+            afterwards.callback(self._disk.close, raises=raises_write_error)
+            self._workers.close(force=force)
 
     def __enter__(self) -> TorchTrainer:
         return self

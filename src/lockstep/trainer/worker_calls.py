@@ -16,14 +16,14 @@ from lockstep.trainer.refused_calls import (
     workers_ended_error,
 )
 from lockstep.trainer.shadow_summary import ShadowSummary
-from lockstep.worker import position
+from lockstep.worker import Worker, position
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from lockstep.engine import Engine
     from lockstep.engine.engine_protocol import CallListener
-    from lockstep.worker import RemoteCall, StartReport, Worker, WorkerSpec
+    from lockstep.worker import RemoteCall, StartReport, WorkerSpec
 
 R = TypeVar("R")
 
@@ -45,9 +45,10 @@ class WorkerCalls:
         self.may_have_changed = False
         self._engine = engine
         self._calling = threading.Lock()
+        self._deferred: RemoteCall[Worker, Any] | None = None
 
     def open_engine(self) -> Engine:
-        """Undo an interrupted call, and return the engine, ready for a call.
+        """Undo an interrupted call, make a deferred one, and return the engine, ready for a call.
 
         Raises:
             TrainerClosedError: there are no workers any more.
@@ -59,7 +60,15 @@ class WorkerCalls:
                 self._engine.undo_interrupted_call()
         if self._engine.ended_by is not None:
             raise workers_ended_error(self._engine.ended_by, self.spec) from self._engine.ended_by
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            with self._one_call_at_a_time(deferred.contract.name):
+                self._engine.call(deferred)
         return self._engine
+
+    def defer(self, call: RemoteCall[Worker, Any]) -> None:
+        """Make `call` before the next one, if there is one."""
+        self._deferred = call
 
     def call(
         self,
@@ -163,11 +172,33 @@ class WorkerCalls:
         """Whether the workers have ended."""
         return self._engine.ended_by is not None
 
+    def begin_shutdown(self) -> bool:
+        """Whether the workers are to be ended: False if they were already.
+
+        Raises:
+            WrongUseError: a call runs, whose workers would end below it.
+        """
+        if not self.is_open:
+            return False
+        with self._one_call_at_a_time("shutdown"):
+            return True
+
+    def end_operators(self) -> None:
+        """Let each operator end what it has begun, before its worker ends."""
+        end = self.spec.operator_cls._lockstep_end
+        if end is not TrainingOperator._lockstep_end:
+            self.call(Worker.call_with_operator.with_args(end))
+
     def refuse_calls(self) -> None:
         """Refuse all later calls, because the workers are about to end."""
         self.is_open = False
 
     def close(self, *, force: bool) -> None:
-        """End the workers; every later call is refused. See `Engine.close`."""
-        self.refuse_calls()
-        self._engine.close(force=force)
+        """End the workers; every later call is refused. See `Engine.close`.
+
+        Raises:
+            WrongUseError: a call runs.
+        """
+        with self._one_call_at_a_time("shutdown"):
+            self.refuse_calls()
+            self._engine.close(force=force)

@@ -42,7 +42,7 @@ from lockstep.worker.report import (
 from lockstep.worker.spec import WorkerSpec
 from lockstep.worker.step_records import module_prefix, weight_names, weight_slots
 from lockstep.worker.survivor_state import RunPosition, SurvivorState
-from lockstep.worker.torch_profiler import start_tracing, stop_tracing
+from lockstep.worker.torch_profiler import discard_trace, start_tracing, stop_tracing
 from lockstep.worker.worker import Worker
 from lockstep.worker.worker_status import WorkerStatus, status_of
 
@@ -77,6 +77,7 @@ __all__ = [
     "add_rank",
     "arrival_key",
     "begin_load",
+    "discard_trace",
     "error_text",
     "failed_outcome",
     "find_restore",

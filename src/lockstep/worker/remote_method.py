@@ -50,7 +50,11 @@ class Communication(Enum):
     """No rank waits for another: when one fails, the others finish on their own."""
 
     SHARDED_STATE = auto()
-    """As NONE, but as RUN_GROUP under ``sync="fsdp"``, where states or weights are in shards."""
+    """As NONE, but as RUN_GROUP under ``sync="fsdp"``, where weights are in shards."""
+
+    OWN_STATE = auto()
+    """As NONE, but as RUN_GROUP under ``sync="fsdp"`` where the user's own `state_dict` may return
+    shards, which are gathered."""
 
     RUN_GROUP = auto()
     """Ranks wait for each other in the run's process group: a failure of one breaks the group."""

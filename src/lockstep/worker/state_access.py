@@ -268,9 +268,8 @@ class StateAccess:
     @remote_method(Communication.NONE, OnFailure.REPEAT)
     def check_state(self, state: Mapping[str, Any]) -> None:
         refuse_unfit_state(self.run, state)
-        self.spec.num_shards_of(state)
 
-    @remote_method(Communication.SHARDED_STATE, OnFailure.REPEAT_WRITE)
+    @remote_method(Communication.OWN_STATE, OnFailure.REPEAT_WRITE)
     def apply_state(self, state: Mapping[str, Any]) -> None:
         """Load `state`; until `settle_state` the state from before can be restored.
 

@@ -15,6 +15,7 @@ _running: profiler.profile | None = None
 def start_tracing() -> None:
     """Record every operation of this process from now on."""
     global _running
+    discard_trace()  # of another trainer in this process, whose call has failed
     activities = [profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(profiler.ProfilerActivity.CUDA)
@@ -33,3 +34,11 @@ def stop_tracing() -> bytes | None:
         path = Path(folder, "trace.json.gz")
         ended.export_chrome_trace(str(path))
         return path.read_bytes()
+
+
+def discard_trace() -> None:
+    """Record nothing any more, and drop the trace, if there is one."""
+    global _running
+    ended, _running = _running, None
+    if ended is not None:
+        ended.stop()

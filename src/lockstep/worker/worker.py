@@ -42,6 +42,7 @@ from lockstep.worker.spec import config_for
 from lockstep.worker.state_access import StateAccess
 from lockstep.worker.step_records import open_step_log
 from lockstep.worker.thread_limit import ThreadLimit
+from lockstep.worker.torch_profiler import discard_trace
 
 if TYPE_CHECKING:
     import threading
@@ -281,6 +282,7 @@ class Worker(StateAccess):
         if self.step_hooks is not None:
             self.step_hooks.close()
         self._operator = None
+        discard_trace()
         self._threads.release()
 
     # -------------------------------------------------------------------- another generation

@@ -24,12 +24,23 @@ def folder(tmp_path):
         found.steps.append(snapshot.step)
         return str(path)
 
-    found = SimpleNamespace(steps=[], write=write, path=tmp_path, begun=threading.Event())
+    found = SimpleNamespace(
+        steps=[],
+        write=write,
+        path=tmp_path,
+        begun=threading.Event(),
+        end_stopped_workers=lambda: None,
+    )
     return found
 
 
 def writer_to(folder):
-    fetcher = SimpleNamespace(finish=lambda: None, request=lambda: None, drop=lambda: None)
+    fetcher = SimpleNamespace(
+        finish=lambda: None,
+        request=lambda: None,
+        drop=lambda: None,
+        end_stopped_workers=folder.end_stopped_workers,
+    )
     return CheckpointWriter(
         folder.write, SimpleNamespace(start_snapshot_fetcher=lambda to: fetcher)
     )
@@ -95,6 +106,23 @@ def test_a_write_is_waited_for_and_not_for_ever(folder):
         writer.finish_writing(1000)
     writer.close(raises=True)
     assert folder.steps == [5, 10]
+
+
+def test_while_a_write_is_waited_for_stopped_workers_are_ended(folder):
+    """One that was stopped as it wrote its part would make the driver wait for ever."""
+    is_ended, write = threading.Event(), folder.write
+
+    def wait_for_the_worker(snapshot):
+        if not is_ended.wait(20):
+            raise OSError("the worker is still stopped")
+        return write(snapshot)
+
+    folder.write, folder.end_stopped_workers = wait_for_the_worker, is_ended.set
+    writer = writer_to(folder)
+    writer.keep(Snapshot(5, {}, call=0))
+    assert writer.finish() is None
+    assert folder.steps == [5]
+    writer.close(raises=True)
 
 
 def test_what_waits_is_dropped_and_what_is_being_written_is_waited_for(folder):

@@ -5,6 +5,7 @@
 """
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -24,7 +25,12 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep import Callback
-from lockstep.errors import ConfigurationError, WrongTypeError, WrongUseError
+from lockstep.errors import (
+    ConfigurationError,
+    TrainerClosedError,
+    WrongTypeError,
+    WrongUseError,
+)
 
 
 class Waiting(Regression):
@@ -43,18 +49,22 @@ def test_a_second_call_at_the_same_time_is_refused_and_harms_nothing():
         training = threading.Thread(target=one.train)
         training.start()
         assert Waiting.inside.wait(20)
-        for call in (one.train, one.validate, one.get_model, one.state_dict):
+        calls = one.train, one.validate, one.get_model, one.state_dict
+        for call in (*calls, one.shutdown, partial(one.shutdown, force=True)):
             with pytest.raises(WrongUseError, match="while another call"):
                 call()
         Waiting.go_on.set()
         training.join()
         assert same(weights(one.get_model()), by_hand(4))
+    with pytest.raises(TrainerClosedError):
+        one.train()
 
 
-def test_a_trainer_called_by_its_own_operator_is_refused():
+@pytest.mark.parametrize("method", ["validate", "shutdown"])
+def test_a_trainer_called_by_its_own_operator_is_refused(method):
     class Calls(Regression):
         def compute_loss(self, batch, batch_info):
-            one.validate()
+            getattr(one, method)()
 
     with trainer(Calls) as one, pytest.raises(WrongUseError, match="the operator itself"):
         one.train()

@@ -7,12 +7,15 @@ import pickle
 import socket
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from lockstep.errors import PeerLostError
 from lockstep.phases import Phase, in_phase
 from lockstep.sync.parameter_server.message_socket import ConnectionLostError, MessageSocket
 from lockstep.sync.parameter_server.messages import Message
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _CONNECT_LIMIT_S: Final = 60.0
 
@@ -31,8 +34,13 @@ class ServerAddress:
     timeout_s: float
 
 
-def connect_to_server(address: ServerAddress, rank: int) -> ServerConnection:
+def connect_to_server(
+    address: ServerAddress, rank: int, on_lost: Callable[[], None] | None = None
+) -> ServerConnection:
     """Connect rank `rank` to its parameter server.
+
+    Args:
+        on_lost: called when a request fails because the server, or a worker, went away.
 
     Raises:
         PeerLostError: no server answers there.
@@ -51,15 +59,18 @@ def connect_to_server(address: ServerAddress, rank: int) -> ServerConnection:
         except (OSError, ConnectionLostError) as error:
             raise _server_lost_error(place, error) from error
         until_welcome.pop_all()
-    return ServerConnection(messages, place)
+    return ServerConnection(messages, place, on_lost)
 
 
 class ServerConnection:
     """A worker's connection to a server in another process; see `Channel`."""
 
-    def __init__(self, messages: MessageSocket, place: str) -> None:
+    def __init__(
+        self, messages: MessageSocket, place: str, on_lost: Callable[[], None] | None
+    ) -> None:
         self._messages: MessageSocket | None = messages
         self._place = place
+        self._on_lost = on_lost
 
     @in_phase(Phase.WAITING)
     def ask(self, message: Message) -> Message:
@@ -68,6 +79,14 @@ class ServerConnection:
         Collective:
             A request in which all ranks take part is answered when all have sent it.
         """
+        try:
+            return self._ask(message)
+        except PeerLostError:
+            if self._on_lost is not None:
+                self._on_lost()
+            raise
+
+    def _ask(self, message: Message) -> Message:
         if self._messages is None:
             raise _server_lost_error(self._place, "this worker has left it")
         try:

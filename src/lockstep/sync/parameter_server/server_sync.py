@@ -76,7 +76,9 @@ class ParameterServerSync(GradientSync):
                 fix='TorchTrainer(..., sync="parameter_server") starts one',
             )
         self._channel: Channel = (
-            connect_to_server(address, group.rank) if address else cast("Channel", self.server)
+            connect_to_server(address, group.rank, group.note_failure)
+            if address
+            else cast("Channel", self.server)
         )
         try:
             transport = partial(BucketTransport, combine=self._sum_at_server)
