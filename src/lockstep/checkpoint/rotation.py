@@ -120,12 +120,12 @@ class Rotation:
         Returns:
             Whether `path` is one of the checkpoints in the folder.
         """
-        folder, name = os.path.split(os.path.realpath(path))
-        found = _NAME.fullmatch(name)
-        if found is None or folder != os.path.realpath(self.folder):
-            return False
-        self._own = {each for each in self.steps() if each <= int(found[1])}
-        return True
+        # Not by its name: it may be a link to one of them, and one of them a link to another disk.
+        steps = [each for each in self.steps() if os.path.exists(self.path_of(each))]
+        found = [each for each in steps if os.path.samefile(self.path_of(each), path)]
+        if found:
+            self._own = {each for each in self.steps() if each <= found[-1]}
+        return bool(found)
 
     def go_on_from(self, step: int) -> None:
         """Note that the run goes on from a state of `step`, which it has read.

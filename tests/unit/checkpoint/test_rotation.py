@@ -169,6 +169,23 @@ def test_a_folder_is_the_same_one_by_any_of_its_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [FILE, DIRECTORY])
+@pytest.mark.parametrize("name", ["step-0000000020.ckpt", "latest.ckpt"])
+def test_a_checkpoint_that_was_moved_behind_a_link_is_the_runs_own(
+    tmp_path: Path, write: Any, name: str
+) -> None:
+    fill(rotation(tmp_path / "run"), 10, 20, write=write)
+    kept, moved = rotation(tmp_path / "run"), tmp_path / "another disk"
+    newest = Path(kept.path_of(20)).rename(moved)
+    Path(kept.path_of(20)).symlink_to(newest)
+    Path(kept.path_of(5)).symlink_to(tmp_path / "gone")
+    (tmp_path / "run" / "latest.ckpt").symlink_to(kept.path_of(20))
+    assert kept.resume_from(tmp_path / "run" / name)
+    assert kept.is_newest(20)
+    fill(kept, 30, write=write)
+    assert kept.steps() == [10, 20, 30]
+
+
+@pytest.mark.parametrize("write", [FILE, DIRECTORY])
 def test_an_abandoned_checkpoint_of_the_same_step_is_not_replaced(
     tmp_path: Path, write: Any
 ) -> None:
