@@ -174,8 +174,7 @@ class CheckpointDirectory:
             return
         self._writer.wait()
         if self._rotation.is_newest(step):
-            self._writer.keep(take_snapshot())
-            self._writer.wait()
+            self._writer.write_now(take_snapshot())
 
     def write(self, snapshot: Snapshot, write_parts: WriteParts) -> str:
         """Write a checkpoint, and let go of the oldest; returns its path."""
