@@ -47,6 +47,7 @@ from lockstep.integrations.lightning.trainer_view import (
 )
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator import TrainingOperator
+from lockstep.operator.buffer_values import loader_into
 from lockstep.operator.default_loops import is_computed_per_shard
 from lockstep.operator.loop_protocols import PassIterator
 from lockstep.operator.registration import registered_parts
@@ -106,9 +107,8 @@ def from_lightning(
     )
     members: dict[str, Any] = {"_factory": factory}
     if is_lightning(module_cls, "LightningModule") and not inspect.isclass(module_cls):
-        members["_lockstep_load_into_instance"] = staticmethod(
-            lambda state: module_cls.load_state_dict(state["models"][0])
-        )
+        load = loader_into({"models.0": module_cls})
+        members["_lockstep_load_into_instance"] = staticmethod(load)
     bases = (LightningOperator,) if base is TrainingOperator else (LightningOperator, base)
     name = getattr(module_cls, "__name__", type(module_cls).__name__)
     return type(f"{name}Operator", bases, members)
