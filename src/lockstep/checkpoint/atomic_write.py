@@ -34,6 +34,7 @@ _CAUSES: Final = {
     errno.EEXIST: ("part of the path is a file, not a folder", "save elsewhere"),
     errno.ENOTDIR: ("part of the path is a file, not a folder", "save elsewhere"),
     errno.EISDIR: ("the path is a directory", "give the path of a file in it"),
+    errno.ENODEV: ("the path is a device, a pipe or a socket", "give the path of a file"),
     errno.ENAMETOOLONG: ("the name is too long", "choose a shorter one"),
 }
 
@@ -60,6 +61,8 @@ def publish(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], object]) -
         os.makedirs(folder, exist_ok=True)
         if os.path.isdir(target):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
+        if os.path.exists(target) and not os.path.isfile(target):
+            raise OSError(errno.ENODEV, "not a regular file", target)
         # Rejected: `tempfile`, whose files only their owner may read.
         with held_path(folder, _make_file) as temporary:
             try:

@@ -177,7 +177,8 @@ class Worker(StateAccess):
         steps = {purpose: cursor.source.steps_per_epoch for purpose, cursor in self.cursors.items()}
         sync = self.operator._lockstep.sync
         units = () if sync is None else sync.units
-        return StartReport(os.getpid(), str(device), steps, units)
+        has_schedulers = bool(self.run.schedulers)
+        return StartReport(os.getpid(), str(device), steps, units, has_schedulers)
 
     def _build_operator(
         self, device: torch.device, *, is_trial: bool = False, is_spare: bool = False
@@ -470,11 +471,6 @@ class Worker(StateAccess):
     @remote_method(Communication.UNKNOWN, OnFailure.RAISE)
     def update_scheduler(self, metric: float) -> None:
         """Step every scheduler, with `metric` where one takes it."""
-        if not self.run.schedulers:
-            raise ConfigurationError(
-                "update_scheduler was called, but the operator registered no scheduler",
-                fix="self.register(..., schedulers=...) in setup",
-            )
         update_schedulers(self.run.schedulers, metric)
 
     # ------------------------------------------------------------------------ users' functions

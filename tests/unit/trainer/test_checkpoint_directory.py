@@ -468,3 +468,12 @@ def test_the_log_says_what_is_safe(tmp_path, caplog):
             pass
     assert "step 2 is safe" in caplog.text
     assert "going on after step 2" in caplog.text
+
+
+def test_a_state_that_counts_no_steps_is_gone_on_from(tmp_path):
+    with trainer() as one:
+        state = one.state_dict()
+    del state["global_step"]
+    checkpoint.write(tmp_path / "state", state)
+    with trainer(resume=tmp_path / "state") as one:
+        assert one.status()["step"] == 0
