@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any, Final
 
-from lockstep.checkpoint.temporary_paths import held_path
+from lockstep.checkpoint.temporary_paths import held_path, remove_leftovers
 from lockstep.errors import CheckpointWriteError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def publish(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], object]) -
     When the function returns, content and name are on the disk. When `fill` or the file system
     raises an error, `path` holds its previous content and the temporary file is removed. A process
     that is killed halfway leaves ``.lockstep-*.tmp`` beside `path`, which no reader takes for a
-    checkpoint.
+    checkpoint, and which the next writer to that folder removes.
 
     Args:
         path: the file; missing folders are created, a symbolic link is written through.
@@ -59,6 +59,8 @@ def publish(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], object]) -
     folder = os.path.dirname(target)
     try:
         os.makedirs(folder, exist_ok=True)
+        with suppress(OSError):
+            remove_leftovers(folder)
         if os.path.isdir(target):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
         if os.path.exists(target) and not os.path.isfile(target):

@@ -16,11 +16,17 @@ import itertools
 import logging
 import os
 import re
+import shutil
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.checkpoint.atomic_write import sync_new_name, write_error
-from lockstep.checkpoint.temporary_paths import new_temporary_path, remove, remove_leftovers
+from lockstep.checkpoint.temporary_paths import (
+    held_path,
+    new_temporary_path,
+    remove,
+    remove_leftovers,
+)
 from lockstep.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -73,7 +79,7 @@ class Rotation:
             CheckpointWriteError: the folder cannot be read or written to.
         """
         try:
-            remove_leftovers(self.folder)
+            remove_leftovers(self.folder, is_own=True)
         except OSError as error:
             raise write_error(self.folder, error) from error
 
@@ -153,10 +159,14 @@ class Rotation:
         # The others stay until the new one is there: a folder without any would start a run afresh.
         path = self.path_of(step)
         if os.path.lexists(path) and step not in self._own:
-            new = write(new_temporary_path(self.folder))
-            self._set_aside(step)
-            os.rename(new, path)
-            sync_new_name(self.folder, path)
+            with held_path(self.folder, os.mkdir) as place:
+                try:
+                    new = write(os.path.join(place, os.path.basename(path)))
+                    self._set_aside(step)
+                    os.rename(new, path)
+                    sync_new_name(self.folder, path)
+                finally:
+                    shutil.rmtree(place, ignore_errors=True)
         else:
             write(path)
         self._own.add(step)

@@ -406,7 +406,7 @@ class Worker(StateAccess):
         """Train; after an interruption the call goes on with the step that was not committed."""
         if self.run.attached:
             self.run.refuse_added_parameters()
-        with self._audit.during_training(self.run):
+        with self._audit.during_training(self.run), self.snapshots.part.during_training():
             report = self._run(request)
         return replace(report, audit_ledger=self._audit.seen())
 

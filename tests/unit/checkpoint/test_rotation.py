@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import resource
@@ -16,6 +18,7 @@ import torch
 
 from lockstep import checkpoint
 from lockstep.checkpoint.rotation import Rotation
+from lockstep.checkpoint.temporary_paths import remove_leftovers
 from lockstep.errors import CheckpointError, CheckpointWriteError, ConfigurationError
 from lockstep.trainer.checkpoint_directory import CheckpointDirectory
 
@@ -297,6 +300,35 @@ def test_a_second_trainer_leaves_what_is_being_written(
 
     kept.write(2, partial(write, meanwhile=begin_another))
     assert found(kept) == 2
+
+
+def test_another_writer_to_the_folder_leaves_one_that_waits_for_its_name(tmp_path: Path) -> None:
+    """`KeepBest` may save there while an abandoned checkpoint of the step is still in its place."""
+    kept = rotation(tmp_path)
+    fill(kept, 10, 20)
+    kept.go_on_from(10)
+
+    def write(path: str) -> str:
+        FILE(path, {**STATE, "step": 20})
+        FILE(tmp_path / "best.pt", STATE)
+        return path
+
+    kept.write(20, write)
+    assert found(kept) == 20
+    assert len(os.listdir(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_without_locks_only_who_has_the_folder_for_itself_removes_anything(
+    tmp_path: Path, monkeypatch: Any, is_own: bool
+) -> None:
+    def flock(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOTSUP, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    (tmp_path / f".lockstep-{'0' * 16}.tmp").touch()
+    remove_leftovers(str(tmp_path), is_own=is_own)
+    assert bool(os.listdir(tmp_path)) is not is_own
 
 
 def test_a_trainer_that_is_refused_leaves_the_directory_as_it_is(tmp_path: Path) -> None:
