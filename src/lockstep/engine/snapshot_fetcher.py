@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ray.exceptions import GetTimeoutError, RayError
 
 import ray
+from lockstep.engine.keyboard_interrupt import reraise_keyboard_interrupt
 from lockstep.engine.ray_errors import ACTOR_DEATHS
 from lockstep.serialization import join
 from lockstep.worker import Snapshot
@@ -79,6 +80,7 @@ class RemoteSnapshotFetcher:
         if self._asked is not None:
             self._receive(timeout_s)
 
+    @reraise_keyboard_interrupt()
     def _receive(self, timeout_s: float | None = None) -> None:
         try:
             answer = ray.get(self._asked, timeout=timeout_s)
