@@ -111,7 +111,7 @@ def open_files():
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             held.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    return sum(path.startswith(os.path.join(tempfile.gettempdir(), "lockstep-")) for path in held)
+    return sum(path.startswith(os.path.join(tempfile.gettempdir(), ".lockstep-")) for path in held)
 
 
 def test_where_the_folder_is_not_there_the_driver_reads_the_file_by_pieces(worker, part, tmp_path):
