@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.ray import surface_operators as operators
-from tests.ray.operators import DefaultLoop, farthest, net, one_process, problem, sgd
+from tests.ray.operators import DefaultLoop, Net, farthest, net, one_process, problem, sgd
 from tests.ray.test_failures import Misbehaving, raise_own
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -283,6 +283,36 @@ def test_a_model_of_ones_own_holds_the_trained_state():
         )
         for rank in theirs:
             assert all(torch.equal(a, b) for a, b in zip(momentum, rank, strict=True))
+
+
+class Registers(Net):
+    """Its first forward registers a buffer, and each one enlarges another."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("sizes", torch.ones(0))
+
+    def forward(self, x):
+        if not hasattr(self, "scale"):
+            self.register_buffer("scale", torch.full((1,), 2.0, dtype=x.dtype))
+        self.sizes = torch.ones(max(len(x), len(self.sizes)))
+        return super().forward(x / self.scale)
+
+
+def test_a_model_of_ones_own_gets_the_buffers_that_the_forwards_of_its_copies_have_made():
+    model = Registers()
+    operator = TrainingOperator.from_model(
+        model,
+        optimizer=sgd(model),
+        criterion=nn.MSELoss(),
+        train_loader=DataLoader(TensorDataset(*problem()), 6),
+    )
+    with start(operator) as two:
+        two.train(num_steps=1)
+        two.train(num_steps=1)
+        trained = two.get_model()
+    assert (model.scale.item(), len(model.sizes)) == (2.0, len(trained.sizes))
+    assert farthest(model, trained) == 0
 
 
 def test_settings_that_the_copies_of_ones_own_optimizer_do_not_hear_of_are_refused():

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any, Final
 
-from lockstep.checkpoint.temporary_paths import held_path
+from lockstep.checkpoint.temporary_paths import held_path, remove_leftovers
 from lockstep.errors import CheckpointWriteError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ _CAUSES: Final = {
     errno.EEXIST: ("part of the path is a file, not a folder", "save elsewhere"),
     errno.ENOTDIR: ("part of the path is a file, not a folder", "save elsewhere"),
     errno.EISDIR: ("the path is a directory", "give the path of a file in it"),
+    errno.ENODEV: ("the path is a device, a pipe or a socket", "give the path of a file"),
     errno.ENAMETOOLONG: ("the name is too long", "choose a shorter one"),
 }
 
@@ -44,7 +45,7 @@ def publish(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], object]) -
     When the function returns, content and name are on the disk. When `fill` or the file system
     raises an error, `path` holds its previous content and the temporary file is removed. A process
     that is killed halfway leaves ``.lockstep-*.tmp`` beside `path`, which no reader takes for a
-    checkpoint.
+    checkpoint, and which the next writer to that folder removes.
 
     Args:
         path: the file; missing folders are created, a symbolic link is written through.
@@ -58,8 +59,12 @@ def publish(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], object]) -
     folder = os.path.dirname(target)
     try:
         os.makedirs(folder, exist_ok=True)
+        with suppress(OSError):
+            remove_leftovers(folder)
         if os.path.isdir(target):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
+        if os.path.exists(target) and not os.path.isfile(target):
+            raise OSError(errno.ENODEV, "not a regular file", target)
         # Rejected: `tempfile`, whose files only their owner may read.
         with held_path(folder, _make_file) as temporary:
             try:

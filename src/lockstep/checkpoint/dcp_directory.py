@@ -25,7 +25,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -34,7 +34,7 @@ import torch
 from lockstep.checkpoint.atomic_write import fsync_path, sync_new_name, write_error
 from lockstep.checkpoint.file_format import read_file, write
 from lockstep.checkpoint.plain_values import plain_state
-from lockstep.checkpoint.temporary_paths import held_path
+from lockstep.checkpoint.temporary_paths import held_path, moved_away, remove_leftovers
 from lockstep.errors import CheckpointError, CheckpointWriteError
 from lockstep.local_rows import LocalRows
 from lockstep.tensor_tree import KeyPath, rebuild_container, tree_map, tree_map_with_path
@@ -141,6 +141,8 @@ def publish_directory(path: str | os.PathLike[str]) -> Iterator[str]:
 def _renamed_to(path: str) -> Iterator[str]:
     """A folder beside `path`, which is renamed to `path` at the end."""
     target = os.path.realpath(path)
+    with suppress(OSError):
+        remove_leftovers(os.path.dirname(target))
     is_empty = os.path.isdir(target) and not os.listdir(target)
     if os.path.lexists(target) and not is_empty and not is_checkpoint_directory(target):
         raise CheckpointError(
@@ -151,22 +153,17 @@ def _renamed_to(path: str) -> Iterator[str]:
         )
     os.makedirs(os.path.dirname(target), exist_ok=True)
     with held_path(os.path.dirname(target), os.mkdir) as temporary:
-        old = f"{temporary.removesuffix('.tmp')}.old"
         try:
             yield temporary
-            if os.path.isdir(target):
+            replaces = os.path.isdir(target)
+            if replaces:
                 _carry_over(target, temporary)
-                os.rename(target, old)
-            os.rename(temporary, target)
-            for folder in (target, os.path.dirname(target)):
-                sync_new_name(folder, path)
-        except BaseException:
-            if os.path.isdir(old) and not os.path.exists(target):
-                os.rename(old, target)
-            raise
+            with moved_away(target) if replaces else nullcontext():
+                os.rename(temporary, target)
+                for folder in (target, os.path.dirname(target)):
+                    sync_new_name(folder, path)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-            shutil.rmtree(old, ignore_errors=True)
 
 
 def _carry_over(old: str, new: str) -> None:

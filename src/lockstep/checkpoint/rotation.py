@@ -16,11 +16,17 @@ import itertools
 import logging
 import os
 import re
+import shutil
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.checkpoint.atomic_write import sync_new_name, write_error
-from lockstep.checkpoint.temporary_paths import new_temporary_path, remove, remove_leftovers
+from lockstep.checkpoint.temporary_paths import (
+    held_path,
+    new_temporary_path,
+    remove,
+    remove_leftovers,
+)
 from lockstep.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -73,7 +79,7 @@ class Rotation:
             CheckpointWriteError: the folder cannot be read or written to.
         """
         try:
-            remove_leftovers(self.folder)
+            remove_leftovers(self.folder, is_own=True)
         except OSError as error:
             raise write_error(self.folder, error) from error
 
@@ -120,12 +126,12 @@ class Rotation:
         Returns:
             Whether `path` is one of the checkpoints in the folder.
         """
-        folder, name = os.path.split(os.path.realpath(path))
-        found = _NAME.fullmatch(name)
-        if found is None or folder != os.path.realpath(self.folder):
-            return False
-        self._own = {each for each in self.steps() if each <= int(found[1])}
-        return True
+        # Not by its name: it may be a link to one of them, and one of them a link to another disk.
+        steps = [each for each in self.steps() if os.path.exists(self.path_of(each))]
+        found = [each for each in steps if os.path.samefile(self.path_of(each), path)]
+        if found:
+            self._own = {each for each in self.steps() if each <= found[-1]}
+        return bool(found)
 
     def go_on_from(self, step: int) -> None:
         """Note that the run goes on from a state of `step`, which it has read.
@@ -153,10 +159,14 @@ class Rotation:
         # The others stay until the new one is there: a folder without any would start a run afresh.
         path = self.path_of(step)
         if os.path.lexists(path) and step not in self._own:
-            new = write(new_temporary_path(self.folder))
-            self._set_aside(step)
-            os.rename(new, path)
-            sync_new_name(self.folder, path)
+            with held_path(self.folder, os.mkdir) as place:
+                try:
+                    new = write(os.path.join(place, os.path.basename(path)))
+                    self._set_aside(step)
+                    os.rename(new, path)
+                    sync_new_name(self.folder, path)
+                finally:
+                    shutil.rmtree(place, ignore_errors=True)
         else:
             write(path)
         self._own.add(step)

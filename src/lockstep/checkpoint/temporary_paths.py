@@ -3,7 +3,8 @@
 
 A writer locks what it writes (`held_path`), and the system frees the lock when the writer's process
 ends, however that happens. So `remove_leftovers` tells what a killed writer has left from what
-another trainer is writing. Where a file system has no locks, no path is held.
+another trainer is writing; each writer calls it first. Where a file system has no locks, no path is
+held: only who has the folder for itself removes anything there.
 """
 
 from __future__ import annotations
@@ -20,31 +21,32 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_NAME: Final = re.compile(r"\.lockstep-[0-9a-f]{16}\.tmp")
+_NAME: Final = re.compile(r"\.lockstep-[0-9a-f]{16}\.(tmp|old)")
 
 
-def new_temporary_path(folder: str) -> str:
+def new_temporary_path(folder: str, suffix: str = ".tmp") -> str:
     """A path in `folder` that no other process uses; nothing is there yet."""
-    return os.path.join(folder, f".lockstep-{secrets.token_hex(8)}.tmp")
+    return os.path.join(folder, f".lockstep-{secrets.token_hex(8)}{suffix}")
 
 
 @contextmanager
-def held_path(folder: str, make: Callable[[str], object]) -> Iterator[str]:
+def held_path(folder: str, make: Callable[[str], object], suffix: str = ".tmp") -> Iterator[str]:
     """A new temporary path in `folder`, which no process removes as a leftover inside.
 
     Args:
         make: makes the file or folder at the path. The caller renames or removes it in the end.
+        suffix: ".old" for a folder that holds what another one is to replace (`moved_away`).
     """
-    path, held = _make_held(folder, make)
+    path, held = _make_held(folder, make, suffix)
     try:
         yield path
     finally:
         os.close(held)
 
 
-def _make_held(folder: str, make: Callable[[str], object]) -> tuple[str, int]:
+def _make_held(folder: str, make: Callable[[str], object], suffix: str) -> tuple[str, int]:
     while True:
-        path = new_temporary_path(folder)
+        path = new_temporary_path(folder, suffix)
         make(path)
         # Before the lock is there, another process may take the path for a leftover.
         with suppress(FileNotFoundError):
@@ -64,14 +66,41 @@ def remove(path: str) -> None:
             shutil.rmtree(doomed)
 
 
-def remove_leftovers(folder: str) -> None:
-    """Remove what killed writers have left in `folder`, which would fill the disk."""
+@contextmanager
+def moved_away(path: str) -> Iterator[None]:
+    """Inside, another folder can take the name `path`; after that, the one that had it is removed.
+
+    It comes back where no other one has taken the name, also after a kill (`remove_leftovers`).
+    """
+    folder, name = os.path.split(path)
+    with held_path(folder, os.mkdir, ".old") as aside:
+        try:
+            os.rename(path, os.path.join(aside, name))
+            yield
+        finally:
+            _put_back_or_remove(aside)
+
+
+def _put_back_or_remove(aside: str) -> None:
+    for name in os.listdir(aside):
+        path = os.path.join(os.path.dirname(aside), name)
+        if not os.path.lexists(path):
+            os.rename(os.path.join(aside, name), path)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_leftovers(folder: str, *, is_own: bool = False) -> None:
+    """Remove what killed writers have left in `folder`, which would fill the disk.
+
+    Args:
+        is_own: no other program writes there. All is removed then, also without locks.
+    """
     for name in os.listdir(folder):
         if _NAME.fullmatch(name):
-            _remove_unless_held(os.path.join(folder, name))
+            _remove_unless_held(os.path.join(folder, name), is_own=is_own)
 
 
-def _remove_unless_held(path: str) -> None:
+def _remove_unless_held(path: str, *, is_own: bool) -> None:
     is_folder = os.path.isdir(path)
     try:
         if os.path.islink(path):
@@ -82,8 +111,10 @@ def _remove_unless_held(path: str) -> None:
     except (FileNotFoundError, PermissionError):
         return  # another process has removed it, or it is another user's
     try:
-        if try_lock(found, fcntl.LOCK_EX):
-            if is_folder:
+        if try_lock(found, fcntl.LOCK_EX, without_locks=is_own):
+            if path.endswith(".old"):
+                _put_back_or_remove(path)
+            elif is_folder:
                 shutil.rmtree(path)
             else:
                 os.unlink(path)
@@ -91,12 +122,16 @@ def _remove_unless_held(path: str) -> None:
         os.close(found)
 
 
-def try_lock(descriptor: int, how: int) -> bool:
-    """Lock an open file or folder; False if another process has locked it."""
+def try_lock(descriptor: int, how: int, *, without_locks: bool = True) -> bool:
+    """Lock an open file or folder; False if another process has locked it.
+
+    Args:
+        without_locks: what to return for a file system that has no locks.
+    """
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        return True  # a file system without locks
+        return without_locks
     return True

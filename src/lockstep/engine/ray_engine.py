@@ -213,6 +213,8 @@ class RayEngine:
         """Send each rank in an actor its call; equal calls are pickled once."""
         sent: dict[int, bytes | ObjectRef[bytes]] = {}
         for rank, call in calls.items():
+            if rank >= len(self.workers.members):
+                raise _no_such_rank_error(call.contract.name, rank, len(self.workers.members))
             if id(call) not in sent:
                 arguments = dumps_or_refuse(
                     (call.args, call.kwargs), f"an argument of {call.contract.name}"
@@ -358,6 +360,15 @@ def _report_progress(actors: Sequence[Actor], listener: CallListener, wants_rows
         if len(ready) == len(wanted):
             progress = ray.get(asked)
             listener.on_progress(replace(progress, rows=ray.get(rows)) if wants_rows else progress)
+
+
+def _no_such_rank_error(method: str, rank: int, size: int) -> WorkerDiedError:
+    return WorkerDiedError(
+        f"{method} was for a rank that is no more",
+        where=f"rank {rank}",
+        got=f"{size} workers",
+        cause="a worker has died, and no other one has its place",
+    )
 
 
 def _session_over_error() -> WorkerDiedError:

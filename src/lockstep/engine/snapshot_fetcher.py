@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ray.exceptions import GetTimeoutError, RayError
 
 import ray
+from lockstep.engine.keyboard_interrupt import reraise_keyboard_interrupt
 from lockstep.engine.ray_errors import ACTOR_DEATHS
 from lockstep.engine.watched_wait import wait_for_answers
 from lockstep.serialization import join
@@ -92,17 +93,19 @@ class RemoteSnapshotFetcher:
             wait_for_answers([self._asked], self.end_stopped_workers)
         self._receive(timeout_s)
 
+    @reraise_keyboard_interrupt()
     def _receive(self, timeout_s: float | None = None) -> None:
-        asked, self._asked = self._asked, None
         try:
-            answer = ray.get(asked, timeout=timeout_s)
-        except (*ACTOR_DEATHS, GetTimeoutError):
+            answer = ray.get(self._asked, timeout=timeout_s)
+        except GetTimeoutError:
+            return  # the answer is still on its way, as after Ctrl-C in here: rank 0 gives it once
+        except ACTOR_DEATHS:
             # The worker is gone, and its snapshot; the pending call reports the death.
             self._is_requested = self._is_requested or self._asked_by_request
-            return
         except RayError as error:
             self._to.note_failure(error)
-            return
-        if answer is not None:
-            step, call, structure, arrays = answer
-            self._to.keep(Snapshot(step, join(structure, arrays), call=call))
+        else:
+            if answer is not None:
+                step, call, structure, arrays = answer
+                self._to.keep(Snapshot(step, join(structure, arrays), call=call))
+        self._asked = None

@@ -13,6 +13,7 @@ from torch import nn
 
 from lockstep._torch_compat import Loss
 from lockstep.errors import ConfigurationError, WrongTypeError
+from lockstep.operator.buffer_values import loader_into
 from lockstep.operator.host_file_lock import host_lock
 from lockstep.operator.registration import registered_parts
 
@@ -133,6 +134,10 @@ def from_model(
             )
 
     given_optimizer = GivenOptimizer(optimizer)
+    has_module = isinstance(criterion, nn.Module)
+    load_modules = loader_into(
+        {"models.0": model, **({"criterion": criterion} if has_module else {})}
+    )
 
     class ModelOperator(base):  # type: ignore[misc]
         _lockstep_given_optimizer = given_optimizer
@@ -150,11 +155,9 @@ def from_model(
 
         @staticmethod
         def _lockstep_load_into_instance(state: Mapping[str, Any]) -> None:
-            model.load_state_dict(state["models"][0])
+            load_modules(state)
             optimizer.load_state_dict(copy.deepcopy(state["optimizers"][0]))
             given_optimizer.note_settings()
-            if isinstance(criterion, nn.Module) and state.get("criterion") is not None:
-                criterion.load_state_dict(state["criterion"])
 
     return ModelOperator
 

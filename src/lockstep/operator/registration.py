@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from lockstep._torch_compat import buffers_of, is_persistent, schedulers_within
 from lockstep.errors import ConfigurationError, UnknownParameterError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP_MANUAL
+from lockstep.operator.buffer_values import buffer_shapes, labelled_modules
 from lockstep.operator.custom_loop_refusals import refuse_assigned_methods, refuse_late_reduction
 from lockstep.operator.shadow import refuse_local_tensors
 from lockstep.operator.sync_setup import attach, check_shard_size, is_in_units
@@ -267,7 +268,7 @@ def _refuse_scaling_by_frequency(registered: TrainingParts) -> None:
 
 def conclude_setup(operator: Operator, registered: TrainingParts, returned: Any) -> None:
     """Refuse a value that `setup` returned, and a model whose shards have no shadow; take over a
-    scheduler that it left in `self`, and note which parameters train."""
+    scheduler that it left in `self`, and note which parameters train and what buffers there are."""
     if returned is not None:
         raise WrongTypeError(
             "setup returned something, which nobody reads",
@@ -282,6 +283,8 @@ def conclude_setup(operator: Operator, registered: TrainingParts, returned: Any)
     refuse_late_reduction(operator)
     _take_scheduler(operator, registered)
     registered.trained_after_setup = registered.trained_parameters()
+    modules = labelled_modules(registered)
+    registered.buffers_after_setup = {name: buffer_shapes(each) for name, each in modules.items()}
 
 
 def _take_scheduler(operator: Operator, registered: TrainingParts) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from lockstep.sync import Synchroniser
     from lockstep.sync.shard_units import ShardPolicy
+
+BufferShapes: TypeAlias = "Mapping[str, torch.Size | None]"
+"""The shapes of a module's persistent buffers by name; None for a buffer that is None."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class TrainingParts:
             tensors (on the meta device); empty unless models are.
         whole_places: where each module was in the models that were copied so.
         trained_after_setup: which parameters train when `setup` has ended; None before.
+        buffers_after_setup: the shapes of persistent buffers when `setup` has ended, for each of
+            `lockstep.operator.buffer_values.labelled_modules`.
     """
 
     models: list[nn.Module]
@@ -89,6 +94,7 @@ class TrainingParts:
     whole_models: list[nn.Module] = field(default_factory=list)
     whole_places: dict[nn.Module, tuple[int, str]] = field(default_factory=dict)
     trained_after_setup: TrainedParameters | None = None
+    buffers_after_setup: dict[str, BufferShapes] = field(default_factory=dict)
 
     def leave_group(self) -> None:
         """Leave a group that has broken, so that another one can be joined."""

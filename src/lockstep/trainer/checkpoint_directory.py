@@ -174,8 +174,7 @@ class CheckpointDirectory:
             return
         self._writer.wait()
         if self._rotation.is_newest(step):
-            self._writer.keep(take_snapshot())
-            self._writer.wait()
+            self._writer.write_now(take_snapshot())
 
     def write(self, snapshot: Snapshot, write_parts: WriteParts) -> str:
         """Write a checkpoint, and let go of the oldest; returns its path."""
@@ -202,7 +201,8 @@ class CheckpointDirectory:
     def finish_resume(self) -> None:
         """Log from which step the run goes on, and drop the state: the workers have loaded it."""
         assert self.resume_state is not None
-        _log.info("going on after step %d: %s", self.resume_state["global_step"], self._source)
+        step = self.resume_state.get("global_step", 0)
+        _log.info("going on after step %d: %s", step, self._source)
         self.resume_state = None  # as large as the model
 
 

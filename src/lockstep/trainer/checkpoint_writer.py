@@ -12,7 +12,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lockstep.errors import CheckpointError, CheckpointWriteError
 from lockstep.trainer.preemption import SigtermDeferral
@@ -35,6 +35,13 @@ _LOOK_EVERY_S: Final = 0.2
 
 _MOST_WRITTEN: Final = 8
 """Checkpoints that are remembered; the folder may hold fewer."""
+
+
+class _Failure(NamedTuple):
+    """Why the checkpoint of a step is missing; that of this step or a later one makes up for it."""
+
+    step: int
+    error: Exception
 
 
 class CheckpointWriter:
@@ -62,7 +69,7 @@ class CheckpointWriter:
         self.latest_step = 0
         self._running: Future[None] | None = None
         self._executor: ThreadPoolExecutor | None = None
-        self._failure: Exception | None = None
+        self._failure: _Failure | None = None
         self._fetcher: SnapshotFetcher = engine.start_snapshot_fetcher(self)
 
     @contextmanager
@@ -81,13 +88,28 @@ class CheckpointWriter:
                 raise
             self._fetcher.finish()
             if self._preemption.is_pending:
-                self.keep(take_snapshot())
+                self.write_now(take_snapshot())
 
     def keep(self, snapshot: Snapshot) -> None:
         """Write `snapshot` in the second thread; if SIGTERM is pending, wait for it."""
         self._submit(snapshot)
+        self._end_by_sigterm(snapshot.step)
+
+    def write_now(self, snapshot: Snapshot) -> None:
+        """Write `snapshot` in this thread, of a state that is no copy, and then obey SIGTERM.
+
+        Ctrl-C ends the write. A second thread would go on, beside a next call that may change the
+        very tensors that are written.
+        """
+        self.wait()
+        self.latest_step = snapshot.step
+        with self._writing:
+            self._write_one(snapshot)
+        self._end_by_sigterm(snapshot.step)
+
+    def _end_by_sigterm(self, step: int) -> None:
         if self._preemption.is_pending:
-            _log.warning("SIGTERM: ending with the checkpoint of step %d", snapshot.step)
+            _log.warning("SIGTERM: ending with the checkpoint of step %d", step)
             self.wait()  # a failure is kept: where the program handles SIGTERM, `result` raises it
             self._preemption.take_effect()
 
@@ -129,9 +151,13 @@ class CheckpointWriter:
         self._wait()
 
     def note_failure(self, error: Exception) -> None:
-        """Note that a checkpoint could not be written; the next success clears the failure."""
-        _log.error("a checkpoint could not be written: %s", error)
-        self._failure = error
+        """Note that a checkpoint was lost on its way here; that of a later copy makes up for it."""
+        self._note(_Failure(self.latest_step + 1, error))
+
+    def _note(self, failure: _Failure) -> None:
+        _log.error("a checkpoint could not be written: %s", failure.error)
+        with self._lock:
+            self._failure = failure
 
     def _submit(self, snapshot: Snapshot) -> None:
         self.latest_step = snapshot.step
@@ -140,26 +166,34 @@ class CheckpointWriter:
         if left_out is not None:
             _log.info("step %d: no checkpoint, the disk is slower than they come", left_out.step)
             left_out.give_back()
-            return
         # Python waits for an executor's threads when the program ends, also after an error.
         self._executor = self._executor or ThreadPoolExecutor(1, "lockstep-checkpoint")
-        self._running = self._executor.submit(self._write_latest)
+        # Also where one was left out: that one may have no job, after Ctrl-C in here or an error.
+        try:
+            self._running = self._executor.submit(self._write_latest)
+        except RuntimeError as error:  # the system has no thread left; `wait` writes the snapshot
+            self._note(_Failure(snapshot.step, error))
 
     def _write_latest(self) -> None:
-        with self._lock:
-            snapshot, self._waiting = self._waiting, None
-        if snapshot is None or self._is_written(snapshot):
-            return
+        with self._writing:
+            with self._lock:
+                snapshot, self._waiting = self._waiting, None
+            if snapshot is not None and not self._is_written(snapshot):
+                self._write_one(snapshot)
+
+    def _write_one(self, snapshot: Snapshot) -> None:
+        step = snapshot.step
         try:
-            with self._writing:
-                written = CheckpointOnDisk(snapshot.step, snapshot.call, self._write(snapshot))
-                others = [each for each in self._written if each.path != written.path]
-                self._written = [*others[-_MOST_WRITTEN:], written]
-        # No error may be lost in this thread: `finish` returns it to the caller.
+            written = CheckpointOnDisk(step, snapshot.call, self._write(snapshot))
+            others = [each for each in self._written if each.path != written.path]
+            self._written = [*others[-_MOST_WRITTEN:], written]
+        # No error may be lost in the second thread: `finish` returns it to the caller.
         except Exception as error:
-            self.note_failure(error)
+            self._note(_Failure(step, error))
         else:
-            self._failure = None
+            with self._lock:
+                if self._failure is not None and self._failure.step <= step:
+                    self._failure = None
         finally:
             snapshot.give_back()
 
@@ -176,12 +210,14 @@ class CheckpointWriter:
             while not wait([self._running], _LOOK_EVERY_S).done:
                 self._fetcher.end_stopped_workers()  # they may be writing their parts
             self._running.result()
+        self._write_latest()  # of a snapshot that has no job
 
     def _wait(self) -> Exception | None:
         """Wait for all writes; return why the latest checkpoint is missing, once."""
         self.wait()
-        failure, self._failure = self._failure, None
-        return failure
+        with self._lock:
+            failure, self._failure = self._failure, None
+        return None if failure is None else failure.error
 
     def finish(self) -> CheckpointWriteError | None:
         """Wait for all writes; return the error of the latest checkpoint, if it failed."""

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import WrongTypeError
+from lockstep.errors import CheckpointWriteError, WrongTypeError
 from lockstep.trainer.argument_checks import require_count
 from lockstep.trainer.loader_checks import no_batch_error
 from lockstep.trainer.profiler_traces import Profile, trace_workers
@@ -82,11 +82,18 @@ def reduce_reports(
     Args:
         tell: called with the merged result, in either case.
         reduce_results: False for the results of each living worker, by rank.
+
+    Raises:
+        CheckpointWriteError: a callback could not save; it holds the result.
     """
     refuse_unused_metrics(reports)
-    result = merge_reports(reports)
-    tell(result)
-    if reduce_results:
-        return result
-    living = [report for report in reports if not report.is_of_a_lost_worker]
-    return [merge_reports([report]) for report in living]
+    result: Any = merge_reports(reports)
+    told, living = result, [report for report in reports if not report.is_of_a_lost_worker]
+    if not reduce_results:
+        result = [merge_reports([report]) for report in living]
+    try:
+        tell(told)
+    except CheckpointWriteError as error:  # of a callback that saves, as `KeepBest` does
+        error.result = result
+        raise
+    return result

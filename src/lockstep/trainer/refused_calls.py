@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors that refuse a call of a trainer: no workers, concurrent calls."""
+"""The errors that refuse a call of a trainer: no workers, no scheduler, concurrent calls."""
 
 from __future__ import annotations
 
@@ -27,6 +27,14 @@ def no_local_operator_error() -> ConfigurationError:
     return ConfigurationError(
         "no operator lives in this process",
         fix="TorchTrainer(..., use_local=True), or trainer.apply_all_operators(fn)",
+    )
+
+
+def no_scheduler_error() -> ConfigurationError:
+    """The error for `update_scheduler` of a run without schedulers."""
+    return ConfigurationError(
+        "update_scheduler was called, but the operator registered no scheduler",
+        fix="self.register(..., schedulers=...) in setup",
     )
 
 

@@ -14,6 +14,7 @@ from lockstep.errors import (
     CheckpointWriteError,
     ConfigurationError,
     NotAvailableError,
+    WorkerDiedError,
 )
 from lockstep.host_memory import available_memory
 from lockstep.operator import TrainingOperator
@@ -146,12 +147,28 @@ class StateTransfer:
         self._workers.may_have_changed = False
 
     def _begin(self, state: Mapping[str, Any]) -> None:
-        """Send its part of `state` to each worker whose host does not see the directory."""
+        """Send its part of `state` to each worker whose host does not see the directory.
+
+        Where a worker has died meanwhile, other ranks have other parts: it begins anew.
+        """
         stored = next((leaf for leaf in leaves_of(state) if isinstance(leaf, StoredTensor)), None)
-        for rank, place in enumerate(self._workers.call(begin_load.with_args(stored))):
-            if place is not None:
-                part = checkpoint.read_own_tensors(state, *place)
-                self._workers.call_rank(rank, receive_state.with_args(part))
+        while not self._send_parts(state, stored):
+            pass
+
+    def _send_parts(self, state: Mapping[str, Any], stored: StoredTensor | None) -> bool:
+        """Returns whether the group is still the one for whose ranks the parts were."""
+        places = self._workers.call(begin_load.with_args(stored))
+        engine = self._workers.open_engine()
+        generation = engine.status().generation
+        try:
+            for rank, place in enumerate(places):
+                if place is not None:
+                    part = checkpoint.read_own_tensors(state, *place)
+                    self._workers.call_rank(rank, receive_state.with_args(part))
+        except WorkerDiedError:
+            if engine.ended_by is not None or engine.status().generation == generation:
+                raise
+        return engine.status().generation == generation
 
     def snapshot(self) -> Snapshot:
         """The state of the run between two calls, or its step, of which each rank holds its part.

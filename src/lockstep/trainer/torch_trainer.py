@@ -205,7 +205,7 @@ class TorchTrainer:
         spec = placement.resolve_gpus(spec)
         self._audit = AuditComparison(spec)
         engine = start_workers(spec, placement)
-        self._workers = WorkerCalls(spec, engine)
+        self._workers = WorkerCalls(spec, engine, self._steps.note_change)
         self._dataset = RayDatasetFeed()
         self._state = StateTransfer(self._workers, explicit, self._dataset, self._steps, disk)
         self._writer: CheckpointWriter | None = None
@@ -341,7 +341,7 @@ class TorchTrainer:
 
     def update_scheduler(self, metric: float) -> None:
         """Step every registered scheduler, giving `metric` to those that take one."""
-        self._steps.note_change("update_scheduler")
+        self._workers.refuse_without_schedulers()
         self._workers.call(Worker.update_scheduler.with_args(metric))
 
     def status(self) -> dict[str, Any]:
@@ -448,7 +448,6 @@ class TorchTrainer:
 
     def apply_all_operators(self, fn: Callable[[TrainingOperator], Any]) -> list[Any]:
         """Call ``fn(operator)`` in every worker; results by rank. As `apply_all_workers`."""
-        self._steps.note_change("apply_all_operators")
         return self._workers.call(Worker.call_with_operator.with_args(fn))
 
     as_trainable = classmethod(as_trainable)

@@ -6,12 +6,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from lockstep.operator import TrainingOperator
 from lockstep.trainer.refused_calls import (
     concurrent_call_error,
     no_local_operator_error,
+    no_scheduler_error,
     shut_down_error,
     workers_ended_error,
 )
@@ -19,7 +20,7 @@ from lockstep.trainer.shadow_summary import ShadowSummary
 from lockstep.worker import Worker, position
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from lockstep.engine import Engine
     from lockstep.engine.engine_protocol import CallListener
@@ -28,8 +29,19 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
+_NAMES_IN_LOG: Final = {
+    Worker.update_scheduler: "update_scheduler",
+    Worker.call_with_operator: "apply_all_operators",
+}
+"""The methods whose calls the log of the run holds."""
+
+
 class WorkerCalls:
     """Calls the workers' remote methods; raises the reason if the workers have ended.
+
+    Args:
+        note_change: called with the name of each call that changes the run otherwise than training,
+            when nothing refuses it any more.
 
     Attributes:
         spec: the spec of the workers; `num_shards` and `seed` are those of a loaded state.
@@ -38,12 +50,15 @@ class WorkerCalls:
         may_have_changed: a call since the latest training may have changed the state of the run.
     """
 
-    def __init__(self, spec: WorkerSpec, engine: Engine) -> None:
+    def __init__(
+        self, spec: WorkerSpec, engine: Engine, note_change: Callable[[str], None]
+    ) -> None:
         self.spec = spec
         self.is_open = True
         self.shadow = ShadowSummary()
         self.may_have_changed = False
         self._engine = engine
+        self._note_change = note_change
         self._calling = threading.Lock()
         self._deferred: RemoteCall[Worker, Any] | None = None
 
@@ -83,6 +98,8 @@ class WorkerCalls:
             # Noted first: a call that fails may have changed it, too.
             if call.is_training or self._may_change_state(call):
                 self.may_have_changed = not call.is_training
+            if (name := _NAMES_IN_LOG.get(call.method)) is not None:
+                self._note_change(name)
             return engine.call(call, listener=listener, retries=retries)
 
     def _may_change_state(self, call: RemoteCall[Worker, Any]) -> bool:
@@ -116,6 +133,11 @@ class WorkerCalls:
     def start_reports(self) -> Sequence[StartReport]:
         """The result of each worker's `start`, by rank."""
         return self.open_engine().start_reports
+
+    def refuse_without_schedulers(self) -> None:
+        """Refuse a call that steps schedulers if there are none."""
+        if not self.start_reports[0].has_schedulers:
+            raise no_scheduler_error()
 
     def has_loader(self, purpose: str) -> bool:
         """Whether every worker registered a loader for `purpose`."""

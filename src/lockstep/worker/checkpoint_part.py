@@ -12,12 +12,14 @@ import os
 import shutil
 import tempfile
 import threading
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from lockstep import checkpoint
+from lockstep.checkpoint.temporary_paths import held_path, remove_leftovers
 from lockstep.local_rows import LocalRows
 from lockstep.phases import Phase, in_phase
 from lockstep.tensor_tree import leaves_of
@@ -25,13 +27,10 @@ from lockstep.worker.state_dict import copy_own_rows
 from lockstep.worker.tensor_pool import TensorPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from lockstep.checkpoint import WrittenPart
     from lockstep.worker.state_access import StateAccess
-
-_ARRIVAL_S: Final = 10.0
-"""How long a rank may be behind rank 0 with its copy."""
 
 
 class PartOnDisk(NamedTuple):
@@ -79,6 +78,8 @@ class CheckpointPart:
         self._worker = worker
         self._changed = threading.Condition()
         self._held: list[_Held] = []
+        self._may_copy = False
+        self._num_drops = 0
         self._files: dict[str, int] = {}
         self._pool = TensorPool()
 
@@ -120,11 +121,27 @@ class CheckpointPart:
         """Forget the copies: their steps may come again, with other values or on other ranks."""
         with self._changed:
             self._held = []
+            self._num_drops += 1
+            self._changed.notify_all()
+
+    @contextmanager
+    def during_training(self) -> Iterator[None]:
+        """Around a call that trains: inside, a copy that rank 0 has taken already may still come
+        here, after any time. Outside no copy comes that somebody waits for."""
+        self._may_copy = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._may_copy = False
+                self._changed.notify_all()
 
     # ---------------------------------------------------------------- from another thread
 
     def write(self, step: int, folder: str) -> PartOnDisk | None:
         """Write the copy of `step` into `folder`, if that is on this host; else into a file here.
+
+        Waits until this rank has come to `step`, to which rank 0 has come.
 
         Returns:
             None if this rank has no copy of that step any more.
@@ -132,7 +149,14 @@ class CheckpointPart:
         for name in list(self._files):  # of a part that nobody has fetched
             os.close(self._files.pop(name))
         with self._changed:
-            self._changed.wait_for(lambda: any(e.step >= step for e in self._held), _ARRIVAL_S)
+            num_drops = self._num_drops
+            self._changed.wait_for(
+                lambda: (
+                    any(each.step >= step for each in self._held)
+                    or not self._may_copy
+                    or self._num_drops > num_drops
+                )
+            )
             held = next((each for each in self._held[::-1] if each.step == step), None)
             # Another copy of the step stays: a `save` and a checkpoint that is due write one each.
             self._held = [e for e in self._held if e is not held and e.step >= step]
@@ -140,14 +164,16 @@ class CheckpointPart:
             return None
         if os.path.isdir(folder):
             return PartOnDisk(self._write(held, folder), None)
-        here = tempfile.mkdtemp(prefix="lockstep-")
-        try:
-            part = self._write(held, here)
-            for name in part.files:
-                self._files[name] = os.open(os.path.join(here, name), os.O_RDONLY)
-            sizes = {name: os.fstat(self._files[name]).st_size for name in part.files}
-        finally:
-            shutil.rmtree(here)  # open files stay readable, and nothing is left of a killed process
+        with suppress(OSError):
+            remove_leftovers(tempfile.gettempdir())  # of a worker that was killed in here
+        with held_path(tempfile.gettempdir(), partial(os.mkdir, mode=0o700)) as here:
+            try:
+                part = self._write(held, here)
+                for name in part.files:
+                    self._files[name] = os.open(os.path.join(here, name), os.O_RDONLY)
+                sizes = {name: os.fstat(self._files[name]).st_size for name in part.files}
+            finally:
+                shutil.rmtree(here)  # open files stay readable
         return PartOnDisk(part, sizes)
 
     def _write(self, held: _Held, folder: str) -> WrittenPart:

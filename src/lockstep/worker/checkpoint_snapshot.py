@@ -146,6 +146,8 @@ class SnapshotTaker:
                 later one may be lost with a worker that has died, and is due again.
         """
         self.part.drop()
+        if self._worker.rank != 0:
+            self._hold(None)  # as rank 0 again, much later, it would hand an old step over
         self._counted_to = last_known
         self.begin()
 

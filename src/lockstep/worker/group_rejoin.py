@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.group import Group
 from lockstep.operator import TrainingOperator
-from lockstep.operator.sync_setup import rejoin
-from lockstep.sync import note_reduced
-from lockstep.worker import state_broadcast
-from lockstep.worker.buffer_values import (
+from lockstep.operator.buffer_values import (
     buffer_values,
     put_buffer_values,
     with_own_local_buffers,
 )
+from lockstep.operator.sync_setup import rejoin
+from lockstep.sync import note_reduced
+from lockstep.worker import state_broadcast
 from lockstep.worker.loader_sharding import make_sharded_loader
 from lockstep.worker.loop_run import LoopProgress
 from lockstep.worker.memory_recovery import go_back, take_again

@@ -35,9 +35,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from lockstep.local_rows import LocalRows
+from lockstep.operator.buffer_values import buffer_values
 from lockstep.phases import Phase, in_phase
 from lockstep.tensor_tree import leaves_of, tree_map
-from lockstep.worker.buffer_values import buffer_values
 from lockstep.worker.per_rank_state import PER_RANK
 from lockstep.worker.state_broadcast import from_messages, messages_of
 from lockstep.worker.state_dict import copy_own_rows, unsaved_parameters
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from lockstep.group import Group
-    from lockstep.worker.buffer_values import BufferValues
+    from lockstep.operator.buffer_values import BufferValues
     from lockstep.worker.loop_run import LoopProgress, LoopRequest
     from lockstep.worker.state_access import StateAccess
 

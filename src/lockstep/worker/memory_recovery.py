@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lockstep.metrics import TimerCollection
+from lockstep.operator.buffer_values import put_buffer_values
 from lockstep.operator.sync_setup import rejoin
 from lockstep.operator.trained_parameters import restore_trained_parameters
 from lockstep.worker import state_broadcast
-from lockstep.worker.buffer_values import put_buffer_values
 from lockstep.worker.loop_run import LoopRun
 from lockstep.worker.memory_checkpoint import merge_parts
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method

@@ -21,9 +21,9 @@ import torch
 from lockstep.batch_dependent_layers import freeze_batch_dependent_layers, is_local_batch_norm
 from lockstep.errors import NotAvailableError
 from lockstep.no_dropout_mode import NoDropoutMode
+from lockstep.operator.buffer_values import buffer_values, put_buffer_values
 from lockstep.operator.rank_context import ONE_PROCESS, ONE_PROCESS_BY_SHARD
 from lockstep.randomness import preserve_rng_state
-from lockstep.worker.buffer_values import buffer_values, put_buffer_values
 from lockstep.worker.loop_run import LoopRequest
 from lockstep.worker.optimizer_recorder import OptimizerRecorder, StepRecord
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from lockstep.group import Group
-    from lockstep.worker.buffer_values import BufferValues
+    from lockstep.operator.buffer_values import BufferValues
     from lockstep.worker.worker import Worker
 
 _DRAWS: Final = (

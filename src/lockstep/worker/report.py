@@ -28,12 +28,14 @@ class StartReport:
         steps_per_epoch: global batches of each loader that the operator registered, by purpose;
             None for data without a length.
         units: the parts of models in shards that are gathered and freed together, by name.
+        has_schedulers: whether the operator registered any.
     """
 
     pid: int
     device: str
     steps_per_epoch: Mapping[str, int | None]
     units: Sequence[str] = ()
+    has_schedulers: bool = False
 
 
 @dataclass(frozen=True)

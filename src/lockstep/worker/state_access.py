@@ -13,11 +13,11 @@ from lockstep.data_parallel_mesh import DataParallelMesh
 from lockstep.host_memory import available_memory
 from lockstep.local_rows import LocalRows
 from lockstep.operator import TrainingOperator
+from lockstep.operator.buffer_values import buffer_values, put_buffer_values
 from lockstep.operator.rank_context import shard_order
 from lockstep.operator.registration import registered_parts
 from lockstep.tensor_tree import leaves_of
 from lockstep.worker import state_dict as state_dicts
-from lockstep.worker.buffer_values import buffer_values, put_buffer_values
 from lockstep.worker.committed_counts import CommittedCounts
 from lockstep.worker.data_cursor import Cursor
 from lockstep.worker.dataset_switch import DATASET, DatasetSwitch
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from lockstep.operator.buffer_values import BufferValues
     from lockstep.operator.training_parts import TrainingParts
-    from lockstep.worker.buffer_values import BufferValues
     from lockstep.worker.rollback import Rollback
     from lockstep.worker.spec import WorkerSpec
     from lockstep.worker.user_state_copy import UserStateCopy

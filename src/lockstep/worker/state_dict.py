@@ -30,12 +30,13 @@ from lockstep._torch_compat import (
 from lockstep.checkpoint.plain_values import MAPPINGS
 from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.local_rows import LocalRows, first_row
+from lockstep.operator import buffer_values
 from lockstep.operator.model_copies import copy_attributes, copy_models, grow_copies
 from lockstep.operator.trained_parameters import KEY as TRAINED_PARAMETERS
 from lockstep.operator.trained_parameters import changes_since_setup, restore_trained_parameters
 from lockstep.phases import Phase, in_phase
 from lockstep.sync.optimizer_inspection import load_state
-from lockstep.tensor_copies import is_block, is_expanded, is_shard
+from lockstep.tensor_copies import is_shard
 from lockstep.tensor_tree import rebuild_container, tree_map
 from lockstep.worker.local_state import with_local_state
 
@@ -87,6 +88,7 @@ def collect(
     state["criterion"] = take(run.plain_criterion().state_dict()) if is_module else None
     state["precision"] = take(operator._lockstep.precision.state_dict())
     state[TRAINED_PARAMETERS] = changes_since_setup(run)
+    state[buffer_values.KEY] = buffer_values.changes_since_setup(run)
     state[OPTIMIZER_CLASSES] = [type(optimizer).__name__ for optimizer in run.optimizers]
     state["operator"] = _operators_own_state(operator, take)
     state["global_step"] = operator._lockstep.committed
@@ -255,14 +257,14 @@ def apply(operator: TrainingOperator, run: TrainingParts, state: Mapping[str, An
             if key == _AVERAGES:
                 _begin_averages(run)
             continue
-        for member, saved in zip(members, state.get(key) or [], strict=True):
+        for index, (member, saved) in enumerate(zip(members, state.get(key) or [], strict=True)):
             if isinstance(member, nn.Module):
-                _load_module(member, saved)
+                _load_module(run, state, f"{key}.{index}", saved)
             else:
                 # Optimizers keep the tensors that they load, which another object may hold.
                 load_state(member, copy_to_cpu(saved), of_same_weights=of_same_weights)
     if isinstance(run.criterion, nn.Module) and state.get("criterion") is not None:
-        _load_module(run.plain_criterion(), state["criterion"])
+        _load_module(run, state, "criterion", state["criterion"])
     operator._lockstep.precision.load_state_dict(state.get("precision") or {})
     operator._lockstep.committed = operator.global_step = int(state.get("global_step", 0))
     operator._lockstep.ran_default_epoch = bool(state.get("ran_default_epoch"))
@@ -276,10 +278,10 @@ def apply(operator: TrainingOperator, run: TrainingParts, state: Mapping[str, An
 def _has_same_dtypes(run: TrainingParts, state: Mapping[str, Any]) -> bool:
     """Whether the weights in `state` have the dtypes of the models'."""
     return all(
-        _dtype(saved.get(key)) == held.dtype
+        _dtype(saved[key]) == held.dtype
         for model, saved in zip(run.plain_models(), state["models"], strict=True)
         for key, held in model.state_dict().items()
-        if isinstance(held, torch.Tensor)
+        if isinstance(held, torch.Tensor) and key in saved  # not a buffer of a later forward
     )
 
 
@@ -296,26 +298,16 @@ def _begin_averages(run: TrainingParts) -> None:
         average.n_averaged.zero_()
 
 
-def _load_module(module: nn.Module, saved: Mapping[str, Any]) -> None:
-    """``load_state_dict``, also for buffers into which torch cannot write."""
-    places: dict[int, torch.Tensor] = {}
-    for path, part in module.named_modules():
-        for key, buffer in buffers_of(part).items():
-            value = saved.get(f"{path}.{key}".lstrip("."))
-            if not isinstance(value, torch.Tensor):
-                continue
-            if buffer is None:  # a forward fills it
-                buffers_of(part)[key] = value.to(_device_of(module), copy=True)
-            elif not _can_write_into(buffer, value):
-                # Modules that share a buffer go on sharing it.
-                fresh = value.to(buffer.device, buffer.dtype, copy=True)
-                buffers_of(part)[key] = places.setdefault(id(buffer), fresh)
-    module.load_state_dict(_own_rows(module, saved))
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    tensor = next(module.parameters(), None)
-    return torch.device("cpu") if tensor is None else tensor.device
+def _load_module(
+    run: TrainingParts, state: Mapping[str, Any], label: str, saved: Mapping[str, Any]
+) -> None:
+    module = buffer_values.labelled_modules(run)[label]
+    buffer_values.load_module(
+        module,
+        _own_rows(module, saved),
+        first=run.buffers_after_setup[label],
+        changed=buffer_values.changed_in(state, label),
+    )
 
 
 def _own_rows(module: nn.Module, saved: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -326,16 +318,6 @@ def _own_rows(module: nn.Module, saved: Mapping[str, Any]) -> Mapping[str, Any]:
     from lockstep.sync.parameter_shards import shard_like
 
     return {k: shard_like(v, shards[k]) if k in shards else v for k, v in saved.items()}
-
-
-def _can_write_into(buffer: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether torch can write `value` over the buffer, or would refuse it by its shape."""
-    if buffer.is_nested or value.is_nested or buffer.shape != value.shape:
-        return True
-    if is_block(buffer) and is_block(value):
-        return not is_expanded(buffer)
-    # A compressed layout has memory for the numbers that it holds only.
-    return buffer.layout == value.layout and buffer.layout in (torch.strided, torch.sparse_coo)
 
 
 def averaged_models(run: TrainingParts) -> list[nn.Module]:

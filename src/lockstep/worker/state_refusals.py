@@ -6,7 +6,7 @@ What a state is, and how it is loaded, is in `state_dict`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -14,6 +14,8 @@ from torch import nn
 
 from lockstep._torch_compat import buffers_of
 from lockstep.errors import CheckpointError
+from lockstep.operator.buffer_values import KEY as BUFFERS
+from lockstep.operator.buffer_values import changed_buffers, changed_in, labelled_modules
 from lockstep.operator.trained_parameters import group_sizes, unknown_names
 from lockstep.worker.state_dict import OPTIMIZER_CLASSES, OPTIONAL, parts_of
 
@@ -50,14 +52,28 @@ def _problems(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:
     sizes = group_sizes(run, state)
     for key, (noun, members) in parts_of(run).items():
         for index, (member, saved) in enumerate(zip(members, state.get(key) or [], strict=False)):
-            found += _member_problems(f"{noun} {index}", member, saved, sizes)
+            name = f"{noun} {index}"
+            if isinstance(member, nn.Module):
+                changed = _changed(run, state, f"{key}.{index}")
+                found += _module_problems(name, member, saved, changed)
+            elif isinstance(member, torch.optim.Optimizer):
+                found += _optimizer_problems(name, member, saved, sizes)
     found += [
         f"a parameter group holds {name!r}, unknown here" for name in unknown_names(run, state)
     ]
     saved_criterion = state.get("criterion")
     if isinstance(run.criterion, nn.Module) and saved_criterion is not None:
-        found += _module_problems("criterion", run.plain_criterion(), saved_criterion)
+        changed = _changed(run, state, "criterion")
+        found += _module_problems("criterion", run.plain_criterion(), saved_criterion, changed)
     return found
+
+
+def _changed(run: TrainingParts, state: Mapping[str, Any], label: str) -> set[str]:
+    """The names of the buffers that a forward has changed since `setup`, there or here."""
+    module, first = labelled_modules(run)[label], run.buffers_after_setup[label]
+    paths = {path for path, _ in module.named_modules()}
+    there = {name for name in changed_in(state, label) if name.rpartition(".")[0] in paths}
+    return there.union(changed_buffers(module, first))
 
 
 def _kind_problems(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:
@@ -70,7 +86,7 @@ def _kind_problems(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:
             found.append(f"its {plural} are no list of state_dicts")
         elif len(saved) != len(members) and (saved or key not in OPTIONAL):
             found.append(f"it holds {len(saved)} {plural}, the operator registered {len(members)}")
-    for key in ("criterion", "precision"):
+    for key in ("criterion", "precision", BUFFERS):
         if not isinstance(state.get(key) or {}, Mapping):
             found.append(f"its {key} is no state_dict")
     if not isinstance(state.get("global_step", 0), int):
@@ -78,13 +94,12 @@ def _kind_problems(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _member_problems(
-    name: str, member: Any, saved: Mapping[str, Any], sizes: Mapping[int, list[int]]
+def _optimizer_problems(
+    name: str,
+    member: torch.optim.Optimizer,
+    saved: Mapping[str, Any],
+    sizes: Mapping[int, list[int]],
 ) -> list[str]:
-    if isinstance(member, nn.Module):
-        return _module_problems(name, member, saved)
-    if not isinstance(member, torch.optim.Optimizer):
-        return []
     here = sizes.get(id(member.param_groups))
     if here is None:
         here = [len(group["params"]) for group in member.param_groups]
@@ -117,12 +132,19 @@ def _class_problems(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _module_problems(name: str, module: nn.Module, saved: Mapping[str, Any]) -> list[str]:
+def _module_problems(
+    name: str, module: nn.Module, saved: Mapping[str, Any], changed: Set[str]
+) -> list[str]:
+    """Differences in names and shapes.
+
+    Args:
+        changed: buffers that a forward has changed, there or here, and so need not be the same.
+    """
     mine = module.state_dict()
-    found = [f"{name} lacks {key!r}" for key in mine if key not in saved]
-    known = mine.keys() | _names_of_empty_buffers(module)
+    found = [f"{name} lacks {key!r}" for key in mine if key not in saved and key not in changed]
+    known = mine.keys() | _names_of_empty_buffers(module) | changed
     found += [f"{name} has {key!r}, unknown here" for key in saved if key not in known]
-    for key in mine.keys() & saved.keys():
+    for key in (mine.keys() & saved.keys()) - changed:
         here, there = getattr(mine[key], "shape", None), getattr(saved[key], "shape", None)
         if here != there:
             found.append(f"{name}: {key!r} has shape {_shape(there)} there, {_shape(here)} here")

@@ -178,7 +178,8 @@ class Worker(StateAccess):
         steps = {purpose: cursor.source.steps_per_epoch for purpose, cursor in self.cursors.items()}
         sync = self.operator._lockstep.sync
         units = () if sync is None else sync.units
-        return StartReport(os.getpid(), str(device), steps, units)
+        has_schedulers = bool(self.run.schedulers)
+        return StartReport(os.getpid(), str(device), steps, units, has_schedulers)
 
     def _build_operator(
         self, device: torch.device, *, is_trial: bool = False, is_spare: bool = False
@@ -407,7 +408,7 @@ class Worker(StateAccess):
         """Train; after an interruption the call goes on with the step that was not committed."""
         if self.run.attached:
             self.run.refuse_added_parameters()
-        with self._audit.during_training(self.run):
+        with self._audit.during_training(self.run), self.snapshots.part.during_training():
             report = self._run(request)
         return replace(report, audit_ledger=self._audit.seen())
 
@@ -472,11 +473,6 @@ class Worker(StateAccess):
     @remote_method(Communication.UNKNOWN, OnFailure.RAISE)
     def update_scheduler(self, metric: float) -> None:
         """Step every scheduler, with `metric` where one takes it."""
-        if not self.run.schedulers:
-            raise ConfigurationError(
-                "update_scheduler was called, but the operator registered no scheduler",
-                fix="self.register(..., schedulers=...) in setup",
-            )
         update_schedulers(self.run.schedulers, metric)
 
     # ------------------------------------------------------------------------ users' functions

@@ -244,3 +244,37 @@ def test_what_is_in_the_way_stays(tmp_path):
         checkpoint.write_directory(tmp_path / "new", {"bad": object()})
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
     assert (tmp_path / "folder" / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_of_a_writer_that_was_killed_nothing_is_left_and_nothing_lost(tmp_path, is_there):
+    """Killed while it replaced a directory: the next writer to the folder removes its files."""
+    path = tmp_path / "state"
+    checkpoint.write_directory(path, {"step": 1})
+    aside = tmp_path / f".lockstep-{'0' * 16}.old"
+    aside.mkdir()
+    path.rename(aside / path.name)
+    (tmp_path / f".lockstep-{'1' * 16}.tmp").mkdir()
+    if is_there:
+        checkpoint.write_directory(path, {"step": 2})
+    else:
+        checkpoint.write_directory(tmp_path / "another", {"step": 3})
+    assert checkpoint.read(path)["step"] == (2 if is_there else 1)
+    assert {each.name for each in tmp_path.iterdir()} <= {"state", "another"}
+
+
+def test_a_directory_that_cannot_take_its_place_leaves_the_one_before(tmp_path, monkeypatch):
+    path = tmp_path / "state"
+    checkpoint.write_directory(path, {"step": 1})
+    rename = os.rename
+
+    def refuse(source, target):
+        if str(target) == str(path) and source.endswith(".tmp"):
+            raise OSError(errno.EIO, "no")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(CheckpointWriteError):
+        checkpoint.write_directory(path, {"step": 2})
+    assert checkpoint.read(path)["step"] == 1
+    assert os.listdir(tmp_path) == ["state"]

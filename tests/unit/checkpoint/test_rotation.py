@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import resource
@@ -16,6 +18,7 @@ import torch
 
 from lockstep import checkpoint
 from lockstep.checkpoint.rotation import Rotation
+from lockstep.checkpoint.temporary_paths import remove_leftovers
 from lockstep.errors import CheckpointError, CheckpointWriteError, ConfigurationError
 from lockstep.trainer.checkpoint_directory import CheckpointDirectory
 
@@ -169,6 +172,23 @@ def test_a_folder_is_the_same_one_by_any_of_its_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [FILE, DIRECTORY])
+@pytest.mark.parametrize("name", ["step-0000000020.ckpt", "latest.ckpt"])
+def test_a_checkpoint_that_was_moved_behind_a_link_is_the_runs_own(
+    tmp_path: Path, write: Any, name: str
+) -> None:
+    fill(rotation(tmp_path / "run"), 10, 20, write=write)
+    kept, moved = rotation(tmp_path / "run"), tmp_path / "another disk"
+    newest = Path(kept.path_of(20)).rename(moved)
+    Path(kept.path_of(20)).symlink_to(newest)
+    Path(kept.path_of(5)).symlink_to(tmp_path / "gone")
+    (tmp_path / "run" / "latest.ckpt").symlink_to(kept.path_of(20))
+    assert kept.resume_from(tmp_path / "run" / name)
+    assert kept.is_newest(20)
+    fill(kept, 30, write=write)
+    assert kept.steps() == [10, 20, 30]
+
+
+@pytest.mark.parametrize("write", [FILE, DIRECTORY])
 def test_an_abandoned_checkpoint_of_the_same_step_is_not_replaced(
     tmp_path: Path, write: Any
 ) -> None:
@@ -280,6 +300,35 @@ def test_a_second_trainer_leaves_what_is_being_written(
 
     kept.write(2, partial(write, meanwhile=begin_another))
     assert found(kept) == 2
+
+
+def test_another_writer_to_the_folder_leaves_one_that_waits_for_its_name(tmp_path: Path) -> None:
+    """`KeepBest` may save there while an abandoned checkpoint of the step is still in its place."""
+    kept = rotation(tmp_path)
+    fill(kept, 10, 20)
+    kept.go_on_from(10)
+
+    def write(path: str) -> str:
+        FILE(path, {**STATE, "step": 20})
+        FILE(tmp_path / "best.pt", STATE)
+        return path
+
+    kept.write(20, write)
+    assert found(kept) == 20
+    assert len(os.listdir(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_without_locks_only_who_has_the_folder_for_itself_removes_anything(
+    tmp_path: Path, monkeypatch: Any, is_own: bool
+) -> None:
+    def flock(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOTSUP, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    (tmp_path / f".lockstep-{'0' * 16}.tmp").touch()
+    remove_leftovers(str(tmp_path), is_own=is_own)
+    assert bool(os.listdir(tmp_path)) is not is_own
 
 
 def test_a_trainer_that_is_refused_leaves_the_directory_as_it_is(tmp_path: Path) -> None:

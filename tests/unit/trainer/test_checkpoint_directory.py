@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -291,6 +292,39 @@ def test_the_old_checkpoint_stays_until_the_changed_one_is_there(tmp_path, littl
         assert (one.status()["step"], rate(one)) == (2, 0.1)
 
 
+def fill_weights(value):
+    def fill(operator):
+        for parameter in operator.model.parameters():
+            parameter.data.fill_(value)
+
+    return fill
+
+
+def test_ctrl_c_as_a_changed_state_is_written_leaves_no_later_one_under_its_step(
+    tmp_path, monkeypatch
+):
+    """In the driver's own process the state that is written is no copy."""
+    may_write, write = threading.Event(), checkpoint.write
+
+    def with_ctrl_c(path, state):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        may_write.wait()  # not in the main thread, which the signal interrupts
+        return write(path, state)
+
+    with trainer(checkpoint_dir=tmp_path, checkpoint_every=2) as one:
+        one.train(num_steps=2)
+        one.apply_all_operators(fill_weights(1.0))
+        with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
+            interrupted.setattr(checkpoint, "write", with_ctrl_c)
+            one.train()
+        one.apply_all_operators(fill_weights(2.0))
+        may_write.set()
+        one._writer.wait()
+        (weight, bias) = checkpoint.read(tmp_path / "step-0000000002.ckpt")["models"][0].values()
+        assert not (weight == 2.0).any()
+        assert not (bias == 2.0).any()
+
+
 def test_a_failure_that_a_later_checkpoint_made_up_for_is_only_logged(
     tmp_path, caplog, little_room
 ):
@@ -434,3 +468,12 @@ def test_the_log_says_what_is_safe(tmp_path, caplog):
             pass
     assert "step 2 is safe" in caplog.text
     assert "going on after step 2" in caplog.text
+
+
+def test_a_state_that_counts_no_steps_is_gone_on_from(tmp_path):
+    with trainer() as one:
+        state = one.state_dict()
+    del state["global_step"]
+    checkpoint.write(tmp_path / "state", state)
+    with trainer(resume=tmp_path / "state") as one:
+        assert one.status()["step"] == 0

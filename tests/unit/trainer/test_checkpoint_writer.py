@@ -4,6 +4,7 @@
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -180,3 +181,51 @@ def test_a_failure_under_sigterm_is_told_where_the_program_goes_on(folder):
     finally:
         signal.signal(signal.SIGTERM, before)
     writer.close(raises=True)
+
+
+def no_threads(monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+def test_one_for_which_no_thread_can_be_started_ends_no_later_one(folder, monkeypatch):
+    writer = writer_to(folder)
+    with monkeypatch.context() as limited:
+        no_threads(limited)
+        writer.keep(Snapshot(5, {}, call=0))
+        assert writer.finish() is None
+        writer.keep(Snapshot(10, {}, call=0))
+    assert folder.steps == [5]
+    writer.keep(Snapshot(15, {}, call=0))
+    writer.close(raises=True)
+    assert folder.steps == [5, 15]
+
+
+def test_ctrl_c_as_one_is_handed_over_ends_no_later_one(folder, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    writer = writer_to(folder)
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(ThreadPoolExecutor, "submit", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            writer.keep(Snapshot(5, {}, call=0))
+    writer.keep(Snapshot(10, {}, call=0))
+    writer.close(raises=True)
+    assert folder.steps == [10]
+
+
+def test_an_older_checkpoint_does_not_make_up_for_one_that_was_lost_on_its_way(folder):
+    writer = writer_to(folder)
+    with writer.keep_written():
+        writer.keep(Snapshot(5, {}, call=0))
+        writer.note_failure(OSError("it does not fit into the object store"))
+    with pytest.raises(CheckpointWriteError, match="object store"):
+        writer.result({})
+    assert folder.steps == [5]
+    with writer.keep_written():
+        writer.note_failure(OSError("once more"))
+        writer.keep(Snapshot(10, {}, call=0))
+    writer.close(raises=True)  # the later one makes up for it

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Callback, TorchTrainer, TrainingOperator
-from lockstep.errors import ConfigurationError
+from lockstep.errors import CheckpointWriteError, ConfigurationError
 from lockstep.trainer import EarlyStopping, KeepBest
 
 
@@ -237,3 +237,14 @@ def test_callbacks_forget_an_earlier_trainer(tmp_path):
             assert trainer.get_local_operator().left == []
     assert best.best == 4.0
     assert json.loads((tmp_path / "best.pt.json").read_text())["value"] == 4.0
+
+
+@pytest.mark.parametrize("reduce_results", [True, False])
+def test_a_best_state_that_cannot_be_saved_takes_no_result_away(tmp_path, reduce_results):
+    best = KeepBest(tmp_path / "best.pt", "train_loss", mode="min")
+    with start([], best) as trainer:
+        best.path.mkdir()  # a folder is in the way
+        with pytest.raises(CheckpointWriteError) as caught:
+            trainer.train(num_steps=1, reduce_results=reduce_results)
+        result = caught.value.result
+        assert (result if reduce_results else result[0])["batch_count"] == 1

@@ -2,7 +2,9 @@
 """A rank's part of a checkpoint waits until the driver asks for it, and leaves nothing behind."""
 
 import os
+import shutil
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -15,6 +17,7 @@ from lockstep import checkpoint
 from lockstep.checkpoint import finish_directory, publish_directory
 from lockstep.data_parallel_mesh import DataParallelMesh
 from lockstep.local_rows import LocalRows
+from lockstep.worker import checkpoint_part
 from lockstep.worker.checkpoint_part import CheckpointPart
 
 SHAPE = torch.Size([4, 3])
@@ -108,7 +111,7 @@ def open_files():
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             held.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    return sum(path.startswith(os.path.join(tempfile.gettempdir(), "lockstep-")) for path in held)
+    return sum(path.startswith(os.path.join(tempfile.gettempdir(), ".lockstep-")) for path in held)
 
 
 def test_where_the_folder_is_not_there_the_driver_reads_the_file_by_pieces(worker, part, tmp_path):
@@ -155,3 +158,46 @@ def test_two_copies_of_one_step_are_written_one_each(worker, part, tmp_path):
     part.hold()
     for name in ("saved", "due"):
         assert written(part, 1, tmp_path / name).unique().tolist() == [1.0]
+
+
+def test_what_a_killed_worker_has_left_in_the_temporary_folder_goes_with_the_next_part(
+    worker, part, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with monkeypatch.context() as killed:
+        killed.setattr(shutil, "rmtree", lambda path: None)
+        part.copy()
+        part.write(0, str(tmp_path / "elsewhere"))
+    (left,) = tmp_path.iterdir()
+    assert any(left.iterdir())
+    part.copy()
+    part.write(0, str(tmp_path / "elsewhere"))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.fixture
+def thread():
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+def test_a_copy_is_waited_for_as_long_as_it_may_come(worker, part, thread, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_part, "_ARRIVAL_S", 0.01, raising=False)
+    with part.during_training():
+        writing = thread.submit(part.write, 1, str(tmp_path))
+        with pytest.raises(TimeoutError):
+            writing.result(0.2)
+        worker.train()
+        part.copy()
+        assert writing.result().part.state["global_step"] == 1
+
+
+@pytest.mark.parametrize("how", ["call ends", "drop"])
+def test_a_copy_that_will_not_come_is_not_waited_for(part, thread, tmp_path, how):
+    with part.during_training():
+        writing = thread.submit(part.write, 1, str(tmp_path))
+        if how == "drop":
+            while not writing.done():  # it may not have begun before
+                part.drop()
+    assert writing.result() is None
+    assert part.write(1, str(tmp_path)) is None

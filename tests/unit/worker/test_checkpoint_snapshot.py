@@ -26,7 +26,7 @@ from lockstep.worker.checkpoint_snapshot import Snapshot, SnapshotTaker
 def test_one_that_the_driver_does_not_have_is_due_again(committed, last_known, is_due):
     operator = SimpleNamespace(_lockstep=SimpleNamespace(committed=committed))
     taker = SnapshotTaker(
-        SimpleNamespace(operator=operator, spec=SimpleNamespace(checkpoint_every=5))
+        SimpleNamespace(operator=operator, spec=SimpleNamespace(checkpoint_every=5), rank=0)
     )
     taker.forget(last_known)
     assert taker._is_due == is_due
@@ -120,3 +120,18 @@ def test_one_that_nobody_has_fetched_is_dropped_and_its_memory_is_free():
     taker.drop()
     assert freed == [{"weight": 1}]
     assert taker.pop_latest() is None
+
+
+@pytest.mark.parametrize(("rank", "is_handed_over"), [(0, True), (1, False)])
+def test_a_worker_that_is_no_longer_rank_0_drops_the_one_that_nobody_has_fetched(
+    rank, is_handed_over
+):
+    worker = SimpleNamespace(
+        rank=0, operator=SimpleNamespace(_lockstep=SimpleNamespace(committed=103))
+    )
+    taker = SnapshotTaker(worker)
+    taker._keep(Snapshot(100, {}))
+    worker.rank = rank  # in a recovery that led to other ranks
+    taker.forget(0)
+    worker.rank = 0
+    assert (taker.pop_latest() is not None) is is_handed_over

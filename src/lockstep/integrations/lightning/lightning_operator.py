@@ -49,6 +49,7 @@ from lockstep.integrations.lightning.trainer_view import (
 )
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator import TrainingOperator
+from lockstep.operator.buffer_values import loader_into
 from lockstep.operator.default_loops import is_computed_per_shard
 from lockstep.operator.loop_protocols import is_epoch_over, place_in_epoch
 from lockstep.operator.registration import registered_parts
@@ -108,9 +109,8 @@ def from_lightning(
     )
     members: dict[str, Any] = {"_factory": factory}
     if is_lightning(module_cls, "LightningModule") and not inspect.isclass(module_cls):
-        members["_lockstep_load_into_instance"] = staticmethod(
-            lambda state: module_cls.load_state_dict(state["models"][0])
-        )
+        load = loader_into({"models.0": module_cls})
+        members["_lockstep_load_into_instance"] = staticmethod(load)
     bases: tuple[type[TrainingOperator], ...] = (base, LightningOperator)
     if base is TrainingOperator or issubclass(base, LightningOperator):
         bases = (LightningOperator if base is TrainingOperator else base,)

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buffers that a forward fills, replaces or registers, in a worker whose `setup` made others."""
 
+import copy
+
 import pytest
 import torch
-from tests.unit.trainer.programs import Regression, trainer
+from tests.unit.trainer.programs import Regression, linear, sgd, trainer
 from torch import nn
 
 import lockstep
-from lockstep.sync.local_parameters import mark_copies
-from lockstep.worker.buffer_values import (
+from lockstep import TrainingOperator
+from lockstep.errors import CheckpointError
+from lockstep.operator.buffer_values import (
     buffer_values,
     put_buffer_values,
     with_own_local_buffers,
 )
+from lockstep.sync.local_parameters import mark_copies
 from lockstep.worker.state_dict import copy_own_rows
 
 
@@ -154,10 +158,112 @@ def test_a_run_with_such_buffers_is_verified_and_goes_on_from_a_checkpoint(tmp_p
         run.train()
         expected = run.get_model().weight
     with trainer(FillsItsScale) as run:
-        run.get_local_operator().model.sizes = torch.ones(6, dtype=torch.float64)
         run.load(path)
         run.train()
         assert torch.equal(run.get_model().weight, expected)
+
+
+class Registers(FillsItsScale):
+    """Its first forward registers a buffer besides, which a state of before has not."""
+
+    def register(self, **parts):
+        return super().register(**parts, ema=self.config.get("ema"))[:3]
+
+    def setup(self, config):
+        super().setup(config)
+        self.model.register_forward_pre_hook(_register)
+
+
+def _register(module, given):
+    if not hasattr(module, "added"):
+        module.register_buffer("added", torch.full((1,), 2.0, dtype=torch.float64))
+    return given[0] / module.added
+
+
+@pytest.mark.parametrize("config", [{}, {"ema": 0.5}])
+def test_a_restart_goes_on_from_a_checkpoint_with_buffers_that_a_forward_has_made(tmp_path, config):
+    with trainer(Registers, config=config) as run:
+        run.train(num_steps=6)
+        expected = run.state_dict()
+    arguments = {"checkpoint_dir": tmp_path, "checkpoint_every": 2, "resume": "auto"}
+    for step in (2, 4, 6):
+        with trainer(Registers, config=config, **arguments) as run:
+            assert run.status()["step"] == step - 2
+            run.train(num_steps=2)
+            got = run.state_dict()
+    for key in ("models", "ema"):
+        for mine, theirs in zip(got.get(key, ()), expected.get(key, ()), strict=True):
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_load_leads_back_to_before_the_forward_that_made_them():
+    with trainer(Registers) as run:
+        before = run.state_dict()
+        run.train(num_steps=2)
+        expected = run.state_dict()["models"][0]
+        run.load_state_dict(before)
+        model = run.get_local_operator().model
+        assert model.scale is None
+        assert not hasattr(model, "added")
+        assert model.sizes.shape == (1,)
+        run.train(num_steps=2)
+        got = run.state_dict()["models"][0]
+        assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+class Other(Regression):
+    """With a table that `setup` makes, of a size from its config."""
+
+    def setup(self, config):
+        super().setup(config)
+        size = config.get("size")
+        if size is not None:
+            self.model.register_buffer("table", torch.ones(size))
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "named"),
+    [
+        (4, 3, r"'table' has shape \(4,\) there, \(3,\) here"),
+        (None, 3, "lacks 'table'"),
+        (3, None, "has 'table', unknown here"),
+    ],
+)
+def test_buffers_that_setup_has_made_have_to_be_the_same(there, here, named):
+    with trainer(Other, config={"size": there}) as run:
+        run.train(num_steps=1)
+        state = run.state_dict()
+    refused = pytest.raises(CheckpointError, match=named)
+    with trainer(Other, config={"size": here}) as run, refused:
+        run.load_state_dict(state)
+
+
+def test_a_buffer_of_a_module_that_is_not_here_is_refused():
+    with trainer() as run:
+        state = run.state_dict()
+        state["models"][0]["inner.added"] = torch.ones(1)
+        state["buffers_since_setup"] = {"models.0": ["inner.added"]}
+        with pytest.raises(CheckpointError, match=r"has 'inner\.added', unknown here"):
+            run.load_state_dict(state)
+
+
+def test_an_instance_that_was_given_gets_the_buffers_of_its_copies():
+    model, criterion = linear(), nn.Module()
+    operator = TrainingOperator.from_model(model, optimizer=sgd(model), criterion=criterion)
+    trained, state = copy.deepcopy(model), {}
+    trained.register_buffer("added", torch.ones(2))
+    with trainer() as run:
+        run.train(num_steps=1)
+        state = {**run.state_dict(), "models": [trained.state_dict()], "criterion": {}}
+    state["buffers_since_setup"] = {"models.0": ["added"]}
+    operator._lockstep_load_into_instance(state)
+    assert torch.equal(model.added, trained.added)
+    operator._lockstep_load_into_instance(state)
+    with trainer() as run:  # a load of a state of before
+        state = {**run.state_dict(), "criterion": {}}
+    operator._lockstep_load_into_instance(state)
+    assert not hasattr(model, "added")
 
 
 class RefusesItsState(Regression):
