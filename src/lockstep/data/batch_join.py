@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from lockstep.data.batch_rows import rows_of
 from lockstep.data.sample_lists import UNKNOWN_MEMBERS, Members, members_of
 from lockstep.errors import NotShardableError
 from lockstep.tensor_tree import (
@@ -80,9 +81,15 @@ def _are_sample_lists(parts: list[Any], counts: _Counts, path: KeyPath) -> bool:
     """
     pairs = zip(parts, counts, strict=True)
     found = {members_of(part, count) for part, count in pairs} - {Members.EITHER}
+    if not found and counts == [None] * len(parts) and all(map(_have_equal_rows, parts)):
+        return False  # a ready batch counts for its rows, so that members with rows are columns
     if len(found) != 1:
         raise _join_error("joined", path, UNKNOWN_MEMBERS)
     return Members.SAMPLES in found
+
+
+def _have_equal_rows(part: Any) -> bool:
+    return len({rows_of(child) for _, child in children_of(part) or ()}) == 1
 
 
 def _columns(parts: list[Any], path: KeyPath) -> dict[Key, list[Any]]:

@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset
 import lockstep
 from harness import run_ranks
 from lockstep import TorchTrainer, TrainingOperator
+from lockstep.data.batch_join import join_batches
 from lockstep.data.sample_lists import Members, members_of, sample_lists
 from lockstep.errors import NotShardableError, WeightError
 from lockstep.keys import WEIGHT
@@ -127,6 +128,13 @@ def test_ready_batches_that_are_lists_of_samples_are_not_joined_member_by_member
     loader = [SEQUENCES[:2], SEQUENCES[2:4]]
     with pytest.raises(NotShardableError, match="samples or columns"):
         trained(OwnStep, loader, num_shards=2)
+
+
+def test_columns_that_are_alike_are_joined_in_ready_batches():
+    pairs = [(torch.full((rows, 1), 1.0 * rows), torch.full((rows, 1), -1.0)) for rows in (3, 2)]
+    features, targets = join_batches(pairs, [None, None])
+    assert features.flatten().tolist() == [3.0] * 3 + [2.0] * 2
+    assert targets.shape == (5, 1)
 
 
 class Weighed(Sequences):
