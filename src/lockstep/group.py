@@ -434,7 +434,7 @@ class Group:
             PeerLostError: the group was given up meanwhile, or one of its collectives has failed.
         """
         if self._has_failed:
-            self._refuse_given_up("a step")
+            self.refuse_if_given_up("a step")
             raise step_after_failure_error(self.place)
         if self._unconfirmed_on is None:
             return
@@ -442,7 +442,7 @@ class Group:
         if device.type == "cuda" and self._can_be_given_up:
             with in_phase(Phase.WAITING):
                 torch.cuda.synchronize(device)
-        self._refuse_given_up("a step")
+        self.refuse_if_given_up("a step")
 
     def note_failure(self) -> None:
         """Let `confirm` refuse from now on: the ranks lack what they were to send each other."""
@@ -455,9 +455,10 @@ class Group:
     def _waited(self, what: str, device: torch.device) -> None:
         if self._unconfirmed_on is None or device.type == "cuda":
             self._unconfirmed_on = device
-        self._refuse_given_up(what)
+        self.refuse_if_given_up(what)
 
-    def _refuse_given_up(self, what: str) -> None:
+    def refuse_if_given_up(self, what: str) -> None:
+        """Raise `PeerLostError` for `what` if a peer is lost."""
         if self._is_given_up:
             self.note_failure()
             raise given_up_error(what, self.place)
@@ -465,7 +466,7 @@ class Group:
     def _is_local_only(self, what: str) -> bool:
         if self._closed:
             raise closed_error(what, self.place)
-        self._refuse_given_up(what)
+        self.refuse_if_given_up(what)
         if self._process_group is None:
             return True
         call_watcher(self._process_group)

@@ -191,6 +191,28 @@ def test_a_step_in_which_a_loop_has_caught_the_loss_of_a_rank_is_not_committed(
         assert survivor.position.steps == survivor.progress.steps == 1
 
 
+class CatchesErrorsOfItsOwn(CatchesErrors):
+    """Its collectives are torch's, of whose failure lockstep does not know."""
+
+    def train_batch(self, batch, batch_info):
+        self.before_batch(batch_info["batch_idx"])
+        return {}
+
+
+def test_over_a_group_that_was_broken_no_further_batch_begins(pair):
+    both = pair(CatchesErrorsOfItsOwn)
+    both.start()
+
+    def one(rank):
+        worker = both.workers[rank]
+        worker.operator.before_batch = lambda number: number == 1 and worker.break_group(0)
+        with pytest.raises(PeerLostError, match="a batch over a group that was given up"):
+            worker.train(LoopRequest("train", 4, False, {}))
+
+    side_by_side(one, 2)
+    assert [worker.operator.global_step for worker in both.workers] == [2, 2]
+
+
 def test_a_group_beside_the_run_is_broken_with_it(pair):
     """`verify` waits in one: with NCCL nobody is freed where its sockets are shut down."""
     both = pair()

@@ -128,7 +128,7 @@ class OneFallsBehind(DiesInJoin):
     def fall_behind(self, *_):
         group = self._lockstep.context.group
         while self.world_rank == 1 and self.global_step == 5 and group.size == 3:
-            group._refuse_given_up("a step")  # raises when the driver has given the group up
+            group.refuse_if_given_up("a step")  # raises when the driver has given the group up
             threading.Event().wait(0.01)
 
     def compute_loss(self, batch, batch_info):

@@ -313,7 +313,10 @@ class Worker(StateAccess):
         self.leave_if_asked()
 
     def leave_if_asked(self) -> None:
-        """Between two batches, end the call if the driver asked for it by `request_leave`."""
+        """Between two batches, end the call if the driver asked for it by `request_leave`, or has
+        broken the group: no step over it is complete."""
+        if self._group_handle is not None:
+            self._group_handle.refuse_if_given_up("a batch")
         if self._is_asked_to_leave:
             raise PeerLostError(
                 "this rank left the group between two batches",
