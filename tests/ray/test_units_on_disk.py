@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker and the one with the copy of its part die together: the run goes back to the disk."""
 
-import os
-import signal
 
 import pytest
 import torch
@@ -140,33 +138,3 @@ def _halve(operator):
     with torch.no_grad():
         for parameter in operator.model.parameters():
             parameter.mul_(0.5)
-
-
-class SeesNoDisk(InShards):
-    def setup(self, config):
-        super().setup(config)
-        checkpoint.is_here = _sees_nothing
-
-
-def _sees_nothing(stored):
-    return False
-
-
-def test_a_load_begins_anew_where_the_last_rank_dies_before_it_has_its_rows(tmp_path, monkeypatch):
-    with trainer_of(SeesNoDisk) as trainer:
-        trainer.train(num_steps=4)
-        path, expected = trainer.save(tmp_path / "state"), digest_of(trainer.get_model())
-        trainer.train(num_steps=2)
-        pids, sizes, read = trainer.apply_all_workers(os.getpid), [], checkpoint.read_own_tensors
-
-        def read_and_kill(state, rank, size):
-            sizes.append(size)
-            if sizes == [3, 3, 3]:
-                os.kill(pids[-1], signal.SIGKILL)
-            return read(state, rank, size)
-
-        monkeypatch.setattr(checkpoint, "read_own_tensors", read_and_kill)
-        trainer.load(path)
-        assert (trainer.status()["step"], digest_of(trainer.get_model())) == (4, expected)
-        assert sizes == [3, 3, 3, 2, 2]
-        trainer.train(num_steps=2)
