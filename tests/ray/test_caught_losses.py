@@ -41,9 +41,10 @@ def undisturbed():
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_its_steps_are_computed_again(phase):
+    expected = undisturbed()
     strikes = [Strike("kill", rank=1, step=3, phase=phase)]
     with trainer_of(CatchesErrors, strikes, spare_workers=1) as trainer:
         samples = trainer.train(num_steps=STEPS)["num_samples"]
-        assert (samples, digest(trainer)) == undisturbed()
+        assert (samples, digest(trainer)) == expected
         (recovery,) = trainer.status()["recoveries"]
     assert (recovery["step"], recovery["replayed"]) == (3, 1)

@@ -39,7 +39,7 @@ def fetcher_of(actor):
     received = []
     keeper = SimpleNamespace(keep=lambda snapshot: received.append(snapshot.step))
     rank_0 = SimpleNamespace(actor=actor, worker=None)
-    return RemoteSnapshotFetcher(lambda: rank_0, keeper), received
+    return RemoteSnapshotFetcher(lambda: rank_0, keeper, lambda: None), received
 
 
 @pytest.mark.parametrize("how", ["limit", "Ctrl-C"])

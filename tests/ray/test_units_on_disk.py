@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker and the one with the copy of its part die together: the run goes back to the disk."""
 
-
 import pytest
 import torch
 from tests.ray.operators import farthest
