@@ -12,98 +12,19 @@ one.
 
 from __future__ import annotations
 
-import hashlib
-import random
-import sys
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-import torch
 from torch.utils.data import Sampler
 
+from lockstep.held_generators import HeldGenerator, as_held_generator
 from lockstep.randomness import RandomState, derive_seed, seed_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class HeldGenerator:
-    """A generator that a user's object holds: torch's, numpy's or Python's, behind one interface.
-
-    Attributes:
-        generator: the object itself.
-        origin: the seed with which the user made the generator, or a digest of its first state.
-        seed: seeds the generator anew.
-        get, set: read the generator's whole state, and put it back.
-    """
-
-    generator: Any
-    origin: Callable[[], int | str]
-    seed: Callable[[int], object]
-    get: Callable[[], Any]
-    set: Callable[[Any], object]
-
-
-def as_held_generator(value: Any) -> HeldGenerator | None:
-    """`value` as a `HeldGenerator`; None if `value` is no generator, or one without a state."""
-    kind = type(value)  # not `isinstance`, which asks an object of any class for its `__class__`
-    if issubclass(kind, torch.Generator):
-        return HeldGenerator(
-            value, value.initial_seed, value.manual_seed, value.get_state, value.set_state
-        )
-    if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
-        get = value.getstate
-        return HeldGenerator(value, lambda: _digest(get()), value.seed, get, value.setstate)
-    if issubclass(kind, np.random.Generator):
-        return _from_numpy_generator(value)
-    if issubclass(kind, np.random.RandomState):
-        return _from_random_state(value)
-    return None
-
-
-def _from_numpy_generator(generator: np.random.Generator) -> HeldGenerator:
-    bits = generator.bit_generator
-
-    def put(state: Any) -> None:
-        bits.state = state
-
-    return HeldGenerator(
-        generator,
-        lambda: _digest(bits.state),
-        lambda seed: put(_new_bit_generator(bits, seed).state),
-        lambda: bits.state,
-        put,
-    )
-
-
-def _from_random_state(generator: np.random.RandomState) -> HeldGenerator:
-    # A RandomState keeps more than its bit generator's state: the second of the last two normal
-    # numbers, which it draws in pairs.
-    def get() -> Any:
-        return generator.get_state(legacy=False)
-
-    def start(seed: int) -> None:
-        fresh = np.random.RandomState(_new_bit_generator(generator._bit_generator, seed))
-        generator.set_state(fresh.get_state(legacy=False))
-
-    return HeldGenerator(generator, lambda: _digest(get()), start, get, generator.set_state)
-
-
-def _new_bit_generator(bits: np.random.BitGenerator, seed: int) -> Any:
-    make: Any = type(bits)
-    return make(seed)
-
-
-def _digest(state: object) -> str:
-    with np.printoptions(threshold=sys.maxsize):
-        text = repr(state)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def find_generators(*holders: object) -> list[HeldGenerator]:

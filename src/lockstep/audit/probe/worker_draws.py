@@ -17,21 +17,18 @@ import random
 import sys
 import zlib
 from contextlib import suppress
-from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.audit.facts import WorkerDraws
 from lockstep.audit.finding import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 KINDS: Final = ("torch", "numpy", "random")
 _STATES: Final = len(KINDS) + 1
 """One of each kind, and one of all that the dataset holds."""
 _WIDTH: Final = 1 + 2 * _STATES
-_HELD: Final = 64
-"""Objects that are looked at for generators that they hold."""
 _BEGUN, _READ = 1, 2
 _CHANGED: Final = 4
 """The first of so many bits, one for each kind."""
@@ -110,46 +107,16 @@ def _of_numpy(numpy: Any) -> tuple[Any, ...]:
     return (keys.tobytes(), *place)
 
 
-def _of_held_generators() -> list[bytes]:
-    """The states of those that this worker's dataset holds, and what it is made of; maybe none."""
+def _of_held_generators() -> Iterator[bytes]:
+    """The states of the generators that this worker's dataset holds, if there are any."""
     from torch.utils.data import get_worker_info
 
+    from lockstep.held_generators import generators_in
+
     info = get_worker_info()
-    found: list[bytes] = []
-    waiting: list[Any] = [] if info is None else [info.dataset]
-    known: set[int] = set()
-    while waiting and len(known) < _HELD:
-        held = waiting.pop(0)
-        if id(held) in known or isinstance(held, (type, ModuleType, FunctionType)):
-            continue
-        known.add(id(held))
-        state = _state_of(held)
-        if state is not None:
-            found.append(state)
-        elif isinstance(held, list | tuple):
-            waiting += held[:_HELD]
-        else:
-            waiting += [x for x in getattr(held, "__dict__", {}).values() if _may_hold(x)]
-    return found
-
-
-def _may_hold(value: Any) -> bool:
-    is_plain = value is None or isinstance(value, int | float | str | bytes | dict | set)
-    return not is_plain and not hasattr(value, "dtype")
-
-
-def _state_of(generator: Any) -> bytes | None:
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    if isinstance(generator, random.Random):
-        return repr(generator.getstate()).encode()
-    if torch is not None and isinstance(generator, torch.Generator):
-        return bytes(generator.get_state().numpy().tobytes())
-    if numpy is not None and isinstance(generator, numpy.random.Generator):
-        return repr(generator.bit_generator.state).encode()
-    if numpy is not None and isinstance(generator, numpy.random.RandomState):
-        _, keys, *place = generator.get_state(legacy=True)
-        return repr((keys.tobytes(), *place)).encode()
-    return None
+    for held in generators_in(*(() if info is None else (info.dataset,))).values():
+        state = held.get()
+        yield repr(state.tolist() if hasattr(state, "tolist") else state).encode()
 
 
 def _look_at_first_batch(look: Callable[[], None]) -> None:
