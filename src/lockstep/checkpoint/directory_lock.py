@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a directory for the trainers of one process, so that no other program writes a run there.
+"""Locks a directory for the trainers of one process, so that no other program writes a run there.
 
 Two programs in one directory would remove each other's checkpoints and mix their logs.
 """
@@ -16,7 +16,7 @@ from lockstep.errors import ConfigurationError
 
 
 class DirectoryLock:
-    """Held until the last reference to it goes, or until the process ends, however that happens.
+    """A lock that this process holds until the last reference to it goes, or until it ends.
 
     Args:
         descriptor: the open directory, which is locked.

@@ -36,6 +36,7 @@ UNDIVIDED: Final = Code("LS205", "what the ranks added up was not divided")
 TIMES: Final = Code("LS206", "the loss or its schedule is scaled by the number of ranks", "warning")
 
 _FEWEST_COUNTS: Final = 2
+"""Different ones in different steps: a batch size may be the same number by chance."""
 _TELLING: Final = {("all_reduce", "SUM"), ("all_gather", None), ("all_gather_into_tensor", None)}
 
 
@@ -174,18 +175,18 @@ def divided_by_all(seen: Seen) -> Finding | None:
     size = seen.size
     if not seen.is_common or seen.communicates or not seen.is_coefficient(1.0 / size):
         return None
-    counts = [_divisors_of_all(steps, size) for steps in _detailed(seen.track)]
-    if not all(counts) or len({min(of_step) for of_step in counts}) < _FEWEST_COUNTS:
-        return None
     of_step = _divisors_of_all(seen.steps, size)
     if not of_step:
-        return None  # nothing was written down of this step
+        return None
+    counts = [_divisors_of_all(steps, size) for steps in _detailed(seen.track)]
+    if not all(counts) or len({min(of_other) for of_other in counts}) < _FEWEST_COUNTS:
+        return None
     count, where = next(iter(of_step.items()))
     return seen.finding(
         TIMES,
         f"a part of each rank's loss was divided by the {count:g} elements that all {size} ranks "
-        f"have together, and the gradients were averaged as well: beside the other parts it counts "
-        f"1/{size} of what it counts in the mean over all samples",
+        f"have together, and the gradients were averaged as well: it counts 1/{size} of what it "
+        "counts in the mean over all samples",
         f"divide by the ranks' average, which is that number over {size}, or multiply this part of "
         "the loss by the number of ranks",
         where=[*where, *seen.lines],

@@ -77,9 +77,9 @@ class _Case:
 
     @cached_property
     def reductions(self) -> list[float]:
-        """What each rank's gradients count in what all ranks used, of most parameters first.
+        """The factors with which the ranks' gradients were added up, that of most parameters first.
 
-        Where that was not to be seen, they were averaged.
+        1/W for an average, which stands for what was not measured in this step.
         """
         seen = [s for s in seen_in(self.track, self.number, None) if s.is_common]
         seen.sort(key=lambda s: -len(s.parameters))
@@ -88,7 +88,7 @@ class _Case:
 
     @property
     def remains(self) -> float:
-        """Of the gradient of what comes before the gather, where all ranks compute one loss."""
+        """The part of its gradient that what comes before the gather gets, of one loss of all."""
         return self.factor * self.reductions[0]
 
     @property

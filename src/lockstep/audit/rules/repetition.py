@@ -178,7 +178,10 @@ def _same_draws_of_numpy(track: SharedTrack) -> Finding | None:
 
 
 def _same_inputs(track: SharedTrack) -> Finding | None:
-    """Of wrappers; without one, of what a step's first module was given, if losses say the same."""
+    """Inputs of the wrappers, the same on all ranks and others in each step.
+
+    In a program without wrappers: what a step's first module was given, if the losses are the same.
+    """
     seen: list[int] = []
     where: list[Place] = []
     by_wrappers = True
