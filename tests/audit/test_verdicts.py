@@ -358,3 +358,21 @@ def test_loaders_that_follow_one_another_are_told_apart():
     finally:
         probe.stop()
     assert len({each.key for each in probe.ledger.loadings}) == 3
+
+
+def test_steps_that_a_failure_cut_off_are_compared_unless_ranks_join():
+    """Under `Join` ranks with fewer batches are in their next epoch: a k-th step is not a k-th."""
+    ledgers = _recorded("bugs/c_own_noise_and_a_rank_fails")
+    assert _graver(ledgers) == ["LS104"]
+    for ledger in ledgers:
+        ledger.facts.joins = True
+    assert _graver(ledgers) == []
+
+
+def test_the_same_inputs_without_a_wrapper_tell_nothing_where_losses_differ():
+    ledgers = _recorded("bugs/g_same_draws_without_a_wrapper")
+    assert _graver(ledgers) == ["LS508"]
+    for step in ledgers[1].tracks[0].steps:
+        for backward in step.backwards:
+            backward.loss *= 1.5
+    assert "LS508" not in {finding.code for finding in judge(ledgers)}
