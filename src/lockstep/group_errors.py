@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lockstep.error_texts import first_line
 from lockstep.errors import ConfigurationError, PeerLostError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ def peer_lost_error(what: str, where: str, error: RuntimeError) -> PeerLostError
     return PeerLostError(
         f"{what} failed",
         where=where,
-        got=str(error).splitlines()[0] if str(error) else type(error).__name__,
+        got=first_line(error),
         cause="another rank died, raised, closed its group, or did not come within the timeout",
         fix="look for the first failure among the other ranks",
     )
@@ -39,7 +40,7 @@ def missing_ranks_error(
         else "the ranks did not all hear from each other",
         where=where,
         expected=f"the same {before} on every rank",
-        got=str(error).splitlines()[0],
+        got=first_line(error),
         cause=f"it left the {before} out (a NaN guard, an early `continue`), raised, or died",
         fix=f"run the {before} on every rank, or agree to leave it out on all of them",
     )

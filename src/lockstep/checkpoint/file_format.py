@@ -39,6 +39,7 @@ from lockstep.checkpoint.file_integrity import (
     sha256_excluding,
 )
 from lockstep.checkpoint.plain_values import plain_state
+from lockstep.error_texts import first_line
 from lockstep.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def _check_readable(file: IO[bytes]) -> None:
         raise
     except Exception as error:
         raise CheckpointError(
-            "the state could not be read back after writing", cause=_first_line(error)
+            "the state could not be read back after writing", cause=first_line(error)
         ) from error
 
 
@@ -155,7 +156,7 @@ def _load(file: IO[bytes], path: str) -> dict[str, Any]:
         raise CheckpointError(
             "the checkpoint holds an object that only code could rebuild; it was not run",
             where=path,
-            got=_first_line(error),
+            got=first_line(error),
             cause="it was not written by lockstep, or altered on purpose",
             fix="do not use this file",
         ) from error
@@ -165,7 +166,7 @@ def _load(file: IO[bytes], path: str) -> dict[str, Any]:
         raise CheckpointError(
             "torch cannot read the checkpoint, whose checksum is right",
             where=path,
-            got=_first_line(error),
+            got=first_line(error),
             cause="it was written by a newer torch than this one",
             fix="use the torch version that it was written with",
         ) from error
@@ -251,7 +252,7 @@ def _find_damage(file: IO[bytes], mark: Mapping[str, Any], content_size: int) ->
     except OSError:
         raise
     except Exception as error:  # `zipfile` raises errors of many types for a damaged file
-        return f"its directory cannot be read ({_first_line(error)})"
+        return f"its directory cannot be read ({first_line(error)})"
     if sha256_excluding(file, records, content_size) != mark["sha256"]:
         return other
     changed = find_damaged_record(file)
@@ -289,7 +290,3 @@ def _foreign_file_error(file: IO[bytes], path: str) -> CheckpointError:
             " that RaySGD saved: `trainer.load_state_dict(torch.load(path, weights_only=True))`",
         )
     return _damaged_error(path, "its end is missing")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from typing import Any, Final, Protocol
 
+from lockstep.error_texts import first_line
 from lockstep.errors import TrainerClosedError
 
 
@@ -45,12 +46,9 @@ def evict_idle_workers() -> None:
 
 def evicted_error(cause: BaseException) -> TrainerClosedError:
     """The error for calls of a trainer whose workers, interrupted by `cause`, were evicted."""
-    from lockstep.worker import error_text  # imports torch, which a launch need not wait for
-
-    first_line = next(iter(error_text(cause).splitlines()), "")
     error = TrainerClosedError(
         "another TorchTrainer needed the room of these workers, which were idle since"
-        f" {type(cause).__name__}: {first_line}",
+        f" {type(cause).__name__}: {first_line(cause)}",
         fix="call save() or get_model() before the other trainer is made, or give both fewer"
         " workers; load(path) in a new TorchTrainer goes on from a checkpoint",
     )

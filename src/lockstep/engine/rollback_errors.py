@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 
+from lockstep.error_texts import first_line
 from lockstep.errors import LockstepError, TrainerClosedError
 
 _log = logging.getLogger("lockstep")
@@ -21,7 +22,7 @@ def warn_of_cut_short_step(steps: int, cause: BaseException) -> None:
         " your loop after optimizer.step() did not run for this step",
         steps - 1,
         type(cause).__name__,
-        next(iter(str(cause).splitlines()), ""),
+        first_line(cause),
     )
 
 

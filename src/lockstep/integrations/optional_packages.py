@@ -6,6 +6,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from lockstep.error_texts import first_line
 from lockstep.errors import NotAvailableError
 
 
@@ -25,6 +26,6 @@ def import_optional(module: str, *, extra: str, by: str) -> Any:
         raise NotAvailableError(
             f"{by} needs {error.name or module}, which is not installed",
             # Without a name: some packages check their own dependencies, and name them in the text.
-            cause=None if error.name else str(error).splitlines()[0],
+            cause=None if error.name else first_line(error),
             fix=f'pip install "lockstep-train[{extra}]"',
         ) from error

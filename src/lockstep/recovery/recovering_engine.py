@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from lockstep.data import shards_of
 from lockstep.engine.idle_worker_eviction import evicted_error, register_for_eviction
 from lockstep.engine.rollback_errors import warn_of_cut_short_step
+from lockstep.error_texts import first_line
 from lockstep.errors import PoisonedStepError, WorkerDiedError
 from lockstep.operator import TrainingOperator
 from lockstep.recovery.incident import Incident
@@ -490,8 +491,6 @@ def _lost_changes_error(name: str, pending_call: PendingCall[Any]) -> BaseExcept
 
 def _died_error(what: str, pending_call: PendingCall[Any], fix: str) -> BaseException:
     cause = pending_call.cause()
-    died = WorkerDiedError(
-        what, cause=None if cause is None else str(cause).splitlines()[0], fix=fix
-    )
+    died = WorkerDiedError(what, cause=None if cause is None else first_line(cause), fix=fix)
     died.__cause__ = cause
     return died

@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from lockstep.checkpoint import open_checkpoint, read_own_tensors
 from lockstep.engine.rank_assignment import local_ranks
 from lockstep.engine.rollback_errors import rollback_impossible_error
+from lockstep.error_texts import first_line
 from lockstep.errors import CheckpointError, WorkerDiedError
 from lockstep.recovery.lost_worker import LostWorker
 from lockstep.recovery.rank_table import RankTable
@@ -358,7 +359,8 @@ class Regrouping:
         self._workers.close_rendezvous()
         self._workers.break_group(range(len(self._workers.members)))
         cause = pending_call.cause()
-        reason = f"{type(cause).__name__}: {cause}".partition("\n")[0]
+        assert cause is not None, "a rank raised"
+        reason = f"{type(cause).__name__}: {first_line(cause)}"
         for rank, worker in [(rank, self._workers.members[rank]) for rank in newcomers]:
             _log.warning("%s cannot take rank %d: %s", worker, rank, reason)
             self._workers.kill(worker)

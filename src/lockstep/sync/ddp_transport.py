@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lockstep.error_texts import first_line
 from lockstep.errors import ConfigurationError, PeerLostError
 from lockstep.sync import round_error_texts
 from lockstep.sync.bucket_order import BucketOrder
@@ -175,9 +176,7 @@ class DDPTransport(Transport):
         except RuntimeError as error:
             if "mark a variable ready only once" not in str(error):
                 raise
-            raise gradient_twice_error(
-                self._controller.place, str(error).splitlines()[0]
-            ) from error
+            raise gradient_twice_error(self._controller.place, first_line(error)) from error
         finally:
             self._round.replacement_gradients = None
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lockstep.error_texts import first_line
 from lockstep.errors import ConfigurationError, TrainerClosedError, WrongUseError
-from lockstep.worker import error_text
 
 if TYPE_CHECKING:
     from lockstep.worker import WorkerSpec
@@ -48,7 +48,6 @@ def shut_down_error() -> TrainerClosedError:
 
 def workers_ended_error(reason: BaseException, spec: WorkerSpec) -> TrainerClosedError:
     """The error for a call after `reason` has ended the workers."""
-    first_line = next(iter(error_text(reason).splitlines()), "")
     got = None
     if not spec.can_go_back and spec.obstacle is not None:
         argument, why = spec.obstacle
@@ -57,6 +56,6 @@ def workers_ended_error(reason: BaseException, spec: WorkerSpec) -> TrainerClose
     return TrainerClosedError(
         "this trainer's workers have ended",
         got=got,
-        cause=f"{type(reason).__name__}: {first_line}",
+        cause=f"{type(reason).__name__}: {first_line(reason)}",
         fix=reason.details["fix"] if isinstance(reason, TrainerClosedError) else fix,
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of a run: remote methods, process group, position in the data, undo of a step."""
 
-from lockstep.worker.call_outcome import Outcome, add_rank, error_text, failed_outcome, is_peer_lost
+from lockstep.worker.call_outcome import Outcome, add_rank, failed_outcome, is_peer_lost
 from lockstep.worker.checkpoint_calls import begin_load, hold_part, read_rows, receive_state
 from lockstep.worker.checkpoint_part import PartOnDisk
 from lockstep.worker.checkpoint_snapshot import CheckpointOnDisk, Snapshot
@@ -78,7 +78,6 @@ __all__ = [
     "arrival_key",
     "begin_load",
     "discard_trace",
-    "error_text",
     "failed_outcome",
     "find_restore",
     "find_restores_on_disk",

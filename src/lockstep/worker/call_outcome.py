@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
+from lockstep.error_texts import error_text
 from lockstep.errors import LockstepError, PeerLostError, WorkerFailedError
 from lockstep.serialization import dumps_exception
 
@@ -112,11 +113,3 @@ def _to_picklable(error: BaseException, rank: int) -> bytes:
         got=error_text(error),
     )
     return dumps_exception(error, instead)
-
-
-def error_text(error: BaseException) -> str:
-    """The text of `error`, or its class where the class's own `__str__` fails."""
-    try:
-        return str(error) or repr(error)
-    except Exception:
-        return f"{type(error).__name__}, whose own text cannot be shown"

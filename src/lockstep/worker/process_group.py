@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from lockstep._torch_compat import set_backend_timeout
+from lockstep.error_texts import first_line
 from lockstep.errors import PeerLostError, WrongUseError
 from lockstep.phases import Phase, in_phase
 from lockstep.process_group_backend import abort_nccl
@@ -94,7 +95,7 @@ def _rendezvous_error(error: RuntimeError, rank: int, world_size: int) -> PeerLo
     return PeerLostError(
         "the ranks did not meet",
         where=f"rank {rank} of {world_size}",
-        got=next(iter(str(error).splitlines()), type(error).__name__),
+        got=first_line(error),
         cause="another rank failed or died before it came, or came too late",
         fix="look for the first failure among the other ranks",
     )

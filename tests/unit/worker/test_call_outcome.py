@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep.errors import WorkerFailedError
-from lockstep.worker import add_rank, error_text, failed_outcome
+from lockstep.worker import add_rank, failed_outcome
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,3 @@ def test_an_exception_that_no_attribute_can_be_set_on_is_shown():
     assert type(arrived) is WorkerFailedError
     assert "Frozen" in str(arrived)
     assert "raised on rank 1" in arrived.__notes__[-1]
-
-
-def test_an_error_without_a_text_of_its_own_is_named():
-    assert error_text(CannotBeShown()) == "CannotBeShown, whose own text cannot be shown"
-    assert error_text(ValueError("why")) == "why"
