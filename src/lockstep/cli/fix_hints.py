@@ -7,15 +7,13 @@ import re
 from typing import Final
 
 from lockstep.cli.train_options import TRAINER_OPTIONS, option_for
+from lockstep.error_texts import GO_ON, LOAD_LAST, NEW_TRAINER
 
 _RESUME: Final = "run it again with --checkpoint-dir DIR --resume auto"
 _PHRASES: Final = {
-    "create a new TorchTrainer; load(path) goes on from a checkpoint": _RESUME,
-    "build a new trainer and load the last checkpoint": _RESUME,
-    "load the last checkpoint into a new trainer": _RESUME,
-    "load the last checkpoint": _RESUME,
-    "go on from the last checkpoint": f"then {_RESUME}",
-    "a new trainer from the last checkpoint": "--checkpoint-dir DIR --resume auto",
+    NEW_TRAINER: _RESUME,
+    LOAD_LAST: _RESUME,
+    GO_ON: f"then {_RESUME}",
     "config[BATCH_SIZE]": "--batch-size",
 }
 _CALL: Final = re.compile(r"TorchTrainer\((?:\.\.\., *)?(?P<given>\w+=[^()]*)\)")

@@ -20,6 +20,7 @@ from lockstep.engine.actor_termination import end_actor
 from lockstep.engine.cluster import this_node
 from lockstep.engine.ray_errors import ACTOR_DEATHS, death_reason
 from lockstep.engine.rendezvous_store import LOOPBACK
+from lockstep.error_texts import LOAD_LAST
 from lockstep.errors import WorkerDiedError
 
 if TYPE_CHECKING:
@@ -167,8 +168,7 @@ def _death_error(error: RayError) -> WorkerDiedError:
     return WorkerDiedError(
         "the process of the parameter server died",
         cause=death_reason(error),
-        fix="look for the reason above (out of memory? killed?), then build a new"
-        " trainer and load the last checkpoint",
+        fix=f"look for the reason above (out of memory? killed?), then {LOAD_LAST}",
     )
 
 
@@ -177,5 +177,5 @@ def _no_answer_error(waited_s: float | None) -> WorkerDiedError:
         "the process of the parameter server does not answer",
         where=f"for {waited_s} s, when the workers that are left were to go on with it",
         cause="it is stopped, or its machine cannot be reached",
-        fix="build a new trainer and load the last checkpoint",
+        fix=LOAD_LAST,
     )

@@ -16,6 +16,7 @@ import cloudpickle
 import ray
 from lockstep.engine.keyboard_interrupt import reraise_keyboard_interrupt
 from lockstep.engine.ray_errors import ACTOR_DEATHS, death_reason
+from lockstep.error_texts import LOAD_LAST
 from lockstep.errors import LockstepError, WorkerDiedError
 from lockstep.worker import Communication
 
@@ -149,8 +150,7 @@ class PendingCall(Generic[R]):
                 f"the process of rank {rank} died during {self.contract.name}",
                 where=f"rank {rank}",
                 cause=death_reason(death),
-                fix="look for the reason above (out of memory? killed?), then build a new"
-                " trainer and load the last checkpoint",
+                fix=f"look for the reason above (out of memory? killed?), then {LOAD_LAST}",
             )
             died.__cause__ = death
             self._note_failure()

@@ -29,6 +29,7 @@ from lockstep.engine.sigint_after_step import sigint_after_step
 from lockstep.engine.snapshot_fetcher import RemoteSnapshotFetcher
 from lockstep.engine.step_hooks_at_work import step_hooks_at_work
 from lockstep.engine.worker_group import WorkerGroup
+from lockstep.error_texts import NEW_TRAINER
 from lockstep.errors import PeerLostError, WorkerDiedError
 from lockstep.operator import TrainingOperator
 from lockstep.phases import Phase, in_phase
@@ -375,5 +376,5 @@ def _session_over_error() -> WorkerDiedError:
     return WorkerDiedError(
         "Ray was shut down, and this trainer's workers with it",
         cause="ray.shutdown() was called in this process",
-        fix="create a new TorchTrainer; load(path) goes on from a checkpoint",
+        fix=NEW_TRAINER,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 
-from lockstep.error_texts import first_line
+from lockstep.error_texts import NEW_TRAINER, first_line
 from lockstep.errors import LockstepError, TrainerClosedError
 
 _log = logging.getLogger("lockstep")
@@ -33,7 +33,7 @@ def rollback_impossible_error(cause: BaseException) -> LockstepError:
         cause="an optimizer had changed the weights when the step was left, and there is no copy of"
         " them from before (an error after optimizer.step() in a train_batch of the operator's own,"
         " in a scheduler, or in an optimizer)",
-        fix="create a new TorchTrainer; load(path) goes on from a checkpoint",
+        fix=NEW_TRAINER,
     )
     error.__cause__ = cause
     return error

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lockstep._torch_compat import sparse_indices_and_values
+from lockstep.error_texts import first_of
 from lockstep.errors import NonFiniteError
 from lockstep.operator.state_copy import StateCopy
 from lockstep.sync import is_local
@@ -120,8 +121,7 @@ class _StepCheck:
             for number, module in enumerate(run.modules())
             for name, p in module.named_parameters()
         }
-        shown = ", ".join(f"`{names.get(id(p), tuple(p.shape))}`" for p in found[:4])
-        return shown + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+        return first_of([f"`{names.get(id(p), tuple(p.shape))}`" for p in found], 4)
 
     def _error(self, what: str, got: str, cause: str, found: list[torch.Tensor]) -> NonFiniteError:
         operator = self._operator

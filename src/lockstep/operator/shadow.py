@@ -28,6 +28,7 @@ import torch
 
 from lockstep.content_digest import content_digest
 from lockstep.data import shards_of
+from lockstep.error_texts import GO_ON, first_of
 from lockstep.errors import NotAvailableError, SilentDataCorruptionError
 from lockstep.hardware import describe_hardware
 from lockstep.operator.object_transfer import transfer
@@ -57,11 +58,10 @@ def refuse_local_tensors(modules: Iterable[nn.Module]) -> None:
     names = [name for module in modules for name, _ in named_local_tensors(module)]
     if not names:
         return
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     raise NotAvailableError(
         "shadow_every cannot compare shards of a model that lockstep.local leaves to each worker",
         expected="weights and buffers that are equal on all workers",
-        got=", ".join(f"`{name}`" for name in names[:5]) + more,
+        got=first_of([f"`{name}`" for name in names], 5),
         cause="a second worker computes the shard with its own values of these, and so other bits,"
         " on hardware that does not err",
         fix="leave shadow_every out",
@@ -309,8 +309,8 @@ class Shadow:
                 got=f"{check}; {self.num_undecided} times so far",
                 cause="one of the processors computes wrong numbers; or compute_loss depends on"
                 " what only one worker has (a counter, a clock, a file)",
-                fix="num_workers=3, so that a third one decides; or take both machines out, and"
-                " go on from the last checkpoint",
+                fix="num_workers=3, so that a third one decides; or take both machines out,"
+                f" and {GO_ON}",
             )
 
     def _outlook(self, check: ShadowCheck) -> str:
@@ -426,8 +426,7 @@ class ShadowedStep:
         all_digests = self._context.group.exchange(dict(digests))
         ours, theirs = (all_digests[each] for each in (self._roles.owner, self._roles.checker))
         names = [name for name in ours if ours[name] != theirs.get(name)]
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        return f"{names[0]}{more}" if names else "nothing"
+        return first_of(names, 1) or "nothing"
 
 
 def right_bits(first: Sequence[str | None], second: Sequence[str | None]) -> str | None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lockstep._torch_compat import compiled_from
+from lockstep.error_texts import first_of
 from lockstep.errors import UnknownParameterError
 from lockstep.sync import DataParallelModel, is_local, named_local_tensors
 from lockstep.sync.optimizer_inspection import optimizers_with_state
@@ -118,10 +119,9 @@ class TrainingParts:
         ]
         if not found:
             return
-        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
         raise UnknownParameterError(
             "a registered model holds parameters that nobody synchronises",
-            got=", ".join(found[:5]) + more,
+            got=first_of(found, 5),
             cause="they were added or replaced after register(), as in model.fc = nn.Linear(...)",
             fix="build the model completely before register(); to start from trained weights,"
             " make a new trainer whose setup() loads them, or copy values in place:"

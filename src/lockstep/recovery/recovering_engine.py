@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from lockstep.data import shards_of
 from lockstep.engine.idle_worker_eviction import evicted_error, register_for_eviction
 from lockstep.engine.rollback_errors import warn_of_cut_short_step
-from lockstep.error_texts import first_line
+from lockstep.error_texts import GO_ON, first_line
 from lockstep.errors import PoisonedStepError, WorkerDiedError
 from lockstep.operator import TrainingOperator
 from lockstep.recovery.incident import Incident
@@ -453,7 +453,7 @@ class RecoveringEngine:
             got=f"samples {items}" if items else None,
             cause=self._loss_reason(lost),
             fix="look at these samples (too large for the memory? a crash in native code?), leave"
-            " them out, and go on from the last checkpoint",
+            f" them out, and {GO_ON}",
         )
 
 

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from lockstep.checkpoint import open_checkpoint, read_own_tensors
 from lockstep.engine.rank_assignment import local_ranks
 from lockstep.engine.rollback_errors import rollback_impossible_error
-from lockstep.error_texts import first_line
+from lockstep.error_texts import LOAD_LAST, first_line
 from lockstep.errors import CheckpointError, WorkerDiedError
 from lockstep.recovery.lost_worker import LostWorker
 from lockstep.recovery.rank_table import RankTable
@@ -180,7 +180,7 @@ class Regrouping:
         raise WorkerDiedError(
             f"the group could not be formed in {_ATTEMPTS} attempts",
             cause="workers died, or could not reach each other, while it was being formed",
-            fix="build a new trainer and load the last checkpoint",
+            fix=LOAD_LAST,
         )
 
     def _leave_broken_group(
@@ -450,7 +450,7 @@ def _lost_error(
         what,
         got=f"lost {lost}" if lost else None,
         cause=cause,
-        fix="build a new trainer and load the last checkpoint",
+        fix=LOAD_LAST,
     )
     if lost_workers:
         died.__cause__ = lost_workers[0].died

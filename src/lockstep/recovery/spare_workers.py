@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from lockstep.engine.placement_group import start_timeout_s
 from lockstep.engine.spare_worker import Readiness
+from lockstep.error_texts import LOAD_LAST
 from lockstep.errors import NotEnoughResourcesError, WorkerDiedError
 
 if TYPE_CHECKING:
@@ -103,5 +104,5 @@ class SpareWorkers:
             expected=f"min_workers={min_workers}",
             got=f"{have}",
             cause="the cluster has no room for replacements, or they could not start",
-            fix="a smaller min_workers, spare_workers, or a new trainer from the last checkpoint",
+            fix=f"a smaller min_workers, or spare_workers; or {LOAD_LAST}",
         )

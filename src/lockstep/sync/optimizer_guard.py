@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.compiler_disable import disable_dynamo
+from lockstep.error_texts import first_of
 from lockstep.errors import ConfigurationError, GradientNotReducedError, UnknownParameterError
 from lockstep.sync.local_parameters import is_local
 from lockstep.sync.optimizer_inspection import (
@@ -397,12 +398,10 @@ def _compare_between_ranks(owner: ReductionRounds, watch: _Watch, slots: list[Sl
 def _not_reduced(
     owner: ReductionRounds, watch: _Watch, names: list[str], *, cause: str, fix: str
 ) -> GradientNotReducedError:
-    shown = ", ".join(f"`{name}`" for name in names[:8])
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return GradientNotReducedError(
         "the optimizer is about to use gradients of this rank alone",
         where=f"{owner.place}, step {watch.steps + 1}",
-        got=shown + more,
+        got=first_of([f"`{name}`" for name in names], 8),
         cause=cause,
         fix=fix,
     )

@@ -7,6 +7,7 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any, Final
 
+from lockstep.error_texts import first_of
 from lockstep.errors import LostUpdateError, ReplicasDifferError, WrongTypeError
 from lockstep.sync.tensor_bits import sum_of_bits
 
@@ -125,13 +126,12 @@ def compare_values(
         if any(everyone[rank][place] != everyone[first][place] for rank, first in pairs)
     ]
     firsts = sorted({first for _, first in pairs})
-    more = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
     what, cause, fix = _AFTER_STEPS if have_stepped else _BEFORE_STEPS
     raise ReplicasDifferError(
         what,
         where=f"rank {', '.join(str(rank) for rank, _ in pairs)} against rank"
         f" {', '.join(map(str, firsts))}",
-        got=", ".join(differ[:5]) + more,
+        got=first_of(differ, 5),
         cause=cause,
         fix=fix,
     )

@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lockstep._torch_compat.fully_shard import COLLECTIVES
+from lockstep.error_texts import first_of
 from lockstep.errors import UnitOrderError
 
 if TYPE_CHECKING:
@@ -269,7 +270,7 @@ class UnitOrder:
             "the ranks go through the units of a sharded model in different orders",
             where=self.group.place,
             expected="the same forwards and backwards, in one order, on every rank",
-            got="; ".join(told[:8]) + (f"; and {len(told) - 8} more" if len(told) > 8 else ""),
+            got=first_of(told, 8, "; "),
             cause="a branch or a loop that depends on the rank or on its batch, a forward that one"
             " rank alone runs (an evaluation under `if rank == 0`), or parameters that one rank"
             " alone has frozen",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lockstep.error_texts import first_line
+from lockstep.error_texts import NEW_TRAINER, first_line
 from lockstep.errors import ConfigurationError, TrainerClosedError, WrongUseError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def shut_down_error() -> TrainerClosedError:
     """The error for a call after `shutdown`."""
     return TrainerClosedError(
         "this trainer was shut down",
-        fix="create a new TorchTrainer; load(path) goes on from a checkpoint",
+        fix=NEW_TRAINER,
     )
 
 
@@ -52,10 +52,9 @@ def workers_ended_error(reason: BaseException, spec: WorkerSpec) -> TrainerClose
     if not spec.can_go_back and spec.obstacle is not None:
         argument, why = spec.obstacle
         got = f"{argument}: they cannot go back to the last committed step, for {why}"
-    fix = "create a new TorchTrainer; load(path) goes on from a checkpoint"
     return TrainerClosedError(
         "this trainer's workers have ended",
         got=got,
         cause=f"{type(reason).__name__}: {first_line(reason)}",
-        fix=reason.details["fix"] if isinstance(reason, TrainerClosedError) else fix,
+        fix=reason.details["fix"] if isinstance(reason, TrainerClosedError) else NEW_TRAINER,
     )

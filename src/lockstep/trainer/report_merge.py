@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lockstep.error_texts import LOAD_LAST
 from lockstep.errors import ConfigurationError, MixedWeightsError
 from lockstep.keys import BATCH_COUNT, NUM_SAMPLES, WEIGHT
 from lockstep.metrics import merge, merge_user_results
@@ -71,7 +72,7 @@ def _refuse_mixed_weights(reports: Sequence[Report]) -> None:
             "the workers' losses were weighed by different things, so their mean was wrong",
             got=", ".join(f"{kind} on rank {rank}" for rank, kind in enumerate(kinds)),
             cause="compute_loss brings a weight on some ranks only",
-            fix=f"return loss, {{{WEIGHT!r}: number}} on every rank; load the last checkpoint",
+            fix=f"return loss, {{{WEIGHT!r}: number}} on every rank; {LOAD_LAST}",
         )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lockstep.error_texts import LOAD_LAST
 from lockstep.errors import ReplicasDifferError
 from lockstep.serialization import join, pack, split, unpack
 from lockstep.sync import is_local
@@ -134,7 +135,7 @@ def agree_on_bits(
             expected="the same bits on every rank; of shards, the same rows in every copy",
             cause="they had drifted apart before the failure, or something besides the optimizers"
             " wrote to the weights on some ranks only",
-            fix="load the last checkpoint into a new trainer, and look with `lockstep audit`",
+            fix=f"{LOAD_LAST}; look with `lockstep audit`",
         )
 
 

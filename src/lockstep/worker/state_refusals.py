@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lockstep._torch_compat import buffers_of
+from lockstep.error_texts import first_of
 from lockstep.errors import CheckpointError
 from lockstep.operator.buffer_values import KEY as BUFFERS
 from lockstep.operator.buffer_values import changed_buffers, changed_in, labelled_modules
@@ -36,10 +37,9 @@ def refuse_unfit_state(run: TrainingParts, state: Mapping[str, Any]) -> None:
         )
     found = _problems(run, state)
     if found:
-        shown = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
         raise CheckpointError(
             "the state is of another model or optimizer",
-            got=shown,
+            got=first_of(found, 5, "; "),
             fix="build the trainer with the operator and config that the state was saved with",
         )
 

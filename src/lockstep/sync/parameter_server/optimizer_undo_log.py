@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING
 
+from lockstep.error_texts import LOAD_LAST
 from lockstep.errors import ReplicasDifferError
 from lockstep.sync.optimizer_inspection import (
     inner_optimizers,
@@ -71,7 +72,7 @@ class OptimizerUndoLog:
                 expected=f"a worker that has come to step {point}",
                 cause="the loop closes its accumulation windows at different steps on different"
                 " ranks, and a rank that was ahead died",
-                fix="load the last checkpoint into a new trainer",
+                fix=LOAD_LAST,
             )
         # A parameter may belong to several optimizers: the first copy holds its original value.
         for each in reversed(kept):
