@@ -39,17 +39,31 @@ def transfer(group: Group, value: Any, *, source: int, destination: int) -> Any:
     sent, sizes = _messages(value) if group.rank == source else (_nothing(), [])
     sizes = group.exchange(sizes)[source]
     is_here = group.rank == destination
-    received = torch.empty(sum(sizes) if is_here else 0, dtype=torch.uint8, device=group.device)
-    received_rows, sent_rows = [0] * group.size, [0] * group.size
-    received_rows[source] = received.numel()
-    sent_rows[destination] = sent.numel()
-    group.all_to_all(received, sent.to(group.device), received_rows, sent_rows)
+    received = send_bytes(group, sent, destination, source, sum(sizes) if is_here else 0)
     if not is_here:
         return None
-    head, block = received.cpu().split(sizes)
+    head, block = received.split(sizes)
     structure, buffer_sizes = pickle.loads(head.numpy().tobytes())
     # A copy: a tensor begins at a multiple of its element, which the length of the head is not.
     return join(structure, unpack(block.clone(), buffer_sizes))
+
+
+def send_bytes(
+    group: Group, message: torch.Tensor, to: int, source: int, size: int
+) -> torch.Tensor:
+    """Send `message`, bytes on the CPU, to rank `to`; returns the `size` bytes of rank `source`.
+
+    Gradient:
+        None: not differentiable.
+
+    Collective:
+        Every rank. One all-to-all, in which a rank may send nothing, or receive nothing.
+    """
+    received = torch.empty(size, dtype=torch.uint8, device=group.device)
+    received_rows, sent_rows = [0] * group.size, [0] * group.size
+    received_rows[source], sent_rows[to] = size, message.numel()
+    group.all_to_all(received, message.to(group.device), received_rows, sent_rows)
+    return received.cpu()
 
 
 def _messages(value: Any) -> tuple[torch.Tensor, list[int]]:

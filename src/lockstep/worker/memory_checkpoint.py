@@ -36,6 +36,7 @@ import torch
 
 from lockstep.local_rows import LocalRows
 from lockstep.operator.buffer_values import buffer_values
+from lockstep.operator.object_transfer import send_bytes
 from lockstep.phases import Phase, in_phase
 from lockstep.tensor_tree import leaves_of, tree_map
 from lockstep.worker.per_rank_state import PER_RANK
@@ -404,18 +405,11 @@ def _exchange_with(group: Group, part: Part, to: int, source: int) -> Part:
     sent = [head, small, *large]
     sent += [torch.empty(0, dtype=torch.uint8)] * (longest - len(sent))
     arrived = [
-        _shift(group, message, size, to, source) for message, size in zip(sent, sizes, strict=True)
+        send_bytes(group, message, to, source, size)
+        for message, size in zip(sent, sizes, strict=True)
     ]
     received: Part = from_messages(arrived[0], arrived[1], arrived[2:])
     return received
-
-
-def _shift(group: Group, message: torch.Tensor, size: int, to: int, source: int) -> torch.Tensor:
-    received = torch.empty(size, dtype=torch.uint8, device=group.device)
-    received_rows, sent_rows = [0] * group.size, [0] * group.size
-    received_rows[source], sent_rows[to] = size, message.numel()
-    group.all_to_all(received, message.to(group.device), received_rows, sent_rows)
-    return received.cpu()
 
 
 def merge_parts(parts: Iterable[Part], mine: tuple[int, int], own: Part | None) -> Part:
