@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from lockstep.trainer.step_examination import loss_name, middle_of, outstanding_layers
+from lockstep.trainer.step_examination import finite_median, loss_name, outstanding_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,7 +49,7 @@ def _samples_in_words(at: ExaminedStep) -> Iterator[str]:
     if at.no_samples_because is not None:
         yield f"samples by themselves: not known ({at.no_samples_because})"
     elif at.samples:
-        middle = middle_of([each.loss for each in at.samples])
+        middle = finite_median([each.loss for each in at.samples])
         yield f"samples of step {at.step}, each by itself; the median loss is {middle:.4g}:"
         for each in at.samples[:_MOST_SAMPLES]:
             yield f"    {each.name:<24}  shard {each.shard:<3}  {_number(each.loss):>10}"

@@ -26,7 +26,7 @@ from lockstep.error_texts import first_of
 from lockstep.errors import NonFiniteError
 from lockstep.operator.state_copy import StateCopy
 from lockstep.sync import is_local
-from lockstep.sync.optimizer_inspection import is_given_closure, optimizer_parameters
+from lockstep.sync.optimizer_inspection import given_closure, optimizer_parameters
 from lockstep.tensor_copies import is_shard
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class _StepCheck:
             return  # a fused optimizer, which skips a step with infinities by itself
         may_overflow: list[torch.Tensor] = []
         for parameters in _by_who_checks(optimizer_parameters(optimizer)):
-            if is_given_closure(args, kwargs):
+            if given_closure(args, kwargs) is not None:
                 may_overflow += parameters
                 continue
             gradients = [p.grad for p in parameters if p.grad is not None]
@@ -95,7 +95,7 @@ class _StepCheck:
         before.restore()
         self._operator._lockstep.steps_taken_back += 1
         rates = ", ".join(f"{rate:g}" for rate in _learning_rates(optimizer))
-        has_closure = is_given_closure(args, kwargs)
+        has_closure = given_closure(args, kwargs) is not None
         raise self._error(
             "a step put NaN or infinity into the weights, which are as they were before it",
             f"{self._format_names(found)}; learning rate {rates or 'unknown'}",

@@ -52,7 +52,7 @@ def compare_optimizers(group: Group, registered: TrainingParts) -> None:
 
 def _description(registered: TrainingParts) -> list[str]:
     """One line for each parameter group and scheduler: the settings that its steps depend on."""
-    names = {id(parameter): name for name, parameter in registered.named_parameters().items()}
+    names = registered.names_of_parameters()
     lines: list[str] = []
     for number, optimizer in enumerate(registered.optimizers):
         lines.append(f"optimizer {number}: {type(optimizer).__name__}")

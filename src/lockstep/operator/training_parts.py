@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -164,10 +165,13 @@ class TrainingParts:
                 names.setdefault(parameter, f"{position}.{name}")
         return {name: parameter for parameter, name in names.items()}
 
+    def names_of_parameters(self) -> dict[int, str]:
+        """The names that `named_parameters` has, by the parameter's ``id``."""
+        return {id(parameter): name for name, parameter in self.named_parameters().items()}
+
     def trained_parameters(self) -> TrainedParameters:
         """Which parameters train as things stand."""
-        named = self.named_parameters()
-        names = {id(parameter): name for name, parameter in named.items()}
+        named, names = self.named_parameters(), self.names_of_parameters()
         groups = [
             [[names.get(id(each), "?") for each in group["params"]] for group in groups]
             for groups in (optimizer.param_groups for optimizer in self.optimizers)
@@ -195,6 +199,17 @@ class TrainingParts:
     def set_training(self, training: bool) -> None:
         for module in self.modules():
             module.train(training)
+
+    @contextmanager
+    def in_evaluation(self) -> Iterator[None]:
+        """Inside, modules are in evaluation mode; afterwards each is in its former mode."""
+        modes = [(each, each.training) for module in self.modules() for each in module.modules()]
+        self.set_training(False)
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
 
 
 def without_wrapper(model: nn.Module) -> nn.Module:

@@ -113,13 +113,6 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
-def is_given_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's step with these arguments of its hook will call a closure."""
-    # The hooks of some versions of torch are given the optimizer among the arguments.
-    given = [each for each in (*args, kwargs.get("closure")) if each is not None]
-    return any(callable(each) and not isinstance(each, torch.optim.Optimizer) for each in given)
-
-
 def given_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
     """The closure among these arguments of an optimizer's hook; None: the step has none."""
     # Bound methods of a patched `step` pass the optimizer itself as the first argument.

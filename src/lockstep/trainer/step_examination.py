@@ -172,7 +172,12 @@ class StepExamination(StepInspection):
             return
         try:
             beside_step = operator._lockstep.step_actions.beside_step()
-            with beside_step, _in_evaluation(operator), torch.no_grad():
+            with (
+                beside_step,
+                registered_parts(operator).in_evaluation(),
+                preserve_state(operator),
+                torch.no_grad(),
+            ):
                 rows = num_rows(batch, shard)
                 for row in range(rows):
                     part = slice_rows(batch, slice(row, row + 1), shard.num_samples)
@@ -190,21 +195,6 @@ class StepExamination(StepInspection):
         number = self._num_losses[step]
         self._num_losses[step] += 1
         return next(islice(operator._lockstep.global_batch.shards, number, None), None)
-
-
-@contextmanager
-def _in_evaluation(operator: Any) -> Iterator[None]:
-    """Evaluation mode; what a forward changes is put back."""
-    modules = [each for module in registered_parts(operator).modules() for each in module.modules()]
-    modes = [module.training for module in modules]
-    try:
-        for module in modules:
-            module.training = False
-        with preserve_state(operator):
-            yield
-    finally:
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode
 
 
 def _copied(leaf: Any) -> Any:
@@ -282,12 +272,12 @@ def outstanding_layers(
     others = [each.norms for each in steps if each is not at and each.norms]
     found: list[tuple[str, float, float | None]] = []
     for layer, norm in at.norms.items():
-        usual = middle_of([each.get(layer, 0.0) for each in others])
+        usual = finite_median([each.get(layer, 0.0) for each in others])
         found.append((layer, norm, norm / usual if usual else None))
     return sorted(found, key=lambda each: -_orderable(each[1] if each[2] is None else each[2]))
 
 
-def middle_of(values: Sequence[float]) -> float:
-    """The median of the finite ones; zero of none."""
+def finite_median(values: Sequence[float]) -> float:
+    """The median of the finite values; 0.0 if no value is finite."""
     finite = [value for value in values if math.isfinite(value)]
     return median(finite) if finite else 0.0

@@ -12,7 +12,7 @@ import torch
 from lockstep.content_digest import content_digest
 from lockstep.randomness import RandomState, preserve_rng_state
 from lockstep.sync import is_local
-from lockstep.sync.optimizer_inspection import is_given_closure, optimizer_parameters
+from lockstep.sync.optimizer_inspection import given_closure, optimizer_parameters
 from lockstep.worker.state_dict import copy_to_cpu
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class OptimizerRecorder:
         self, operator: TrainingOperator, run: TrainingParts, hooks: OptimizerStepHooks
     ) -> None:
         self._operator = operator
-        self._names = parameter_names(run)
+        self._names = user_names(run)
         self._current = StepRecord()
         hooks.add(before=self._before, after=self._after)
         linear = set()
@@ -73,14 +73,14 @@ class OptimizerRecorder:
     def _before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if not is_given_closure(args, kwargs):
+        if given_closure(args, kwargs) is None:
             self._record(optimizer)
 
     def _after(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         # A closure computes the gradients inside the step.
-        if is_given_closure(args, kwargs):
+        if given_closure(args, kwargs) is not None:
             self._record(optimizer)
 
     def _record(self, optimizer: torch.optim.Optimizer) -> None:
@@ -100,7 +100,7 @@ class OptimizerRecorder:
                 yield self._names[id(parameter)][1], parameter
 
 
-def parameter_names(run: TrainingParts) -> dict[int, tuple[torch.Tensor, str]]:
+def user_names(run: TrainingParts) -> dict[int, tuple[torch.Tensor, str]]:
     """The parameters that workers share, by identity, each with the name that a user knows."""
     count = len(run.models)
     prefixes = [""] if count == 1 else [f"models[{number}]." for number in range(count)]

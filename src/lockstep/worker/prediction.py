@@ -7,7 +7,6 @@ restored. No rank waits for another.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
     from lockstep.data import LoadedPart, ShardAssignment, Step
     from lockstep.operator import TrainingOperator
-    from lockstep.operator.training_parts import TrainingParts
     from lockstep.worker.worker import Worker
 
 _CPU = torch.device("cpu")
@@ -70,7 +68,7 @@ def predict(worker: Worker, loader: Any) -> list[Prediction]:
             preserve_rng_state(),
             worker.arithmetic(),
             torch.no_grad(),
-            _eval_mode(run),
+            run.in_evaluation(),
             operator._lockstep_predicting(),
             explain_mixed_tensors(operator),
         ):
@@ -117,15 +115,3 @@ def _to_sendable(leaf: Any) -> Any:
     # A view keeps the whole of its storage, also in another process and in the user's list.
     is_part = moved.layout == torch.strided and moved.untyped_storage().nbytes() > moved.nbytes
     return moved.clone() if is_part else moved
-
-
-@contextmanager
-def _eval_mode(run: TrainingParts) -> Iterator[None]:
-    """Inside, modules are in evaluation mode; afterwards each is in its former mode."""
-    modes = [(each, each.training) for module in run.modules() for each in module.modules()]
-    run.set_training(False)
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -52,7 +52,7 @@ class SavedGradients:
         shared, local = state.get(GRADIENTS, {}), (state.get("local") or {}).get(GRADIENTS, {})
         if not shared and not local:
             return None
-        names = {id(parameter): name for name, parameter in run.named_parameters().items()}
+        names = run.names_of_parameters()
 
         def saved(parameter: nn.Parameter) -> torch.Tensor | None:
             # The program that wrote the state may have marked others as each rank's own.
@@ -67,7 +67,7 @@ class SavedGradients:
         Args:
             local: those of parameters that are each rank's own, or those of all others.
         """
-        names = {id(parameter): name for name, parameter in run.named_parameters().items()}
+        names = run.names_of_parameters()
         return {
             names[id(parameter)]: gradient
             for parameter, gradient in zip(run.parameters(), self.gradients, strict=True)
