@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.errors import WrongTypeError
-from lockstep.worker import Worker, discard_trace, position, start_tracing, stop_tracing
+from lockstep.worker import Worker, discard_trace, run_counts, start_tracing, stop_tracing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,7 +46,7 @@ def trace_workers(workers: WorkerCalls, profile: Profile, name: str) -> Iterator
         workers.defer(Worker.call.with_args(discard_trace))
         raise
     traces = workers.call(Worker.call.with_args(stop_tracing))
-    step = workers.call_rank_0(position.with_args()).steps
+    step = workers.call_rank_0(run_counts.with_args()).steps
     for rank, trace in enumerate(traces):
         if trace is not None:
             # TensorBoard's profiler, Perfetto and chrome://tracing open it by this name.

@@ -27,8 +27,8 @@ from lockstep.worker import (
     add_every_rank,
     begin_load,
     hold_part,
-    position,
     receive_state,
+    run_counts,
 )
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class StateTransfer:
 
     def _state_of_rank_0(self, call: RemoteCall[Worker, dict[str, Any]]) -> dict[str, Any]:
         spec = self._workers.spec
-        if spec.options.sync != "fsdp" or spec.num_workers == 1:
+        if not spec.saves_parts:
             return self._workers.call_rank_0(call)
         state = self._workers.call(Worker.gathered_state_dict.with_args())[0]
         assert state is not None, "rank 0 answers"
@@ -93,7 +93,7 @@ class StateTransfer:
     def models(self) -> nn.Module | list[nn.Module]:
         """See `TorchTrainer.get_model`."""
         spec = self._workers.spec
-        if spec.options.sync != "fsdp" or spec.num_workers == 1:
+        if not spec.saves_parts:
             return self._workers.call_rank_0(Worker.models.with_args())
         needed, available = self._workers.call_rank_0(Worker.room_for_models.with_args())
         _refuse_large(needed, available)
@@ -142,7 +142,7 @@ class StateTransfer:
         Training leads from a checkpoint to later states, and what other calls change it does not.
         """
         if self._workers.may_have_changed and self._disk.keeps_checkpoints:
-            step = self._workers.call_rank_0(position.with_args()).steps
+            step = self._workers.call_rank_0(run_counts.with_args()).steps
             self._disk.renew(step, self.snapshot)
         self._workers.may_have_changed = False
 

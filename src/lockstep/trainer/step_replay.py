@@ -27,7 +27,7 @@ from lockstep.trainer.record_listener import ON_LOAD, RecordListener
 from lockstep.trainer.run_log import MOST_CHECKSUMS, describe_machine, step_line
 from lockstep.trainer.step_differences import LineComparison, StepDifference, compare_lines
 from lockstep.trainer.step_inspection import StepInspection
-from lockstep.worker import position, weight_names
+from lockstep.worker import run_counts, weight_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -250,7 +250,7 @@ def _place_of(logged: LoggedRun, step: int) -> tuple[int, int]:
 
 
 def _epochs_finished(trainer: Any) -> int:
-    finished: int = trainer._workers.call_rank_0(position.with_args()).epochs_finished
+    finished: int = trainer._workers.call_rank_0(run_counts.with_args()).epochs_finished
     return finished
 
 

@@ -17,7 +17,7 @@ from lockstep.trainer.refused_calls import (
     workers_ended_error,
 )
 from lockstep.trainer.shadow_summary import ShadowSummary
-from lockstep.worker import Worker, position
+from lockstep.worker import Worker, run_counts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -145,7 +145,7 @@ class WorkerCalls:
 
     def summary(self) -> dict[str, Any]:
         """See `TorchTrainer.status`."""
-        epoch, finished, step = self.call_rank_0(position.with_args())
+        epoch, finished, step = self.call_rank_0(run_counts.with_args())
         status = self.open_engine().status()
         return {
             "workers": status.workers,

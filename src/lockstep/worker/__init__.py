@@ -21,7 +21,7 @@ from lockstep.worker.memory_recovery import (
 )
 from lockstep.worker.parity_trial import Trial, verify
 from lockstep.worker.per_rank_state import add_every_rank
-from lockstep.worker.position_queries import items_ahead, position, samples_of, steps_per_epoch
+from lockstep.worker.position_queries import items_ahead, run_counts, samples_of, steps_per_epoch
 from lockstep.worker.prediction import Prediction, predict
 from lockstep.worker.process_group import Rendezvous, arrival_key
 from lockstep.worker.progress import ProgressReport, progress_of, rows_after
@@ -87,7 +87,6 @@ __all__ = [
     "join",
     "leave_broken_group",
     "module_prefix",
-    "position",
     "predict",
     "progress_of",
     "read_rows",
@@ -96,6 +95,7 @@ __all__ = [
     "replay",
     "report_of_lost_worker",
     "rows_after",
+    "run_counts",
     "samples_of",
     "start_tracing",
     "status_of",

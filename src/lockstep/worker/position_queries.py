@@ -23,7 +23,7 @@ class RunCounts(NamedTuple):
 
 
 @remote_method(Communication.NONE, OnFailure.REPEAT)
-def position(worker: Worker) -> RunCounts:
+def run_counts(worker: Worker) -> RunCounts:
     """How far the run has come."""
     steps = worker.operator._lockstep.committed
     return RunCounts(worker.epochs_entered, worker.epochs_finished, steps)

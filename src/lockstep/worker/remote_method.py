@@ -6,7 +6,7 @@ with `remote_method`. The decorator says, at the function, how ranks wait for ea
 what follows a failure. The driver names the function itself::
 
     engine.call(Worker.train.with_args(request))  # a list with a Report of each rank
-    engine.call_rank(0, position.with_args())
+    engine.call_rank(0, run_counts.with_args())
 
 so a misspelt method, argument or result is an error of the type checker, and an editor goes to the
 definition. A call crosses processes as the function's module and qualified name, and its arguments.

@@ -18,8 +18,8 @@ from lockstep.worker import (
     Worker,
     join,
     leave_broken_group,
-    position,
     predict,
+    run_counts,
     verify,
 )
 
@@ -36,7 +36,7 @@ REQUEST = LoopRequest("train", 3, False, {})
         leave_broken_group,
         verify,
         predict,
-        position,
+        run_counts,
     ],
 )
 def test_a_remote_method_travels_as_a_reference(method: RemoteMethod) -> None:
@@ -57,9 +57,9 @@ def test_a_call_goes_to_the_function_with_its_arguments() -> None:
 
     worker = Counted()
     worker.operator = Operator()  # type: ignore[attr-defined]
-    assert position.with_args().perform(worker) == (3, 2, 7)
+    assert run_counts.with_args().perform(worker) == (3, 2, 7)
     with pytest.raises(TypeError):
-        position.with_args("one too many").perform(worker)
+        run_counts.with_args("one too many").perform(worker)
 
 
 def test_a_method_is_bound_to_its_worker_as_any_other() -> None:
