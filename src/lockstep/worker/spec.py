@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from lockstep.data import split_batch_size
 from lockstep.errors import CheckpointError
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lockstep.operator import TrainingOperator
-
-_RECOVERABLE: Final = frozenset({"replicate", "ddp", "parameter_server", "fsdp"})
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,8 @@ class WorkerSpec:
             return "add_dist_sampler=False", "only each worker itself knows its part of the data"
         if options.sync == "fsdp" and self.memory_checkpoint_every is None:
             return "memory_checkpoint_every=None", "each worker alone has a part of the state"
-        if options.sync not in _RECOVERABLE:
-            return f"sync={options.sync!r}", "each worker alone has a part of the state"
+        if options.sync == "data_parallel":
+            return "sync='data_parallel'", "its replicas live in one process, and end with it"
         return None
 
     @property

@@ -380,6 +380,10 @@ class WithoutSetup(TrainingOperator):
             {"spare_workers": 1, "sync": "fsdp", "memory_checkpoint_every": None},
             "a spare worker cannot take over here",
         ),
+        (
+            {"spare_workers": 1, "sync": "data_parallel"},
+            "its replicas live in one process, and end with it",
+        ),
         ({"accumulate": 0}, "accumulate"),
         ({"audit": "loud"}, "audit"),
         ({"checkpoint_every": 5}, "checkpoint_dir"),
