@@ -46,7 +46,8 @@ def changes_since_setup(run: TrainingParts) -> dict[str, Any]:
 def _added_groups(run: TrainingParts, state: Mapping[str, Any], number: int) -> list[Sequence[str]]:
     """The names in the groups of an optimizer of `state` beyond those that `setup` makes here.
 
-    A later program may make in its `setup` what an earlier one has added.
+    This program's `setup` may already make groups that the saved run added later; those are not
+    added twice.
     """
     names = list(state[KEY]["added_groups"][number])
     saved = state["optimizers"][number].get("param_groups", [])

@@ -63,7 +63,7 @@ def replicate(
         After each backward outside ``no_sync``: the mean over ranks, or by weights.
 
     Collective:
-        Every rank. Blocks. Two small all-gathers, then broadcasts.
+        Every rank. Blocks. One small all-gather (more where the models differ), then broadcasts.
 
     Raises:
         ReplicasDifferError: the ranks' models differ; raised on all before any payload moves.
@@ -465,7 +465,7 @@ class GradientSync:
             None: gradients of an open window are dropped.
 
         Collective:
-            Every rank of `group`. Two small all-gathers.
+            Every rank of `group`. One small all-gather.
 
         Raises:
             ReplicasDifferError: the ranks' models differ.

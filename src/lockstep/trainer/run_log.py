@@ -245,7 +245,10 @@ def _operator(operator_cls: type) -> dict[str, Any]:
 
 
 def _hook(hook: Any) -> dict[str, Any]:
-    """Its name is the reason for having none, where it cannot be imported; {} without a hook."""
+    """`hook` and `hook_folder` of a hook that can be imported; else `hook` says why it cannot.
+
+    Empty without a hook.
+    """
     if hook is None:
         return {}
     name, place = _importable(hook)

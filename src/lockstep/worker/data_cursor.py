@@ -256,8 +256,8 @@ class Cursor:
         """
         total = self.source.steps_per_epoch
         is_end, is_exact = total is not None and index >= total, self.source.has_exact_length
-        # A position at the end from which nothing has been read: the pass that came to it has
-        # looked, and to look again would read the whole epoch.
+        # Nothing has been read from here: the pass that reached this end has read one step ahead
+        # already; reading ahead from here would read the whole epoch.
         if (total is not None and is_exact) or (is_end and self._steps is None):
             return is_end
         if self._ahead is None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each rank has of its own in a run's state: tensors that `lockstep.local` marks.
 
-A state holds rank 0's among the model's, as that of one process does, and every rank's beside it.
+In a state the model's tensors include rank 0's local ones, as in a state of one process;
+`local_by_rank` holds those of every rank.
 """
 
 from __future__ import annotations

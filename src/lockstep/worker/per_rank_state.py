@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a state holds of every rank beside what all ranks share, put together and taken apart."""
+"""Adds each rank's own entries (`operator`, `local`) to a state, and takes one rank's entries out
+again."""
 
 from __future__ import annotations
 

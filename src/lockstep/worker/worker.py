@@ -92,7 +92,8 @@ class Worker(StateAccess):
         incoming: its part of a state that is about to be loaded, if the driver has sent it.
         before_call: the state before a call of a user's `train_epoch`; None with `memory`.
         memory: its memory checkpoints; None where every rank has the whole state.
-        survivor: how far it was when it went back to a memory checkpoint; None once there again.
+        survivor: how far the run had come when it went back to a memory checkpoint; None once the
+            steps since then have been computed again.
         step_hooks: on the steps of its optimizers; None before `setup` has ended.
     """
 
