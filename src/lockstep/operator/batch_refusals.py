@@ -45,6 +45,16 @@ def weight_of_inner_backward(operator: Operator, shard: ShardBatch) -> int | Wei
     )
 
 
+def weight_without_sync_error(where: str, got: str) -> NotAvailableError:
+    """The error for a weight of the user's own where nobody would apply it."""
+    return NotAvailableError(
+        "a weight needs lockstep's synchronisation, which wrap_ddp=False turned off",
+        where=where,
+        got=got,
+        fix="TorchTrainer(..., wrap_ddp=True)",
+    )
+
+
 def refuse_norms_of_one_shard(operator: Operator) -> None:
     """Refuse layers that would normalise by one of several shards.
 

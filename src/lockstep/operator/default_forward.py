@@ -49,8 +49,7 @@ def default_loss(operator: Operator, batch: Any) -> tuple[torch.Tensor, Any, Any
             "the default compute_loss does not understand this batch",
             where=type(operator).__name__,
             expected="(*features, target)",
-            got=f"{type(batch).__name__}"
-            + (f" with keys {sorted(map(str, batch))}" if isinstance(batch, dict) else ""),
+            got=describe_value(batch),
             fix="override compute_loss(self, batch, batch_info)",
         )
     _refuse_criterion_reduction(operator, criterion)
@@ -93,15 +92,16 @@ def default_prediction(operator: Operator, batch: Any) -> Any:
             "the default predict_batch does not understand this batch",
             where=type(operator).__name__,
             expected="(*features, target), (feature,) or a tensor",
-            got=describe_value(batch)
-            + (f" with keys {sorted(map(str, batch))}" if isinstance(batch, dict) else ""),
+            got=describe_value(batch),
             fix="override predict_batch(self, batch, batch_info)",
         )
     return model(*(batch if len(batch) == 1 else batch[:-1]))
 
 
 def describe_value(value: Any) -> str:
-    """The type of `value` for a message; of a tensor the shape and dtype, too."""
+    """The type of `value` for a message; a tensor's shape and dtype, and a dict's keys, too."""
+    if isinstance(value, dict) and value:
+        return f"{type(value).__name__} with keys {sorted(map(str, value))}"
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return f"{type(value).__name__} of shape {tuple(value.shape)} and {value.dtype}"

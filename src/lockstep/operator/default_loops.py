@@ -21,10 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.errors import ConfigurationError, NonFiniteError, NotAvailableError, WrongTypeError
+from lockstep.errors import ConfigurationError, NonFiniteError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP, SCHEDULER_STEP_BATCH
 from lockstep.metrics import AverageMeterCollection, merge
-from lockstep.operator.batch_refusals import refuse_norms_of_one_shard, weight_of_inner_backward
+from lockstep.operator.batch_refusals import (
+    refuse_norms_of_one_shard,
+    weight_of_inner_backward,
+    weight_without_sync_error,
+)
 from lockstep.operator.criterion_targets import ignores_all
 from lockstep.operator.default_forward import (
     class_accuracy,
@@ -33,7 +37,7 @@ from lockstep.operator.default_forward import (
     require_single,
 )
 from lockstep.operator.default_loop_refusals import refuse_optimizers, warn_of_optimizers_left
-from lockstep.operator.loop_protocols import Operator, PassIterator, rank_and_step
+from lockstep.operator.loop_protocols import Operator, place_in_epoch, rank_and_step
 from lockstep.operator.preserved_state import preserve_state
 from lockstep.operator.registration import registered_parts, step_schedulers
 from lockstep.operator.shadow import ShardComputation
@@ -112,8 +116,7 @@ def train_epoch(
     refuse_optimizers(operator)
     recorder = _MetricsRecorder(state)
     with operator.timers.record("train_epoch"):
-        first_index = iterator.first_index if isinstance(iterator, PassIterator) else 0
-        for batch_idx, batch in enumerate(iterator, first_index):
+        for batch_idx, batch in enumerate(iterator, place_in_epoch(iterator)[0]):
             batch_info = {**info, "batch_idx": batch_idx, "global_step": operator.global_step}
             _record_shards(state, batch, batch_info)
             result = operator.train_batch(batch, batch_info)
@@ -253,9 +256,8 @@ def _shard_weights(operator: Operator, num_shards: int, *, is_shadowed: bool) ->
     state = operator._lockstep
     sync, global_batch = state.sync, state.global_batch
     is_whole = sync is None or not sync.units  # a forward that writes to a unit is refused
-    has_peers = sync is not None and sync.needs_guard
     # In a loop that takes plain batches a worker without samples computes a borrowed batch.
-    has_idle = has_peers and global_batch.has_empty_shards and not global_batch.is_joint
+    has_idle = state.has_peers and global_batch.has_empty_shards and not global_batch.is_joint
     return ShardWeights(
         state.in_place_writes,
         registered_parts(operator),
@@ -450,11 +452,7 @@ def backward(operator: Operator, loss: torch.Tensor, weight: float | None) -> No
     has_peers = state.context.world_size > 1 and state.registered is not None
     is_own = weight is not None and joint_batch is not None and weight != joint_batch.num_samples
     if has_peers and is_own:
-        raise NotAvailableError(
-            "a weight needs lockstep's synchronisation, which wrap_ddp=False turned off",
-            got=f"weight={weight}",
-            fix="TorchTrainer(..., wrap_ddp=True)",
-        )
+        raise weight_without_sync_error(rank_and_step(operator), f"weight={weight}")
     loss.backward()
 
 

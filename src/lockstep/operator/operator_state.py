@@ -246,3 +246,8 @@ class OperatorState:
     @property
     def sync(self) -> Synchroniser | None:
         return None if self.registered is None else self.registered.sync
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether batches of other workers count beside those of this one."""
+        return self.sync is not None and self.sync.needs_guard

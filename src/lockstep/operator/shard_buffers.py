@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from lockstep.sync import buffer_places
+from lockstep.sync import buffer_places, copy_buffers, put_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    import torch
     from torch import nn
 
     from lockstep.operator.shard_weights import ShardWeights
@@ -104,13 +103,10 @@ class ShardBuffers:
             self._sync.broadcast_buffers()
 
     def _copies(self) -> list[torch.Tensor | None]:
-        held = [place.tensor() for place in self._places]
-        return [None if buffer is None else buffer.detach().clone() for buffer in held]
+        return [value for _, value in copy_buffers(self._places)]
 
     def _put(self, values: list[torch.Tensor | None]) -> None:
-        with torch.no_grad():
-            for place, value in zip(self._places, values, strict=True):
-                place.put(value)
+        put_buffers(list(zip(self._places, values, strict=True)))
 
 
 class BufferSnapshot:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Final
 from lockstep.errors import (
     ConfigurationError,
     MixedWeightsError,
-    NotAvailableError,
     WeightError,
 )
 from lockstep.keys import NUM_SAMPLES, WEIGHT
 from lockstep.metrics.metric_values import addable, as_number, is_scalar
+from lockstep.operator.batch_refusals import weight_without_sync_error
 from lockstep.operator.criterion_targets import count_targets, is_counted
 
 if TYPE_CHECKING:
@@ -238,12 +238,7 @@ def _parse_weight(operator: Operator, given: Any) -> float:
         )
     state = operator._lockstep
     if state.sync is None and state.context.world_size > 1:
-        raise NotAvailableError(
-            "a weight needs lockstep's synchronisation, which wrap_ddp=False turned off",
-            where=where,
-            got=f"{BY_OWN} = {weight:g}",
-            fix="TorchTrainer(..., wrap_ddp=True)",
-        )
+        raise weight_without_sync_error(where, f"{BY_OWN} = {weight:g}")
     return weight
 
 

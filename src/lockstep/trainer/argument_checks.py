@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, TypeGuard, cast, get_args
 
 import torch
 
@@ -146,7 +146,7 @@ def check_workers(num_workers: Any, num_shards: Any, spare_workers: Any, min_wor
     )
 
 
-def is_int(value: Any) -> bool:
+def is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -10,6 +10,7 @@ from lockstep.data import RayBatches
 from lockstep.engine.dataset_streams import split_dataset
 from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.keys import BATCH_SIZE
+from lockstep.trainer.argument_checks import is_int
 from lockstep.worker import Worker
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def _check_dataset(dataset: Any, spec: WorkerSpec) -> RayBatches:
     if wanted.batch_size is None:
         wanted = replace(wanted, batch_size=spec.config.get(BATCH_SIZE))
     size = wanted.batch_size
-    if not isinstance(size, int) or isinstance(size, bool) or size < spec.num_shards:
+    if not is_int(size) or size < spec.num_shards:
         raise ConfigurationError(
             "how many rows make a global batch is not known, or they are too few",
             expected=f"an int, {spec.num_shards} or more: each shard gets a part",

@@ -68,7 +68,7 @@ class BatchIterator:
         self._num_open_samples: int | None = None
         own_loop = purpose == "train" and operator._lockstep_overrides(Operator.train_epoch)
         self._read_ahead: ReadAheadBatches | None = None
-        if own_loop and cursor.source.joint and self._has_peers:
+        if own_loop and cursor.source.joint and self._state.has_peers:
             self._read_ahead = ReadAheadBatches(partial(rank_and_step, operator))
         self._state.global_batch = GlobalBatchContext(
             reduction, purpose, read_ahead=self._read_ahead
@@ -230,12 +230,6 @@ class BatchIterator:
         )
         closes = is_full or is_left or self._cursor.ends_before(read.index + 1)
         return read.index == self._cursor.window_start, closes
-
-    @property
-    def _has_peers(self) -> bool:
-        """Whether batches of other workers count beside those of this one."""
-        sync = self._state.sync
-        return sync is not None and sync.needs_guard
 
     def _counts_samples(self) -> bool:
         return self._state.weighed_by.get(self._purpose) == BY_SAMPLES

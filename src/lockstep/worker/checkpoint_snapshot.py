@@ -16,7 +16,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.errors import NotAvailableError
-from lockstep.operator import TrainingOperator
 from lockstep.worker import state_broadcast
 from lockstep.worker.checkpoint_part import CheckpointPart
 from lockstep.worker.per_rank_state import add_every_rank
@@ -175,7 +174,7 @@ class SnapshotTaker:
             return False
         # The variables of a user's `train_epoch` cannot be copied between two batches, so
         # `after_call` takes the snapshot.
-        if self._worker.operator._lockstep_overrides(TrainingOperator.train_epoch):
+        if self._worker.has_own_epoch:
             return False
         self._copy()
         return True
@@ -197,8 +196,9 @@ class SnapshotTaker:
             As `before_batch`.
         """
         self._has_seen_step |= committed.has_stepped
-        has_own_epoch = self._worker.operator._lockstep_overrides(TrainingOperator.train_epoch)
-        if not self._is_due or not (has_own_epoch or self._is_settled_after_call(committed)):
+        if not self._is_due or not (
+            self._worker.has_own_epoch or self._is_settled_after_call(committed)
+        ):
             return False
         self._copy()
         return True

@@ -9,7 +9,6 @@ import torch
 from tests.unit.trainer.programs import Regression, trainer
 
 from lockstep.errors import NotAvailableError
-from lockstep.operator import TrainingOperator
 from lockstep.worker.checkpoint_snapshot import Snapshot, SnapshotTaker
 
 
@@ -52,15 +51,18 @@ def test_none_is_taken_behind_a_call_that_ends_within_a_window_of_the_loop(
     has_own_epoch, has_stepped
 ):
     """The gradients would not be in it; only a `train_epoch` knows whether it keeps any."""
-    overridden = TrainingOperator.train_epoch if has_own_epoch else TrainingOperator.train_batch
     operator = SimpleNamespace(
         _lockstep=SimpleNamespace(committed=5),
-        _lockstep_overrides=lambda method: method is overridden,
         _lockstep_overrides_loop=lambda: True,
     )
     spec = SimpleNamespace(checkpoint_every=5, num_workers=1, saves_parts=False)
     worker = SimpleNamespace(
-        spec=spec, operator=operator, rank=0, call_number=0, state_dict=lambda _: {"global_step": 5}
+        spec=spec,
+        operator=operator,
+        has_own_epoch=has_own_epoch,
+        rank=0,
+        call_number=0,
+        state_dict=lambda _: {"global_step": 5},
     )
     taker = SnapshotTaker(worker)
     taker._counted_to = 0
