@@ -16,12 +16,10 @@ from lockstep.errors import (
     CheckpointError,
     ConfigurationError,
 )
-from lockstep.operator import TrainingOperator
 from lockstep.trainer.argument_checks import require, require_count
 from lockstep.trainer.checkpoint_writer import CheckpointWriter
 from lockstep.trainer.run_log import RunLog
 from lockstep.trainer.snapshot_files import write_snapshot
-from lockstep.worker.checkpoint_snapshot import uncollectable_state_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -127,13 +125,10 @@ class CheckpointDirectory:
         Raises:
             CheckpointError: the state has fewer shards than there are workers, or the user said
                 another `num_shards` or `seed`.
-            NotAvailableError: `checkpoint_every` needs the states of all ranks at one step, and
-                with ``add_dist_sampler=False`` each rank counts its own steps.
         """
         if self.resume_state is not None:
             refuse_another_run(self.resume_state, explicit)
         spec = replace(spec, checkpoint_every=self.every)
-        _refuse_uncollectable_states(spec)
         if self.resume_state is None:
             return spec
         shards = spec.num_shards_of(self.resume_state, self._source)
@@ -238,16 +233,3 @@ def _check_arguments(folder: Any, every: Any, keep: Any, resume: Any) -> None:
                 got="checkpoint_dir=None",
                 fix='TorchTrainer(..., checkpoint_dir="checkpoints")',
             )
-
-
-def _refuse_uncollectable_states(spec: WorkerSpec) -> None:
-    """Operators' own states are collected when all ranks have counted the same steps.
-
-    Raises:
-        NotAvailableError: each rank counts its own steps.
-    """
-    counts_alone = spec.num_workers > 1 and not spec.options.add_dist_sampler
-    if spec.checkpoint_every is not None and counts_alone:
-        needed = spec.operator_cls._lockstep_overrides(TrainingOperator.state_dict)
-        if needed or spec.options.sync == "fsdp":
-            raise uncollectable_state_error()

@@ -29,16 +29,6 @@ if TYPE_CHECKING:
     from lockstep.worker.state_access import StateAccess
 
 
-def uncollectable_state_error() -> NotAvailableError:
-    """The error for a state of all ranks, where each rank counts its own steps."""
-    return NotAvailableError(
-        "checkpoints cannot be taken in the middle of training here",
-        got="add_dist_sampler=False, and a state that no rank knows alone",
-        cause="every rank has steps of its own, so there is none for all to stop at",
-        fix="leave checkpoint_every out, and call save(path) between calls",
-    )
-
-
 @dataclass(frozen=True)
 class Snapshot:
     """A copy of a run's state between two steps.
@@ -124,17 +114,21 @@ class SnapshotTaker:
         if self._counted_to is None or self._counted_to > self._committed:
             self._counted_to = self._committed
 
-    def begin_call(self) -> None:
-        """Count steps from here, at the beginning of a call.
+    def refuse_uncollectable_states(self) -> None:
+        """Refuse copies that all ranks take together, where each rank counts its own steps.
 
         Raises:
-            NotAvailableError: ranks that count their own steps would have to take a copy together.
+            NotAvailableError: `checkpoint_every` asks for such copies.
         """
         spec = self._worker.spec
         counts_alone = spec.num_workers > 1 and not spec.options.add_dist_sampler
         if spec.checkpoint_every is not None and counts_alone and self._needs_all_ranks:
-            raise uncollectable_state_error()
-        self.begin()
+            raise NotAvailableError(
+                "checkpoints cannot be taken in the middle of training here",
+                got="add_dist_sampler=False, and a state that no rank knows alone",
+                cause="every rank has steps of its own, so there is none for all to stop at",
+                fix="leave checkpoint_every out, and call save(path) between calls",
+            )
 
     def forget(self, last_known: int) -> None:
         """Restart the count, because ranks may have taken different snapshots before a recovery.

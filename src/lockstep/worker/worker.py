@@ -219,6 +219,8 @@ class Worker(StateAccess):
             returned = cast("Any", operator).setup(operator.config)
         run = registered_parts(operator)
         conclude_setup(operator, run, returned)
+        if not (is_trial or is_spare):
+            self.snapshots.refuse_uncollectable_states()
         open_step_log(operator, run, spec)
         if run.sync is not None and spec.num_workers > 1 and not is_spare:
             # `setup` may have changed weights after `register` on some ranks only.
@@ -459,7 +461,7 @@ class Worker(StateAccess):
         )
         if training:
             self.num_batches_to_recompute = 0
-            self.snapshots.begin_call()
+            self.snapshots.begin()
             state = self.operator._lockstep
             if state.step_log is not None:
                 state.step_log.begin_call(state.committed, request.rows_known)

@@ -42,7 +42,7 @@ def test_one_of_all_ranks_is_refused_where_each_counts_its_own_steps(keys):
     operator = SimpleNamespace(_lockstep=SimpleNamespace(committed=0))
     taker = SnapshotTaker(SimpleNamespace(spec=spec, operator=operator, per_rank_keys=keys))
     with pytest.raises(NotAvailableError) if keys else nullcontext():
-        taker.begin_call()
+        taker.refuse_uncollectable_states()
 
 
 @pytest.mark.parametrize("has_own_epoch", [False, True])
