@@ -4,7 +4,6 @@
 from lockstep.worker.call_outcome import Outcome, add_rank, failed_outcome, is_peer_lost
 from lockstep.worker.checkpoint_calls import begin_load, hold_part, read_rows, receive_state
 from lockstep.worker.checkpoint_part import PartOnDisk
-from lockstep.worker.checkpoint_snapshot import CheckpointOnDisk, Snapshot
 from lockstep.worker.group_rejoin import (
     Formation,
     join,
@@ -39,6 +38,7 @@ from lockstep.worker.report import (
     StartReport,
     report_of_lost_worker,
 )
+from lockstep.worker.snapshot import CheckpointOnDisk, Snapshot
 from lockstep.worker.spec import WorkerSpec
 from lockstep.worker.step_records import module_prefix, weight_names, weight_slots
 from lockstep.worker.survivor_state import RunPosition, SurvivorState

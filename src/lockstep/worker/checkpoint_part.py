@@ -14,15 +14,14 @@ import tempfile
 import threading
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from lockstep import checkpoint
 from lockstep.checkpoint.temporary_paths import held_path, remove_leftovers
-from lockstep.local_rows import LocalRows
 from lockstep.phases import Phase, in_phase
-from lockstep.tensor_tree import leaves_of
+from lockstep.worker.snapshot import Snapshot
 from lockstep.worker.state_dict import copy_own_rows
 from lockstep.worker.tensor_pool import TensorPool
 
@@ -45,28 +44,6 @@ class PartOnDisk(NamedTuple):
     sizes: dict[str, int] | None
 
 
-class _Held(NamedTuple):
-    """A part that waits to be written.
-
-    Attributes:
-        step: committed steps of the run.
-        state: as `StateAccess.own_state_dict` returns it.
-        pool: receives the memory of a copy when that has been written.
-    """
-
-    step: int
-    state: dict[str, Any]
-    pool: TensorPool | None
-
-    def give_back(self) -> None:
-        """Let another copy use the memory of this one."""
-        if self.pool is not None:
-            leaves = leaves_of(self.state)
-            self.pool.put_back(
-                [each.rows if isinstance(each, LocalRows) else each for each in leaves]
-            )
-
-
 class CheckpointPart:
     """The latest copies of a rank's part. The training thread takes them; another one writes them.
 
@@ -77,7 +54,7 @@ class CheckpointPart:
     def __init__(self, worker: StateAccess) -> None:
         self._worker = worker
         self._changed = threading.Condition()
-        self._held: list[_Held] = []
+        self._held: list[Snapshot] = []
         self._may_copy = False
         self._num_drops = 0
         self._files: dict[str, int] = {}
@@ -111,7 +88,7 @@ class CheckpointPart:
         step: int = state["global_step"]
         with self._changed:
             outdated = self._held[:-1]
-            self._held = [*self._held[-1:], _Held(step, state, pool)]
+            self._held = [*self._held[-1:], Snapshot(step, state, pool)]
             self._changed.notify_all()
         for each in outdated:
             each.give_back()
@@ -176,7 +153,8 @@ class CheckpointPart:
                 shutil.rmtree(here)  # open files stay readable
         return PartOnDisk(part, sizes)
 
-    def _write(self, held: _Held, folder: str) -> WrittenPart:
+    def _write(self, held: Snapshot, folder: str) -> WrittenPart:
+        assert held.state is not None, "a part is a state"
         own = self._worker.per_rank_keys
         try:
             return checkpoint.write_part(folder, held.state, self._worker.rank, own)

@@ -11,14 +11,14 @@ number that is equal on all ranks: the steps of the run.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import NotAvailableError
 from lockstep.worker import state_broadcast
 from lockstep.worker.checkpoint_part import CheckpointPart
 from lockstep.worker.per_rank_state import add_every_rank
+from lockstep.worker.snapshot import Snapshot
 from lockstep.worker.state_dict import copy_to_cpu
 from lockstep.worker.tensor_pool import TensorPool
 
@@ -27,37 +27,6 @@ if TYPE_CHECKING:
 
     from lockstep.worker.committed_counts import CommittedCounts
     from lockstep.worker.state_access import StateAccess
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A copy of a run's state between two steps.
-
-    Attributes:
-        step: global batches that the run has committed.
-        state: as `TorchTrainer.state_dict` returns it; None where each rank holds its part.
-        pool: receives the memory of the copy when the snapshot has been written.
-        call: of `train` in which the run came to this step, among all calls: after `load` a run may
-            come to a step again.
-    """
-
-    step: int
-    state: dict[str, Any] | None
-    pool: TensorPool | None = None
-    call: int = -1
-
-    def give_back(self) -> None:
-        """Let the next snapshot use the memory of this one, which has been written or left out."""
-        if self.pool is not None:
-            self.pool.put_back(self.state)
-
-
-class CheckpointOnDisk(NamedTuple):
-    """A snapshot of this run that has been written; `step` and `call` as a `Snapshot` has them."""
-
-    step: int
-    call: int
-    path: str
 
 
 class SnapshotTaker:

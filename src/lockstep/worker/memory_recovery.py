@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from lockstep.group import Group
     from lockstep.operator import TrainingOperator
-    from lockstep.worker.checkpoint_snapshot import CheckpointOnDisk
     from lockstep.worker.loop_run import LoopProgress
     from lockstep.worker.memory_checkpoint import (
         MemoryCheckpoint,
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
         Part,
         TrainCall,
     )
+    from lockstep.worker.snapshot import CheckpointOnDisk
     from lockstep.worker.survivor_state import RunPosition, SurvivorState
     from lockstep.worker.worker import Worker
 

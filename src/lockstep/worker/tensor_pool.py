@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from lockstep.local_rows import LocalRows
 from lockstep.tensor_copies import is_block
-from lockstep.tensor_tree import tensors_in
+from lockstep.tensor_tree import leaves_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
-
-    import torch
 
 
 class TensorPool:
@@ -41,7 +42,8 @@ class TensorPool:
     def put_back(self, state: Any) -> None:
         """Make the tensors of an unneeded state free."""
         # By identity: a tensor that occurs twice in a state must not become free twice.
-        tensors = {id(tensor): tensor for tensor in tensors_in(state)}
+        leaves = (leaf.rows if isinstance(leaf, LocalRows) else leaf for leaf in leaves_of(state))
+        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
         for tensor in tensors.values():
             if is_block(tensor):
                 self._free[_kind(tensor)].append(tensor)

@@ -9,7 +9,8 @@ import torch
 from tests.unit.trainer.programs import Regression, trainer
 
 from lockstep.errors import NotAvailableError
-from lockstep.worker.checkpoint_snapshot import Snapshot, SnapshotTaker
+from lockstep.worker.checkpoint_snapshot import SnapshotTaker
+from lockstep.worker.snapshot import Snapshot
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from lockstep.local_rows import LocalRows, first_row, rows_of
-from lockstep.worker.checkpoint_snapshot import CheckpointOnDisk
 from lockstep.worker.loop_run import LoopProgress, LoopRequest
 from lockstep.worker.memory_checkpoint import (
     MemoryCheckpoint,
@@ -18,6 +17,7 @@ from lockstep.worker.memory_checkpoint import (
     merge_parts,
 )
 from lockstep.worker.memory_recovery import find_restore, find_restores_on_disk
+from lockstep.worker.snapshot import CheckpointOnDisk
 from lockstep.worker.survivor_state import RunPosition, SurvivorState
 
 TENSORS = {
