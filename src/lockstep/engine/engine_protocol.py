@@ -107,10 +107,6 @@ class SnapshotFetcher(Protocol):
             timeout_s: how long to wait for a worker that may not answer any more.
         """
 
-    def end_stopped_workers(self) -> None:
-        """Call several times a second while the driver waits for workers outside of a call: end
-        those that have been stopped, or whose machines have not answered, for too long."""
-
     def drop(self) -> None:
         """Drop the copy that is still on its way, of steps that the run has left."""
 
@@ -175,6 +171,10 @@ class Engine(Protocol):
         Raises:
             CheckpointWriteError: a worker died meanwhile.
         """
+
+    def end_stopped_workers(self) -> None:
+        """Call several times a second while the driver waits for workers outside of a call: end
+        those that have been stopped, or whose machines have not answered, for too long."""
 
     def local_operator(self) -> TrainingOperator | None:
         """The operator of rank 0, if rank 0 lives in this process."""

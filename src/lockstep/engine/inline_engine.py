@@ -96,6 +96,9 @@ class InlineEngine:
     def write_parts(self, step: int, folder: str) -> list[WrittenPart] | None:
         raise AssertionError("one worker has the whole state")
 
+    def end_stopped_workers(self) -> None:
+        """Do nothing: the driver's process is the only one."""
+
     def local_operator(self) -> TrainingOperator | None:
         return self._worker.operator
 

@@ -76,7 +76,7 @@ class RayEngine:
 
     Attributes:
         workers: the processes of the workers.
-        end_stopped_workers: see `SnapshotFetcher`.
+        end_stopped_workers: see `Engine`.
     """
 
     def __init__(

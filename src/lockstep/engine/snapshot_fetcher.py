@@ -33,7 +33,7 @@ class RemoteSnapshotFetcher:
     Args:
         rank_0: returns the worker that takes snapshots now; None where no worker is left.
         to: receives the snapshots.
-        end_stopped_workers: see `SnapshotFetcher`.
+        end_stopped_workers: see `Engine`.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class RemoteSnapshotFetcher:
     ) -> None:
         self._rank_0 = rank_0
         self._to = to
-        self.end_stopped_workers = end_stopped_workers
+        self._end_stopped_workers = end_stopped_workers
         self._is_requested = False
         self._asked: Any = None
         self._asked_by_request = False  # and not because a copy may be due
@@ -90,7 +90,7 @@ class RemoteSnapshotFetcher:
 
     def _wait_and_receive(self, timeout_s: float | None) -> None:
         if timeout_s is None:
-            wait_for_answers([self._asked], self.end_stopped_workers)
+            wait_for_answers([self._asked], self._end_stopped_workers)
         self._receive(timeout_s)
 
     @reraise_keyboard_interrupt()

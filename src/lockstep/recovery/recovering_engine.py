@@ -87,7 +87,7 @@ class RecoveringEngine:
         self.workers = engine.workers
         limit = engine.spec.options.shadow_limit
         self._watchdog = Watchdog(engine.workers, hang_timeout_s, limit)
-        engine.end_stopped_workers = self._watchdog.end_stopped_workers
+        self.end_stopped_workers = engine.end_stopped_workers = self._watchdog.end_stopped_workers
         self._regrouping = Regrouping(engine, min_workers, self._watchdog)
         self._incidents: list[Incident] = []
         self._has_asked_to_leave = False

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from lockstep.engine import Engine
-    from lockstep.engine.engine_protocol import SnapshotFetcher
     from lockstep.worker import Snapshot
 
 _log = logging.getLogger("lockstep.checkpoint")
@@ -60,6 +59,7 @@ class CheckpointWriter:
 
     def __init__(self, write: Callable[[Snapshot], str], engine: Engine) -> None:
         self._write = write
+        self._engine = engine
         self._writing = threading.Lock()
         self._is_paused = False
         self._written: list[CheckpointOnDisk] = []
@@ -70,7 +70,7 @@ class CheckpointWriter:
         self._running: Future[None] | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._failure: _Failure | None = None
-        self._fetcher: SnapshotFetcher = engine.start_snapshot_fetcher(self)
+        self._fetcher = engine.start_snapshot_fetcher(self)
 
     @contextmanager
     def during_training(self, take_snapshot: Callable[[], Snapshot]) -> Iterator[None]:
@@ -208,7 +208,7 @@ class CheckpointWriter:
         # Kept until the next one: after Ctrl-C in here `finish_writing` still knows it.
         if self._running is not None:
             while not wait([self._running], _LOOK_EVERY_S).done:
-                self._fetcher.end_stopped_workers()  # they may be writing their parts
+                self._engine.end_stopped_workers()  # they may be writing their parts
             self._running.result()
         self._write_latest()  # of a snapshot that has no job
 

@@ -68,9 +68,6 @@ class SnapshotTaker:
     def finish(self, timeout_s: float | None = None) -> None:
         """Do nothing (see `SnapshotFetcher`): in the driver's process no snapshot is in transit."""
 
-    def end_stopped_workers(self) -> None:
-        """Do nothing (see `SnapshotFetcher`): the driver's process is the only one."""
-
     def drop(self) -> None:
         """Drop the copies that nobody has fetched or begun to write: the run leaves their steps."""
         self.part.drop()

@@ -40,11 +40,11 @@ def writer_to(folder):
         finish=lambda: None,
         request=lambda: None,
         drop=lambda: None,
-        end_stopped_workers=folder.end_stopped_workers,
     )
-    return CheckpointWriter(
-        folder.write, SimpleNamespace(start_snapshot_fetcher=lambda to: fetcher)
+    engine = SimpleNamespace(
+        start_snapshot_fetcher=lambda to: fetcher, end_stopped_workers=folder.end_stopped_workers
     )
+    return CheckpointWriter(folder.write, engine)
 
 
 def written_after(writer, *snapshots):
