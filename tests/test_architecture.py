@@ -317,8 +317,8 @@ def test_more_files_than_its_limit_are_found() -> None:
     )
     assert problems(page) == []
     longer = [
-        "`trainer.torch_trainer.TorchTrainer.load`",
         "`trainer.state_transfer.StateTransfer.read`",
+        "`trainer.checkpoint_directory.CheckpointDirectory.read`",
         "`checkpoint.open_checkpoint`",
         "`checkpoint.file_format.read_file`",
         "`checkpoint.file_format.write` (called by `trainer.snapshot_files.write_snapshot`)",

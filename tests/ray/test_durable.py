@@ -230,7 +230,7 @@ def test_a_copy_of_steps_that_the_run_has_left_is_not_written(tmp_path, is_on_it
         with pytest.raises(KeyboardInterrupt):
             trainer.train(num_steps=8)
         if is_on_its_way:
-            fetcher = trainer._writer._fetcher
+            fetcher = trainer._disk.writer._fetcher
             if fetcher._asked is None or ray.get(fetcher._asked) is None:
                 fetcher.poll()
             assert ray.get(fetcher._asked) is not None

@@ -46,6 +46,7 @@ class CheckpointDirectory:
         resume_state: the state to resume from; None for a fresh start.
         resumes_own: the run goes on from one of the checkpoints in `folder`, and so with the run
             that has written them.
+        writer: writes the checkpoints of the workers; None without a directory.
 
     Raises:
         ConfigurationError: arguments that do not fit together; the directory holds checkpoints
@@ -61,10 +62,10 @@ class CheckpointDirectory:
         self.resume_state: dict[str, Any] | None = None
         self.resumes_own = False
         self._rotation: Rotation | None = None
-        self._writer: CheckpointWriter | None = None
+        self.writer: CheckpointWriter | None = None
         self._lock: DirectoryLock | None = None
         if folder is not None:
-            self._rotation = Rotation(os.path.abspath(folder), keep, self._read)
+            self._rotation = Rotation(os.path.abspath(folder), keep, self.read)
             self._rotation.prepare_folder()
             self._lock = lock_directory(self._rotation.folder)
         self._source = self._find(resume)
@@ -98,7 +99,7 @@ class CheckpointDirectory:
         if resume is None:
             self._refuse_to_mix()
         elif resume != "auto":
-            self.resume_state = self._read(resume)
+            self.resume_state = self.read(resume)
             return str(os.fspath(resume))
         elif self._rotation is not None and (newest := self._rotation.read_newest()) is not None:
             path, self.resume_state = newest
@@ -134,21 +135,21 @@ class CheckpointDirectory:
         shards = spec.num_shards_of(self.resume_state, self._source)
         return replace(spec, num_shards=shards, seed=self.resume_state.get("seed", spec.seed))
 
-    def _read(self, path: str) -> dict[str, Any]:
+    def read(self, path: str) -> dict[str, Any]:
+        """The state that is at `path`, in the directory or elsewhere."""
         # Under fsdp each worker reads its rows: the whole state may fit nowhere.
         return checkpoint.open_checkpoint(path) if self._sync == "fsdp" else checkpoint.read(path)
 
-    def start_writer(self, engine: Engine) -> CheckpointWriter | None:
-        """What writes the checkpoints of the workers; None without a directory."""
+    def start_writer(self, engine: Engine) -> None:
+        """Start to write the checkpoints of the workers, if there is a directory."""
         if self._rotation is not None:
             write = partial(self.write, write_parts=engine.write_parts)
-            self._writer = CheckpointWriter(write, engine)
-        return self._writer
+            self.writer = CheckpointWriter(write, engine)
 
     def go_on_from(self, step: int) -> None:
         """Note that the run goes on from a state of `step` that was loaded."""
-        if self._rotation is not None and self._writer is not None:
-            self._writer.go_on_from(step)
+        if self._rotation is not None and self.writer is not None:
+            self.writer.go_on_from(step)
             self._rotation.go_on_from(step)
 
     @property
@@ -164,22 +165,25 @@ class CheckpointDirectory:
         checkpoint stays until then. A failure is that of the next call which trains.
         """
         assert self._rotation is not None, "the run keeps checkpoints"
-        assert self._writer is not None, "`start_writer` comes first"
-        if self._writer.latest_step != step and not self._rotation.is_newest(step):
+        assert self.writer is not None, "`start_writer` comes first"
+        if self.writer.latest_step != step and not self._rotation.is_newest(step):
             return
-        self._writer.wait()
+        self.writer.wait()
         if self._rotation.is_newest(step):
-            self._writer.write_now(take_snapshot())
+            self.writer.write_now(take_snapshot())
 
     def write(self, snapshot: Snapshot, write_parts: WriteParts) -> str:
         """Write a checkpoint, and let go of the oldest; returns its path."""
         assert self._rotation is not None, "`start_writer` makes no writer without a directory"
-        write = partial(
-            write_snapshot, snapshot, in_shards=self._sync == "fsdp", write_parts=write_parts
-        )
-        path = self._rotation.write(snapshot.step, write)
+        path = self._rotation.write(snapshot.step, partial(self.write_to, snapshot, write_parts))
         _log.info("step %d is safe: %s", snapshot.step, path)
         return path
+
+    def write_to(self, snapshot: Snapshot, write_parts: WriteParts, path: str) -> str:
+        """Write `snapshot` to `path`, in the directory or elsewhere; returns `path`."""
+        return write_snapshot(
+            snapshot, path, in_shards=self._sync == "fsdp", write_parts=write_parts
+        )
 
     def close(self, *, raises: bool) -> None:
         """End the thread that writes, and leave the directory to other programs.
@@ -188,8 +192,8 @@ class CheckpointDirectory:
             CheckpointWriteError: `raises`, and the latest checkpoint could not be written.
         """
         try:
-            if self._writer is not None:
-                self._writer.close(raises=raises)
+            if self.writer is not None:
+                self.writer.close(raises=raises)
         finally:
             self._lock = None
 

@@ -148,7 +148,7 @@ class CheckpointWriter:
             waiting, self._waiting = self._waiting, None
         if waiting is not None:
             waiting.give_back()
-        self._wait()
+        self.finish()
 
     def note_failure(self, error: Exception) -> None:
         """Note that a checkpoint was lost on its way here; that of a later copy makes up for it."""
@@ -212,17 +212,12 @@ class CheckpointWriter:
             self._running.result()
         self._write_latest()  # of a snapshot that has no job
 
-    def _wait(self) -> Exception | None:
-        """Wait for all writes; return why the latest checkpoint is missing, once."""
+    def finish(self) -> CheckpointWriteError | None:
+        """Wait for all writes; return the error of the latest checkpoint, if it failed, once."""
         self.wait()
         with self._lock:
             failure, self._failure = self._failure, None
-        return None if failure is None else failure.error
-
-    def finish(self) -> CheckpointWriteError | None:
-        """Wait for all writes; return the error of the latest checkpoint, if it failed."""
-        failure = self._wait()
-        return None if failure is None else _as_write_error(failure)
+        return None if failure is None else _as_write_error(failure.error)
 
     def result(self, result: Any) -> Any:
         """Wait for all writes of a call, and return the call's `result`.

@@ -20,7 +20,6 @@ from lockstep.host_memory import available_memory
 from lockstep.operator import TrainingOperator
 from lockstep.tensor_tree import leaves_of
 from lockstep.trainer.checkpoint_directory import refuse_another_run
-from lockstep.trainer.snapshot_files import write_snapshot
 from lockstep.worker import (
     Snapshot,
     Worker,
@@ -195,15 +194,12 @@ class StateTransfer:
 
     def _save(self, path: str) -> str:
         snapshot, engine = self.snapshot(), self._workers.open_engine()
-        in_shards = self._workers.spec.options.sync == "fsdp"
-        return write_snapshot(snapshot, path, in_shards=in_shards, write_parts=engine.write_parts)
+        return self._disk.write_to(snapshot, engine.write_parts, path)
 
     def read(self, path: str | os.PathLike[str]) -> None:
         """See `TorchTrainer.load`."""
         self._workers.open_engine()
-        in_shards = self._workers.spec.options.sync == "fsdp"
-        read = checkpoint.open_checkpoint if in_shards else checkpoint.read
-        self.load(read(os.fspath(path)))
+        self.load(self._disk.read(os.fspath(path)))
 
     def update_users_objects(self) -> None:
         """Load the trained state into the objects that the user gave to `from_model`."""

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from lockstep.parity import ParityReport
     from lockstep.trainer.callbacks import Callback
-    from lockstep.trainer.checkpoint_writer import CheckpointWriter
     from lockstep.trainer.profiler_traces import Profile
     from lockstep.trainer.step_replay import ReplayReport
 
@@ -208,9 +207,8 @@ class TorchTrainer:
         self._workers = WorkerCalls(spec, engine, self._steps.note_change)
         self._dataset = RayDatasetFeed()
         self._state = StateTransfer(self._workers, explicit, self._dataset, self._steps, disk)
-        self._writer: CheckpointWriter | None = None
         try:
-            self._writer = disk.start_writer(engine)
+            disk.start_writer(engine)
             self._state.resume()
             self._callbacks.start()
         except BaseException:
@@ -261,7 +259,7 @@ class TorchTrainer:
             self._steps.note_change(ON_RAY_DATASET)
         else:
             check_loader(self._workers, "train")
-        writer, update = self._writer, self._state.update_users_objects
+        writer, update = self._disk.writer, self._state.update_users_objects
         with nullcontext() if writer is None else writer.during_training(self._state.snapshot):
             self._state.renew_checkpoint()
             reports = run_loop(

@@ -319,7 +319,7 @@ def test_ctrl_c_as_a_changed_state_is_written_leaves_no_later_one_under_its_step
             one.train()
         one.apply_all_operators(fill_weights(2.0))
         may_write.set()
-        one._writer.wait()
+        one._disk.writer.wait()
         (weight, bias) = checkpoint.read(tmp_path / "step-0000000002.ckpt")["models"][0].values()
         assert not (weight == 2.0).any()
         assert not (bias == 2.0).any()
@@ -337,7 +337,7 @@ def test_a_failure_that_a_later_checkpoint_made_up_for_is_only_logged(
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with trainer(Freed, checkpoint_dir=tmp_path, checkpoint_every=2) as one:
-        writer = one._writer
+        writer = one._disk.writer
         little_room()
         one.train(num_steps=5)
     assert "could not be written" in caplog.text
