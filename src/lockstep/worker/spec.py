@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +11,10 @@ from lockstep.data import split_batch_size
 from lockstep.errors import CheckpointError
 from lockstep.keys import BATCH_SIZE
 from lockstep.operator import Options
-from lockstep.serialization import dumps_or_refuse
+from lockstep.serialization import dumps, dumps_or_refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from lockstep.operator import TrainingOperator
 
@@ -74,11 +74,11 @@ class WorkerSpec:
         Raises:
             NotPicklableError: names the argument that cannot be pickled, and the key of `config`.
         """
-        if isinstance(self.config, Mapping):
-            for key, value in self.config.items():
-                dumps_or_refuse(value, f"config[{key!r}]")
-        if self.initialization_hook is not None:
-            dumps_or_refuse(self.initialization_hook, "initialization_hook")
+        with suppress(Exception):
+            return dumps(self)
+        for key, value in self.config.items():
+            dumps_or_refuse(value, f"config[{key!r}]")
+        dumps_or_refuse(self.initialization_hook, "initialization_hook")
         dumps_or_refuse(self.operator_cls, f"the operator class {self.operator_cls.__name__}")
         return dumps_or_refuse(self, "the trainer's arguments")
 
