@@ -61,6 +61,7 @@ CAUGHT = {
 }
 
 
+@pytest.mark.slow
 def test_each_kind_of_leak_is_blamed_on_the_test_that_left_it(tmp_path: Path) -> None:
     shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
     (tmp_path / "test_leaking.py").write_text(LEAKING_TESTS)

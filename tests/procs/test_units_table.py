@@ -3,7 +3,6 @@
 
 import pytest
 import torch
-from tests.procs.pool import Pool
 from tests.torch_versions import needs_unit_hooks
 
 from lockstep.errors import (
@@ -15,7 +14,7 @@ from lockstep.errors import (
     UnitOrderError,
 )
 from ranks.divergent import DIVERGENT
-from ranks.table import SPLITS, cells, check, one_process, pairwise, put_together
+from ranks.table import SPLITS, cells, check, in_turn, one_process, put_together
 from ranks.table_operators import OPERATORS
 
 pytestmark = needs_unit_hooks
@@ -30,15 +29,8 @@ REFUSED = {
 }
 NAMES = tuple(name for name in OPERATORS if name not in REFUSED)
 AXES = (NAMES, tuple(SPLITS), (2, 3))
-QUICK = pairwise(*AXES)
-QUICK_COPIES = {(name, tuple(SPLITS)[n % len(SPLITS)]) for n, name in enumerate(NAMES)}
-
-
-@pytest.fixture(scope="module")
-def pool():
-    processes = Pool(4)
-    yield processes
-    processes.close()
+QUICK = in_turn(*AXES)
+QUICK_COPIES = in_turn(NAMES, tuple(SPLITS))
 
 
 @pytest.mark.timeout(120)

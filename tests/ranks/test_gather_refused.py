@@ -277,7 +277,13 @@ def test_a_second_differentiation(function):
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(each, id=name, marks=() if name == "gather" else pytest.mark.slow)
+        for name, each in FUNCTIONS.items()
+    ],
+)
 def test_a_rank_that_leaves_its_backward_out_is_named(function, size):
     """By the time-out of the group, which the others' backward is bounded by."""
 

@@ -219,8 +219,15 @@ def test_detach_leaves_plain_gradients_and_no_hooks():
         sync.reduce_pending()
 
 
-@pytest.mark.parametrize("bucket_cap_mb", [25, 0.01])
-@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize(
+    ("bucket_cap_mb", "is_frozen"),
+    [
+        (25, True),
+        (0.01, False),
+        pytest.param(25, False, marks=pytest.mark.slow),
+        pytest.param(0.01, True, marks=pytest.mark.slow),
+    ],
+)
 def test_models_that_are_dropped_without_detach_are_freed(bucket_cap_mb, is_frozen):
     """Also with several buckets, or a parameter that may be unfrozen: those need further hooks."""
     replicate(mlp()).detach()  # takes the hooks away that a sync of before may have left

@@ -74,6 +74,7 @@ def truth():
     return one_process()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", ["replicate", *OTHERS])
 def test_two_workers_average_what_one_process_averages(sync, truth, tmp_path):
     arguments = {"training_operator_cls": AveragedLoop, "num_workers": 2, "sync": sync}

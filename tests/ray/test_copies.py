@@ -226,6 +226,7 @@ def test_random_kills(seed):
     assert all(each["replayed"] <= 1 and each["same_bits"] for each in recoveries)
 
 
+@pytest.mark.slow
 def test_copies_that_setup_makes_different_are_refused_before_the_first_step():
     with pytest.raises(ReplicasDifferError, match="before the first step") as refused:
         in_copies(operator_cls=LoadsOnOneRank)
@@ -240,6 +241,7 @@ def test_windows_and_clips_of_copies_are_held_against_one_process():
         assert trainer.verify().ok
 
 
+@pytest.mark.slow
 def test_a_number_that_does_not_divide_the_workers_is_refused():
     with pytest.raises(ConfigurationError, match="dp_shard_size=2, 3 workers"):
         trainer_of(InShards, config={"dp_shard_size": 2})

@@ -41,6 +41,7 @@ def stay(operator):
     operator.leaves = False
 
 
+@pytest.mark.slow
 def test_the_call_ends_within_the_hang_timeout_and_the_run_goes_on():
     with TorchTrainer(
         training_operator_cls=LeavesAlone,

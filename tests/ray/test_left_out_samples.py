@@ -57,6 +57,7 @@ def test_a_rank_does_not_count_for_samples_that_its_batch_does_not_hold(operator
         trainer.train()
 
 
+@pytest.mark.slow
 def test_a_loss_with_a_weight_of_its_own_is_exact_without_them():
     model = net()
     optimizer = sgd(model)

@@ -65,6 +65,7 @@ def test_rank_0_dies_and_the_other_goes_on_alone_with_the_same_bits():
     assert recovery["same_bits"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 9])
 def test_what_a_loop_gathers_behind_its_step_is_gathered_again(step):
     """The others wait in the gather, and what it leads to has happened nowhere."""

@@ -47,6 +47,7 @@ def replayed(folder, step, operator_cls):
     return replay_run(make_trainer, folder=folder, step=step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", range(1, STEPS + 1))
 def test_each_step_has_the_bits_that_the_workers_had(run, step):
     report = replayed(run, step, Classifier)
@@ -89,12 +90,14 @@ def test_without_a_log_nothing_is_replayed():
         trainer.replay(1)
 
 
+@pytest.mark.slow
 def test_one_rank_hashes_the_weights(run):
     for step in LoggedRun.read(run).steps.values():
         parts = [part for part, _, _ in step.line["w"]]
         assert len(parts) == len(set(parts))
 
 
+@pytest.mark.slow
 def test_other_weights_are_not_the_same_bits(run):
     report = replayed(run, 3, Steeper)
     assert report.differences[0].step == 1

@@ -129,6 +129,7 @@ def check_a_failed_load_changes_nothing(two):
     assert two.apply_all_operators(lambda operator: operator.own["rank"]) == [0, 1]
 
 
+@pytest.mark.slow
 def test_workers_may_have_a_part_of_a_cpu_each():
     with start(DefaultLoop, num_cpus_per_worker=0.5) as two:
         assert two.apply_all_workers(torch.get_num_threads) == [1, 1]
@@ -198,6 +199,7 @@ def test_a_failing_step_beside_rank_0_in_the_driver():
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_no_local_operator_on_remote_workers_says_what_to_write():
     with (
         start(DefaultLoop, timeout_s=77) as two,

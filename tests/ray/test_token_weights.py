@@ -15,7 +15,7 @@ CONFIG = {BATCH_SIZE: BATCH}
 @pytest.mark.parametrize(
     ("operator", "num_workers", "arguments"),
     [
-        (Tokens, 2, {"accumulate": 3}),
+        pytest.param(Tokens, 2, {"accumulate": 3}, marks=pytest.mark.slow),
         (Tokens, 3, {"num_shards": 4, "reproducible": True}),
         pytest.param(Tokens, 4, {}, marks=pytest.mark.slow),
         pytest.param(OwnEpoch, 2, {}, marks=pytest.mark.slow),

@@ -261,6 +261,7 @@ class DiesWhileItWrites(InUnits):
             checkpoint.write_part = die_once
 
 
+@pytest.mark.slow
 def test_a_worker_dies_while_it_writes_its_part_and_all_write_again(tmp_path):
     config = {"died": tmp_path / "died"}
     with trainer(DiesWhileItWrites, config, num_workers=2, spare_workers=1) as run:
@@ -278,10 +279,15 @@ def test_a_worker_dies_while_it_writes_its_part_and_all_write_again(tmp_path):
     ("operator", "config", "options", "error", "words"),
     [
         (InUnits, {"ema": 0.9}, {}, NotAvailableError, "ema"),
-        (InUnits, {}, {"precision": "fp16"}, NotAvailableError, "fp16"),
-        (OwnValidation, {}, {}, NotAvailableError, "validate"),
-        (InUnits, {"shard": "halves"}, {}, ConfigurationError, "halves"),
-        (InUnits, {"shard": [nn.Conv2d]}, {}, ConfigurationError, "no submodule"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (InUnits, {}, {"precision": "fp16"}, NotAvailableError, "fp16"),
+                (OwnValidation, {}, {}, NotAvailableError, "validate"),
+                (InUnits, {"shard": "halves"}, {}, ConfigurationError, "halves"),
+                (InUnits, {"shard": [nn.Conv2d]}, {}, ConfigurationError, "no submodule"),
+            )
+        ),
     ],
 )
 def test_what_cannot_be_right_is_refused_at_the_start(operator, config, options, error, words):

@@ -72,7 +72,7 @@ def one_process(real, accumulate, epochs):
 
 
 KINDS = pytest.mark.parametrize("kind", ["stream", "sampler"])
-WORKERS = pytest.mark.parametrize("num_workers", [1, 2])
+WORKERS = pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 
 
 @KINDS

@@ -51,7 +51,8 @@ def test_a_run_goes_on_from_a_file(folder):
 
 
 @needs_unit_hooks
-@pytest.mark.parametrize("num_workers", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [2, 1])
 def test_a_run_goes_on_from_a_directory(folder, num_workers):
     with trainer(in_shards=True, sync="fsdp", num_workers=num_workers) as run:
         run.load(folder / "directory")

@@ -238,6 +238,7 @@ def test_weights_that_are_not_the_runs_are_no_difference_of_the_runs(
     assert any("B has not the bits of its log" in note for note in report.notes)
 
 
+@pytest.mark.slow
 def test_from_the_command_line(run, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "")  # and put back, whatever the command adds
     other = trained(tmp_path, momentum=0.8)

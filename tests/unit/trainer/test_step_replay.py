@@ -491,6 +491,7 @@ def test_loaders_that_each_worker_read_alone_are_said(tmp_path):
     assert any("a loader of its own" in reason for reason in report.reasons)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_program_that_trains_when_it_is_imported_is_refused(tmp_path):
     (tmp_path / "line.py").write_text(PROGRAM.replace('if __name__ == "__main__":', "if True:"))

@@ -291,6 +291,7 @@ def _draw(stderr):
     return subprocess.Popen([sys.executable, "-c", DRAWS], stderr=stderr, env=environment)
 
 
+@pytest.mark.slow
 def test_the_bar_shows_total_loss_and_speed_in_a_terminal():
     main, terminal = pty.openpty()
     termios.tcsetwinsize(main, (24, 120))  # tqdm draws nothing in a terminal without columns

@@ -64,7 +64,7 @@ def undisturbed(operator_cls, **arguments):
 
 
 @pytest.mark.parametrize("phase", BEFORE_THE_STEP)
-@pytest.mark.parametrize("action", ["raise", "interrupt"])
+@pytest.mark.parametrize("action", ["raise", pytest.param("interrupt", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "operator_cls",
     [
