@@ -97,7 +97,9 @@ class Seen:
     def coefficients(self) -> Numbers:
         """(K,), of all ranks, before a clip of the whole made all of them smaller."""
         assert self.mixing is not None
-        found: Numbers = self.mixing.coefficients.mean(axis=0) / self.clipped_by
+        # What is taken over from an earlier step, or from what torch does, was never clipped.
+        clipped_by = 1.0 if self.is_assumed else self.clipped_by
+        found: Numbers = self.mixing.coefficients.mean(axis=0) / clipped_by
         return found
 
     @cached_property
