@@ -302,6 +302,8 @@ class SharedTrack:
 
         All at once, or each parameter by itself: a model may be averaged piece by piece, in turn.
         """
+        if self._drifts_from_equal_gradients:
+            return False  # rounds are of ranks that step with gradients of their own
         if self.meets_again:
             return True
         apart: set[str] = set()
@@ -320,6 +322,19 @@ class SharedTrack:
             for shared in self.parameters
             if shared.name in apart
         )
+
+    @cached_property
+    def _drifts_from_equal_gradients(self) -> bool:
+        """Do equal replicas first come apart in a step in which all used the same gradients?"""
+        if self.counts_differ:
+            return False
+        names = {shared.name for shared in self.parameters}
+        for number in self.numbers:
+            if self.differences("entry", number):
+                return False
+            if self.differences("exit", number):
+                return self._same_to_the_bit("gradients", number) >= names
+        return False
 
     def _same_to_the_bit(self, kind: Kind, number: int) -> set[str]:
         """Names of parameters whose bits are equal on all ranks.
