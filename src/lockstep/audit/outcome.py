@@ -71,7 +71,7 @@ def summarise(findings: Sequence[Finding], world: World, world_size: int) -> dic
         "findings": [finding.as_dict() for finding in findings],
         "steps": world.steps,
         "world_size": max(world_size, world.size),
-        "failed": world.has_failed,
+        "failed": world.has_failed(),
         "unseen": world.unseen,
         "failed_rules": sorted({code for facts in world.facts for code in facts.failed_rules}),
         "lockstep": __version__,

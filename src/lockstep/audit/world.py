@@ -56,7 +56,7 @@ class World:
                 if track.count and track.parameters:
                     found.setdefault(track.key, {})[rank] = track
         whole = [SharedTrack(key, tracks, self.size) for key, tracks in found.items()]
-        is_cut_off = self.has_failed and not any(f.joins for f in self.facts)
+        is_cut_off = self.has_failed() and not any(f.joins for f in self.facts)
         described = [
             SharedTrack(t.key, t.tracks, self.size, apart_by_design(t, whole), is_cut_off)
             for t in whole
@@ -100,7 +100,6 @@ class World:
             and not tell_of_own_models(self.ledgers, self.tracks, track)
         ]
 
-    @property
     def trains_own_models(self) -> bool:
         """Does each rank train a model of its own?"""
         return not self.compared and any(len(track.ranks) > 1 for track in self.tracks)
@@ -120,7 +119,6 @@ class World:
     def started_group(self) -> bool:
         return any(ledger.started_group for ledger in self.ledgers.values())
 
-    @property
     def has_failed(self) -> bool:
         """Did a rank end with an exception or not at all, so that counts prove nothing?"""
         codes = [ledger.exit_code for ledger in self.ledgers.values()]
@@ -149,7 +147,6 @@ class World:
         made = {tuple(ranks) for facts in self.facts for ranks in facts.subgroups if ranks}
         return [list(ranks) for ranks in sorted(made) if 1 < len(ranks) < self.size]
 
-    @property
     def is_model_parallel(self) -> bool:
         """Ranks that share one sample's work read the same samples on purpose."""
         held = [p for led in self.ledgers.values() for t in led.tracks for p in t.parameters]

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 
-from lockstep.audit.rules.base import Code, at_step, first_of_each, named, numbers
+from lockstep.audit.rules.base import Code, Rule, at_step, first_of_each, named, numbers
 from lockstep.audit.rules.replicas import BEFORE, BETWEEN
+from lockstep.audit.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -25,21 +26,19 @@ if TYPE_CHECKING:
     from lockstep.audit.finding import Finding
     from lockstep.audit.prints import Fingerprint
     from lockstep.audit.shared_track import SharedTrack
-    from lockstep.audit.world import World
 
 _Seen = TypeVar("_Seen")
 
 MODE = Code("LS311", "ranks train in different modes")
 
 
-class Modes:
+def _look_at_modes(world: World) -> Iterable[Finding]:
     """Compares `training` of the parts of the module that each rank's backward was about."""
+    # The module is one, however many optimizers step its parameters.
+    return itertools.islice(first_of_each(world.compared, _mode_at_step), 1)
 
-    codes = (MODE,)
 
-    def judge(self, world: World) -> Iterable[Finding]:
-        # The module is one, however many optimizers step its parameters.
-        return itertools.islice(first_of_each(world.compared, _mode_at_step), 1)
+MODES = Rule((MODE,), _look_at_modes)
 
 
 def _mode_at_step(track: SharedTrack, number: int) -> Finding | None:
@@ -65,17 +64,14 @@ _NORMS_ALLOWED: Final = 1e-6
 _SAMPLES_ALLOWED: Final = 1e-5
 
 
-class Frozen:
+def _look_at_frozen(world: World) -> Iterable[Finding]:
     """Compares what all ranks called in a step and no optimizer holds."""
+    for found in itertools.islice(first_of_each(world.in_step, _frozen_at_step), 1):
+        # Where the replicas themselves differ, what follows them does too.
+        yield replace(found, optimizer="*")
 
-    codes = (BEFORE, BETWEEN)
 
-    def judge(self, world: World) -> Iterable[Finding]:
-        if world.is_model_parallel:
-            return
-        for found in itertools.islice(first_of_each(world.in_step, _frozen_at_step), 1):
-            # Where the replicas themselves differ, what follows them does too.
-            yield replace(found, optimizer="*")
+FROZEN = Rule((BEFORE, BETWEEN), _look_at_frozen, (World.is_model_parallel,))
 
 
 def _frozen_at_step(track: SharedTrack, number: int) -> Finding | None:
@@ -138,52 +134,51 @@ def _of_frozen(
 BUFFERS = Code("LS309", "ranks compute with different buffers")
 
 
-class Buffers:
+def _look_at_buffers(world: World) -> Iterable[Finding]:
     """Compares the buffers that gradients follow from, and those of an evaluation.
 
     Others differ in healthy runs.
     """
-
-    codes = (BUFFERS,)
-
-    def judge(self, world: World) -> Iterable[Finding]:
-        ledgers = world.ledgers
-        if len(ledgers) < 2 or world.trains_own_models:
+    ledgers = world.ledgers
+    if len(ledgers) < 2:
+        return
+    in_training = _used_in_training(world)
+    if in_training is not None:
+        yield in_training
+        return
+    evaluations = [led.evaluations for led in ledgers.values()]
+    for at_once in _kth_of_a_kind(evaluations, lambda x: (x.step, *x.names, *x.counts)):
+        first = at_once[0]
+        at_home = {name.rpartition(".")[0] for t in world.tracks for name in t.at_home}
+        different = [
+            index
+            for index in _different([each.buffers for each in at_once], first.counts)
+            if first.names[index].rpartition(".")[0] not in at_home
+        ]
+        if different:
+            names = [first.names[i] for i in different]
+            norms = [float(each.buffers.norms[different[0]]) for each in at_once]
+            yield BUFFERS.finding(
+                f"after step {first.step} the ranks evaluated {first.module} with "
+                f"different {named(names)}: each has another model",
+                "evaluate through the wrapper (it broadcasts rank 0's buffers), use "
+                "SyncBatchNorm, or evaluate on one rank",
+                rank=sorted(ledgers),
+                optimizer="*",
+                step=first.step or None,
+                parameters=names,
+                evidence={"norms": dict(zip(ledgers, norms, strict=True))},
+                where=first.where,
+            )
             return
-        in_training = _used_in_training(world)
-        if in_training is not None:
-            yield in_training
-            return
-        evaluations = [led.evaluations for led in ledgers.values()]
-        for at_once in _kth_of_a_kind(evaluations, lambda x: (x.step, *x.names, *x.counts)):
-            first = at_once[0]
-            at_home = {name.rpartition(".")[0] for t in world.tracks for name in t.at_home}
-            different = [
-                index
-                for index in _different([each.buffers for each in at_once], first.counts)
-                if first.names[index].rpartition(".")[0] not in at_home
-            ]
-            if different:
-                names = [first.names[i] for i in different]
-                norms = [float(each.buffers.norms[different[0]]) for each in at_once]
-                yield BUFFERS.finding(
-                    f"after step {first.step} the ranks evaluated {first.module} with "
-                    f"different {named(names)}: each has another model",
-                    "evaluate through the wrapper (it broadcasts rank 0's buffers), use "
-                    "SyncBatchNorm, or evaluate on one rank",
-                    rank=sorted(ledgers),
-                    optimizer="*",
-                    step=first.step or None,
-                    parameters=names,
-                    evidence={"norms": dict(zip(ledgers, norms, strict=True))},
-                    where=first.where,
-                )
-                return
+
+
+BUFFERS_IN_USE = Rule((BUFFERS,), _look_at_buffers, (World.trains_own_models,))
 
 
 def _used_in_training(world: World) -> Finding | None:
     """The first buffers that began the same on all ranks, differ, and have gradients follow."""
-    if world.is_model_parallel or not world.in_step:
+    if world.is_model_parallel() or not world.in_step:
         return None
     at_home = {name.rpartition(".")[0] for t in world.tracks for name in t.at_home}
     used_buffers = [led.buffers_used for led in world.ledgers.values()]

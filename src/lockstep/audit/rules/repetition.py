@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lockstep.audit.finding import SEVERITIES
-from lockstep.audit.rules.base import Code
+from lockstep.audit.rules.base import Code, Rule
+from lockstep.audit.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from lockstep.audit.facts import Draws, Step
     from lockstep.audit.finding import Finding, Place, Severity
     from lockstep.audit.shared_track import SharedTrack
-    from lockstep.audit.world import World
 
 RANDOM = Code("LS507", "the same random numbers on all ranks", "notice")
 INPUTS = Code("LS508", "the same inputs on all ranks", "notice")
@@ -33,20 +33,17 @@ _NUMBERS = 8
 """A few may agree by chance, or for other reasons."""
 
 
-class Repetition:
+def _look(world: World) -> Iterable[Finding]:
     """Compares what was drawn and the models' inputs, step by step."""
-
-    codes = (RANDOM, INPUTS)
-
-    def judge(self, world: World) -> Iterable[Finding]:
-        if world.is_model_parallel or world.sync_of_lockstep():
+    for track in world.compared:
+        noise = _same_draws(track) or _same_draws_of_numpy(track)
+        found = [f for f in (noise, _same_inputs(track)) if f is not None]
+        yield from (replace(f, optimizer=track.first.key_of_all) for f in found)
+        if found:
             return
-        for track in world.compared:
-            noise = _same_draws(track) or _same_draws_of_numpy(track)
-            found = [f for f in (noise, _same_inputs(track)) if f is not None]
-            yield from (replace(f, optimizer=track.first.key_of_all) for f in found)
-            if found:
-                return
+
+
+REPETITION = Rule((RANDOM, INPUTS), _look, (World.is_model_parallel, World.sync_of_lockstep))
 
 
 def _same_draws(track: SharedTrack) -> Finding | None:
