@@ -9,15 +9,16 @@ one.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
     from lockstep.audit.facts import Parameter, Step, Track
     from lockstep.audit.prints import Fingerprint
@@ -36,6 +37,23 @@ EPSILON: Final = {
 _ALLOWED: Final = {"gradients": 64.0, "entry": 8.0, "exit": 8.0}
 """In units of the dtype's rounding. Replicas are equal to the bit where nothing is wrong; kernels
 that add up in another order are not a finding."""
+
+
+_Seen = TypeVar("_Seen")
+
+
+def side_by_side(
+    of_ranks: Mapping[int, Iterable[_Seen]], kind: Callable[[_Seen], Hashable]
+) -> list[dict[int, _Seen]]:
+    """The k-th of a kind on each rank that has one, by rank, in the order of their first ones."""
+    found: dict[tuple[Hashable, int], dict[int, _Seen]] = {}
+    for rank, of_rank in of_ranks.items():
+        seen: Counter[Hashable] = Counter()
+        for one in of_rank:
+            known = kind(one)
+            found.setdefault((known, seen[known]), {})[rank] = one
+            seen[known] += 1
+    return list(found.values())
 
 
 @dataclass(frozen=True)
@@ -141,19 +159,15 @@ class SharedTrack:
     @cached_property
     def held(self) -> list[Shared]:
         """What at least two ranks hold, by name and shape, whole or in pieces."""
-        places: dict[tuple[str, tuple[int, ...], int], dict[int, int]] = {}
-        for rank, track in self.tracks.items():
-            seen: dict[tuple[str, tuple[int, ...]], int] = {}
-            for index, param in enumerate(track.parameters):
-                known = (param.name, tuple(param.shape))
-                seen[known] = seen.get(known, -1) + 1
-                places.setdefault((*known, seen[known]), {})[rank] = index
+        each = {rank: list(enumerate(track.parameters)) for rank, track in self.tracks.items()}
         found = []
-        for (name, _, _), held in places.items():
-            described = {r: self.tracks[r].parameters[i] for r, i in held.items()}
+        for held in side_by_side(each, lambda one: (one[1].name, tuple(one[1].shape))):
+            described = {rank: param for rank, (_, param) in held.items()}
+            name = next(iter(described.values())).name
             own = any(p.local for p in described.values())
             if len(held) > 1 and not own and name not in self.apart:
-                found.append(Shared(name, held, self._groups(name, described), described))
+                index = {rank: place for rank, (place, _) in held.items()}
+                found.append(Shared(name, index, self._groups(name, described), described))
         return found
 
     def _groups(self, name: str, described: dict[int, Parameter]) -> list[list[int]]:

@@ -18,6 +18,7 @@ from lockstep.audit.rules.overlap import (
 from lockstep.audit.rules.own_orders import own_orders
 from lockstep.audit.rules.passed_over import PASSED_OVER, passed_over
 from lockstep.audit.rules.worker_seeds import SEEDS, copied_generators, equal_seeds
+from lockstep.audit.shared_track import side_by_side
 from lockstep.audit.world import World
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ _PADDING: Final = ("DistributedSampler", "BatchSamplerShard")
 def _look(world: World) -> Iterable[Finding]:
     """Compares iterations over data loaders: the k-th of a loader on every rank."""
     reported: set[tuple[str, str]] = set()
-    for loadings in _side_by_side(world):
+    for loadings in _of_all_ranks(world):
         for found in (
             same_samples(world, loadings),
             passed_over(world, loadings),
@@ -65,19 +66,13 @@ DATA = Rule(
 )
 
 
-def _side_by_side(world: World) -> list[dict[int, Loading]]:
+def _of_all_ranks(world: World) -> list[dict[int, Loading]]:
     """The k-th iteration at a line, of those that train and of those that do not.
 
     Not the k-th of a loader: one rank may make more loaders, to evaluate alone.
     """
-    found: dict[tuple[Any, ...], dict[int, Loading]] = {}
-    for rank, ledger in world.ledgers.items():
-        seen: Counter[tuple[Any, ...]] = Counter()
-        for loading in ledger.loadings:
-            site = _site(loading)
-            found.setdefault((*site, seen[site]), {})[rank] = loading
-            seen[site] += 1
-    return [_one_of_each_group(world, each) for each in found.values() if len(each) > 1]
+    found = side_by_side({rank: led.loadings for rank, led in world.ledgers.items()}, _site)
+    return [_one_of_each_group(world, each) for each in found if len(each) > 1]
 
 
 def _one_of_each_group(world: World, loadings: dict[int, Loading]) -> dict[int, Loading]:

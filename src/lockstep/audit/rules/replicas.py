@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.diagnoses.ranks import SCALE
 from lockstep.audit.finding import with_text
+from lockstep.audit.prints import differing
 from lockstep.audit.rules.base import Code, Rule, at_step, first_in, first_of_each, named, numbers
 from lockstep.audit.rules.gradients import COUNT, are_experts, reduces_in_its_step
 from lockstep.audit.shared_track import names_of
@@ -187,23 +188,22 @@ def _state_at(track: SharedTrack, number: int) -> Finding | None:
     states = {r: s.state for r, s in track.steps(number).items() if s.state is not None}
     if len(states) < 2 or len({len(s.hashes) for s in states.values()}) > 1:
         return None
-    names = track.first.state_names
+    names = dict(enumerate(track.first.state_names))
     replicas = {shared.name for shared in track.parameters if shared.groups == [track.ranks]}
-    different = []
-    for index in range(len(next(iter(states.values())).hashes)):
-        norms = {r: float(s.norms[index]) for r, s in states.items()}
-        if index < len(names) and names[index].rsplit(".", 1)[0] not in replicas:
-            continue
-        if max(norms.values()) - min(norms.values()) > 1e-5 * max(norms.values()):
-            different.append((names[index] if index < len(names) else str(index), norms))
+    different = [
+        place
+        for place in differing(list(states.values()), norms=1e-5)
+        if place not in names or names[place].rsplit(".", 1)[0] in replicas
+    ]
     if not different:
         return None
-    name, norms = different[0]
+    told = [names.get(place, str(place)) for place in different]
+    norms = {rank: float(state.norms[different[0]]) for rank, state in states.items()}
     return STATE.finding(
         f"after step {number + 1} the states of {len(different)} tensors differ between ranks "
-        f"(norm of `{name}`: {numbers(norms)})",
+        f"(norm of `{told[0]}`: {numbers(norms)})",
         "load the optimizer's state on every rank, and skip a step on every rank or on none",
-        parameters=[d[0] for d in different],
+        parameters=told,
         evidence={"norms": norms},
         **at_step(track, number, rank=sorted(norms)),
     )
