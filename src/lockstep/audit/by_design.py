@@ -18,7 +18,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.dealt import is_dealt_out
-from lockstep.audit.ledger import MODELS_SENT, REDUCING, SCATTERING
+from lockstep.audit.ledger import MODELS_SENT, REDUCING, SCATTERING, WITHOUT_NUMBERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -28,14 +28,6 @@ if TYPE_CHECKING:
     from lockstep.audit.shared_track import SharedTrack
 
 _STEPS: Final = 3
-_WITHOUT_NUMBERS: Final = (
-    "all_gather_object",
-    "barrier",
-    "broadcast_object_list",
-    "gather_object",
-    "monitored_barrier",
-    "scatter_object_list",
-)
 
 
 def apart_by_design(track: SharedTrack, tracks: Iterable[SharedTrack]) -> frozenset[str]:
@@ -140,7 +132,7 @@ def exchange_nothing(ledgers: Mapping[int, Ledger], track: SharedTrack) -> bool:
             return False
         if any(b.wrappers for step in steps for b in step.backwards):
             return False
-        if any(c.op not in _WITHOUT_NUMBERS for step in steps for c in step.collectives):
+        if any(c.op not in WITHOUT_NUMBERS for step in steps for c in step.collectives):
             return False
         if ledger.facts.models_sent:
             return False
