@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from lockstep.audit.expectation import told
 from lockstep.audit.rules.base import Code, at_step, each_step
 from lockstep.audit.rules.left_by_backward import left_by
 
@@ -111,14 +112,8 @@ def _was_made_smaller(step: Step, left: list[float]) -> bool:
 
 def _added_up(step: Step, squared: float) -> Collective | None:
     """The call that was given this number, and gave back what all ranks gave together."""
-    for call in step.collectives:
-        if (call.op, call.reduction) not in _ADDED_UP or len(call.group) < 2:
-            continue
-        if call.before is None or call.after is None or call.parameter is not None:
-            continue
-        if abs(call.before - squared) <= _CLOSE * squared:
-            return call
-    return None
+    near = (c for c, given, _ in told(step, _ADDED_UP) if abs(given - squared) <= _CLOSE * squared)
+    return next(near, None)
 
 
 def _counted(step: Step, squared: float) -> Collective | None:
