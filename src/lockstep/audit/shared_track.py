@@ -113,7 +113,6 @@ class SharedTrack:
 
     Args:
         tracks: by rank.
-        apart: names of parameters that are not replicas of one another; see `apart_by_design`.
         is_cut_off: the run failed, which is why some ranks took more steps than others. The steps
             that all ranks took are the same steps.
     """
@@ -123,13 +122,12 @@ class SharedTrack:
         key: str,
         tracks: dict[int, Track],
         world_size: int,
-        apart: frozenset[str] = frozenset(),
         is_cut_off: bool = False,
     ) -> None:
         self.key = key
         self.tracks = tracks
         self.world_size = world_size
-        self.apart = apart
+        self.apart: frozenset[str] = frozenset()
         self.is_cut_off = is_cut_off
         self.at_home: frozenset[str] = frozenset()
         self.ranks = sorted(tracks)
@@ -204,8 +202,7 @@ class SharedTrack:
         return sorted(self._steps[rank])
 
     def keep_apart(self, names: frozenset[str]) -> None:
-        """These are each rank's own, too; see `kept_at_home`."""
-        self.at_home = names
+        """No replicas of one another: see `apart_by_design` and `kept_at_home`."""
         self.apart |= names
         vars(self).pop("parameters", None)
         vars(self).pop("held", None)

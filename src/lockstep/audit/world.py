@@ -55,23 +55,22 @@ class World:
             for track in ledger.tracks:
                 if track.count and track.parameters:
                     found.setdefault(track.key, {})[rank] = track
-        whole = [SharedTrack(key, tracks, self.size) for key, tracks in found.items()]
         is_cut_off = self.has_failed() and not any(f.joins for f in self.facts)
-        described = [
-            SharedTrack(t.key, t.tracks, self.size, apart_by_design(t, whole), is_cut_off)
-            for t in whole
-        ]
+        whole = [SharedTrack(key, held, self.size, is_cut_off) for key, held in found.items()]
+        apart = [apart_by_design(one, whole) for one in whole]
         alike: dict[str, list[SharedTrack]] = {}
-        for one in described:
+        for one, names in zip(whole, apart, strict=True):
+            one.keep_apart(names)
             alike.setdefault(one.made_as, []).append(one)
         for together in alike.values():
             at_home = kept_at_home(together)
             for one in together:
+                one.at_home = at_home
                 one.keep_apart(at_home)
-            if meet_again(together):
-                for one in together:
-                    one.meets_again = True
-        return described
+            meets_again = meet_again(together)
+            for one in together:
+                one.meets_again = meets_again
+        return whole
 
     @cached_property
     def compared(self) -> list[SharedTrack]:
