@@ -14,6 +14,8 @@ from lockstep._version import __version__
 from lockstep.audit.exit_codes import BLIND, FOUND, NOT_WATCHED
 from lockstep.audit.finding import is_at_least
 from lockstep.audit.judgement import judge
+from lockstep.audit.report.junit import junit
+from lockstep.audit.report.sarif import sarif
 from lockstep.audit.report.terminal import render
 from lockstep.audit.selection import Selection
 from lockstep.audit.world import World
@@ -100,12 +102,8 @@ def write_files(
     """
     for name, path in files.items():
         if name == "junit":
-            from lockstep.audit.report.junit import junit
-
             text = junit(findings, summary, fail_on)
         elif name == "sarif":
-            from lockstep.audit.report.sarif import sarif
-
             text = _as_json(sarif(findings, summary))
         else:
             text = _as_json(summary)
