@@ -49,7 +49,7 @@ def apart_by_design(track: SharedTrack, tracks: Iterable[SharedTrack]) -> frozen
     if _only_some_have_a_loss(track.steps(first)):
         return frozenset(unreduced)
     never_equal = unreduced & {d.name for d in track.differences("entry", first)}
-    if all(_share_the_work(track.steps(number)) for number in early):
+    if all(_share_the_work(track, number) for number in early):
         return frozenset(_with_their_layers(never_equal, unreduced))
     if not any(map(_is_synchronised, tracks)):
         return frozenset()
@@ -229,10 +229,10 @@ def _only_some_have_a_loss(steps: dict[int, Step]) -> bool:
     return all(losses) and any(without) and not all(without)
 
 
-def _share_the_work(steps: dict[int, Step]) -> bool:
-    fed = {step.fed for step in steps.values()}
-    talk = all(any(c.in_backward for c in step.collectives) for step in steps.values())
-    return talk and len(fed) == 1 and None not in fed
+def _share_the_work(track: SharedTrack, number: int) -> bool:
+    steps = track.steps(number).values()
+    talk = all(any(c.in_backward for c in step.collectives) for step in steps)
+    return talk and track.fed(number) == "same"
 
 
 def meet_again(tracks: Sequence[SharedTrack]) -> bool:

@@ -215,6 +215,13 @@ class SharedTrack:
         """Every rank's record of one step."""
         return {r: s[number] for r, s in self._steps.items() if number in s}
 
+    def fed(self, number: int) -> Literal["same", "own"] | None:
+        """Was each rank given the same in a step, or its own? None: neither, or not known."""
+        fed = [step.fed for step in self.steps(number).values()]
+        if None in fed or len(set(fed)) not in (1, len(fed)):
+            return None
+        return "same" if len(set(fed)) == 1 else "own"
+
     def changed_before_step(self, rank: int, number: int) -> bool:
         """Did a rank's step begin with other weights than its step before had left?"""
         before, step = self.step(rank, number - 1), self.step(rank, number)

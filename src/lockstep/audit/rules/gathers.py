@@ -92,8 +92,7 @@ class _Case:
     @property
     def has_own_samples(self) -> bool:
         """Was each rank given others? Else they may share the work on the same ones."""
-        fed = {step.fed for step in self.steps.values()}
-        return len(fed) == len(self.steps) and None not in fed
+        return self.track.fed(self.number) == "own"
 
     def finding(self, code: Code, message: str, fix: str, **evidence: float) -> Finding:
         fact = self.fact

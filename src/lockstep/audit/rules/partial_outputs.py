@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def _judge_step(track: SharedTrack, number: int) -> Finding | None:
     steps = track.steps(number)
-    if not _share_one_mean(track, steps) or rate_is_divided(track):
+    if track.fed(number) != "same" or not _share_one_mean(track, steps) or rate_is_divided(track):
         return None
     backwards = [step.backwards[-1] for step in steps.values()]
     size = len(steps)
@@ -39,9 +39,8 @@ PARTIAL_OUTPUTS = each_step((WRONG,), _judge_step, (World.sync_of_lockstep,))
 
 
 def _share_one_mean(track: SharedTrack, steps: dict[int, Step]) -> bool:
-    """One mean of the same inputs on all ranks, whose gradients are used as they came."""
-    fed = {step.fed for step in steps.values()}
-    if not track.apart or len(steps) < track.world_size or len(fed) != 1 or None in fed:
+    """One mean on all ranks, whose gradients are used as they came."""
+    if not track.apart or len(steps) < track.world_size:
         return False
     if not all(is_one_mean(s) and len(s.backwards) == 1 for s in steps.values()):
         return False
