@@ -48,7 +48,6 @@ if TYPE_CHECKING:
         Arrival,
         KeptBuffers,
         Known,
-        KnownLoader,
         Reduced,
         Schedule,
     )
@@ -299,9 +298,7 @@ class Probe:
         self.step_hooks: tuple[Any, ...] = ()
         self.gradient_names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self.loaders_seen = 0
-        self.known_loaders: weakref.WeakKeyDictionary[Any, KnownLoader] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.known_loaders: weakref.WeakKeyDictionary[Any, Loading] = weakref.WeakKeyDictionary()
         self.loading: weakref.WeakKeyDictionary[Any, Loading] = weakref.WeakKeyDictionary()
         self.worker_memory: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.delivered: Loading | None = None
