@@ -239,8 +239,6 @@ class Probe:
         run: what a trainer knows of the run and need not be found out.
     """
 
-    watches_draws = False
-    """Are functions that draw to be replaced in the steps that need it?"""
     messages = broadcasts = 0
     """How many of either this rank has taken part in; see `lockstep.audit.probe.meetings`."""
     inherited: Any = None
