@@ -92,7 +92,7 @@ def _hook(probe: Probe) -> None:
         register_optimizer_step_post_hook(after),
     )
     for handle in probe.step_hooks:
-        probe.patches.keep(handle)
+        probe.patches.keep(handle.remove)
 
 
 def _compile(probe: Probe, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

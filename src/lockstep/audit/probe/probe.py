@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from operator import is_
 from typing import TYPE_CHECKING, Any, Final
@@ -282,7 +282,7 @@ class Probe:
         self.received: list[tuple[Collective, weakref.ref[torch.Tensor]]] = []
         self.has_sent = self.follows = False
         self.reduced_in_place: list[Reduced] = []
-        self.passing_back: list[Any] = []
+        self.passing_back = ExitStack()
         self.scatters = False
         self.depth = threading.local()
         self.optimizers: weakref.WeakKeyDictionary[Any, Watched] = weakref.WeakKeyDictionary()
