@@ -88,7 +88,7 @@ class Rule:
 def each_step(
     codes: tuple[Code, ...], look: Look, unless: tuple[Callable[[World], bool], ...] = ()
 ) -> Rule:
-    """A rule on one step, of each optimizer that several ranks have, whatever the others did."""
+    """Of each optimizer that several ranks have as one, what `look` finds in a step first."""
     return Rule(codes, lambda world: first_of_each(world.compared, look), unless)
 
 
