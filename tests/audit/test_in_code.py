@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 import lockstep.audit
 from lockstep.audit import session
 from lockstep.audit.ledger import Ledger
+from lockstep.audit.probe.evaluations import saved_buffers
 from lockstep.audit.probe.patches import Patches
 from lockstep.errors import WrongUseError
 
@@ -346,3 +347,12 @@ def test_a_schedules_steps_are_counted_between_those_of_its_optimizer():
     facts = _ledger_of(then=train).facts.schedules
     assert {key: (each.count, each.schedules) for key, each in facts.items()} == {"SGD#0": (8, 1)}
     assert facts["SGD#0"].where[0].function == "_made_with_schedule"
+
+
+def test_a_local_modules_buffers_are_not_compared_whichever_tensor_stands_there():
+    part = torch.nn.Module()
+    part.register_buffer("state", torch.ones(2))
+    lockstep.local(part)
+    part.state = torch.zeros(2)
+    model = torch.nn.Sequential(part, torch.nn.BatchNorm1d(2))
+    assert [name for name, _ in saved_buffers(model)] == ["1.running_mean", "1.running_var"]

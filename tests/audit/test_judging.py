@@ -9,6 +9,7 @@ from audit.ledgers import of_one_step
 from lockstep.audit.facts import Collective, Step
 from lockstep.audit.judgement import judge
 from lockstep.audit.rules import RULES
+from lockstep.audit.rules.base import Rule
 from lockstep.audit.rules.gradients import BYPASSED, _reduced_together
 from lockstep.audit.rules.not_finite import _has_gone_wrong
 from lockstep.audit.world import World
@@ -41,17 +42,25 @@ def test_a_rule_that_fails_costs_no_other_finding_and_the_report_says_so(monkeyp
     expected = [f.code for f in judge(ledgers)]
     assert expected
 
-    class Broken:
-        codes = (BYPASSED,)
+    def look(world):
+        yield from ()
+        raise ZeroDivisionError("nobody saw it coming")
 
-        def judge(self, world):
-            yield from ()
-            raise ZeroDivisionError("nobody saw it coming")
-
-    monkeypatch.setattr("lockstep.audit.judgement.RULES", (Broken(), *RULES))
+    broken = Rule((BYPASSED,), look)
+    monkeypatch.setattr("lockstep.audit.judgement.RULES", (broken, *RULES))
     assert [f.code for f in judge(ledgers)] == expected
-    assert all("Broken: ZeroDivisionError" in led.facts.unseen[0] for led in ledgers)
+    assert all("the rule of LS101: ZeroDivisionError" in led.facts.unseen[0] for led in ledgers)
     assert all(led.facts.failed_rules == ["LS101"] for led in ledgers)
+
+
+def test_a_rule_is_not_asked_where_something_excludes_it():
+    def look(world):
+        return [BYPASSED.finding("seen", "fix it")]
+
+    world = World([of_one_step(0, kept=2, norm=1.0), of_one_step(1, kept=2, norm=2.0)])
+    assert [f.code for f in Rule((BYPASSED,), look, (World.has_failed,)).judge(world)] == ["LS101"]
+    world.ledgers[0].exit_code = 1
+    assert list(Rule((BYPASSED,), look, (World.has_failed,)).judge(world)) == []
 
 
 def test_a_sharded_parameter_without_samples_is_not_spoiled_by_a_step_that_was_left_out():

@@ -33,7 +33,7 @@ def test_it_is_linted_and_formatted(block, tmp_path):
 def test_it_finds_ranks_that_ran_different_numbers_of_backwards(block):
     made = {}
     exec(compile(block, "CONTRIBUTING.md", "exec"), made)
-    rule = made["MicroBatches"]()
+    rule = made["RULE"]
     found = {
         program.stem: list(rule.judge(World(read_trace(trace_of(program)))))
         for program in programs("bugs")

@@ -17,8 +17,8 @@ from lockstep.audit.prints import Fingerprint
 from lockstep.audit.probe.hooking import hook_in
 from lockstep.audit.probe.loaders import _replicas, _sampler_name
 from lockstep.audit.probe.probe import Probe
-from lockstep.audit.rules.data import Data
-from lockstep.audit.rules.mixed import OwnScales
+from lockstep.audit.rules.data import DATA
+from lockstep.audit.rules.mixed import OWN_SCALES
 from lockstep.audit.rules.overlap import same_samples
 from lockstep.audit.world import World
 
@@ -132,7 +132,7 @@ def test_a_loader_made_anew_over_one_dataset_is_known_by_what_it_holds():
                 )
                 for epoch, each in enumerate(orders)
             ]
-        return [found.code for found in Data().judge(World(ledgers))]
+        return [found.code for found in DATA.judge(World(ledgers))]
 
     assert told(7) == ["LS504"]
     assert told(None) == []
@@ -214,7 +214,7 @@ def test_a_sampler_that_deals_batches_out_is_a_distributed_one():
 
 def _codes_of_rank_0(loadings):
     ledgers = [Ledger(world_size=2, loadings=loadings), Ledger(rank=1, world_size=2)]
-    return [found.code for found in Data().judge(World(ledgers))]
+    return [found.code for found in DATA.judge(World(ledgers))]
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def _codes_of_groups(samples, groups=((0, 1), (2, 3))):
         wrapped = Parameter("weight", [1], "float32", wrapper="DistributedDataParallel")
         ledger.tracks = [Track("SGD#0", "SGD", [], [wrapped])]
         ledgers.append(ledger)
-    return [found.code for found in Data().judge(World(ledgers))]
+    return [found.code for found in DATA.judge(World(ledgers))]
 
 
 def test_ranks_of_one_group_may_share_the_work_on_the_same_samples():
@@ -330,7 +330,7 @@ def test_a_rule_that_asks_for_scales_hears_nothing_of_counts():
             for backward in step.backwards:
                 backward.local.clear()
     assert _graver(ledgers) == ["LS203"]
-    assert list(OwnScales().judge(World(ledgers))) == []
+    assert list(OWN_SCALES.judge(World(ledgers))) == []
 
 
 def test_a_notice_of_counts_is_told_once():

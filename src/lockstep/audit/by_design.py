@@ -18,7 +18,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.dealt import is_dealt_out
-from lockstep.audit.ledger import MODELS_SENT, REDUCING, SCATTERING
+from lockstep.audit.ledger import MODELS_SENT, REDUCING, SCATTERING, WITHOUT_NUMBERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -28,14 +28,6 @@ if TYPE_CHECKING:
     from lockstep.audit.shared_track import SharedTrack
 
 _STEPS: Final = 3
-_WITHOUT_NUMBERS: Final = (
-    "all_gather_object",
-    "barrier",
-    "broadcast_object_list",
-    "gather_object",
-    "monitored_barrier",
-    "scatter_object_list",
-)
 
 
 def apart_by_design(track: SharedTrack, tracks: Iterable[SharedTrack]) -> frozenset[str]:
@@ -57,7 +49,7 @@ def apart_by_design(track: SharedTrack, tracks: Iterable[SharedTrack]) -> frozen
     if _only_some_have_a_loss(track.steps(first)):
         return frozenset(unreduced)
     never_equal = unreduced & {d.name for d in track.differences("entry", first)}
-    if all(_share_the_work(track.steps(number)) for number in early):
+    if all(_share_the_work(track, number) for number in early):
         return frozenset(_with_their_layers(never_equal, unreduced))
     if not any(map(_is_synchronised, tracks)):
         return frozenset()
@@ -140,7 +132,7 @@ def exchange_nothing(ledgers: Mapping[int, Ledger], track: SharedTrack) -> bool:
             return False
         if any(b.wrappers for step in steps for b in step.backwards):
             return False
-        if any(c.op not in _WITHOUT_NUMBERS for step in steps for c in step.collectives):
+        if any(c.op not in WITHOUT_NUMBERS for step in steps for c in step.collectives):
             return False
         if ledger.facts.models_sent:
             return False
@@ -237,10 +229,10 @@ def _only_some_have_a_loss(steps: dict[int, Step]) -> bool:
     return all(losses) and any(without) and not all(without)
 
 
-def _share_the_work(steps: dict[int, Step]) -> bool:
-    fed = {step.fed for step in steps.values()}
-    talk = all(any(c.in_backward for c in step.collectives) for step in steps.values())
-    return talk and len(fed) == 1 and None not in fed
+def _share_the_work(track: SharedTrack, number: int) -> bool:
+    steps = track.steps(number).values()
+    talk = all(any(c.in_backward for c in step.collectives) for step in steps)
+    return talk and track.fed(number) == "same"
 
 
 def meet_again(tracks: Sequence[SharedTrack]) -> bool:

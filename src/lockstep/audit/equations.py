@@ -77,15 +77,9 @@ class Equations:
             yield self._at((self.parameter == place) & (self.unit == unit))
 
     def _at(self, keep: Numbers) -> Equations:
-        return Equations(
-            self.ranks,
-            self.columns,
-            self.local[keep],
-            self.used[:, keep],
-            self.parameter[keep],
-            self.unit[keep],
-            self.close[keep],
-        )
+        names = ("local", "parameter", "unit", "close")
+        kept = {name: getattr(self, name)[keep] for name in names}
+        return replace(self, used=self.used[:, keep], **kept)
 
     @property
     def parameters(self) -> list[int]:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Container, Iterable, Iterator, Sequence
 
-    from lockstep.audit.facts import Backward, Step, Term
+    from lockstep.audit.facts import Backward, Collective, Step, Term
 
 APART: Final = 1e-3
 """Numbers that are nearer to each other than this may be the same ones."""
@@ -87,6 +87,22 @@ def share_one_loss(backwards: Iterable[Backward]) -> bool:
     Losses of ranks that begin with one model are nearly alike, and are no shared one.
     """
     return are_equal((backward.loss or 0.0 for backward in backwards), COMPUTED_ALIKE)
+
+
+def told(
+    step: Step, operations: Container[tuple[str, str | None]]
+) -> Iterator[tuple[Collective, float, float]]:
+    """Calls by which ranks told one another a number; what a rank gave, and what came of it.
+
+    Args:
+        operations: which count, with their reductions.
+    """
+    for call in step.collectives:
+        counts = (call.op, call.reduction) in operations and len(call.group) > 1
+        if not counts or call.parameter is not None:
+            continue
+        if call.before is not None and call.after is not None:
+            yield call, call.before, call.after
 
 
 def terms_of_one_kind(backwards: Sequence[Backward]) -> list[Term]:

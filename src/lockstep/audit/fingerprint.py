@@ -21,7 +21,7 @@ from lockstep.audit.prints import ABSENT, Fingerprint, Sketch
 from lockstep.audit.probe.shards import span_in_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 _AT_ONCE = 1 << 18
 """Elements of a sparse tensor that are added up at once."""
@@ -43,7 +43,7 @@ def take(
         None.
     """
     with torch.no_grad():
-        plain = [None if t is None else _dense(t) for t in tensors]
+        plain = [None if t is None else dense(t) for t in tensors]
         hashes = np.full(len(plain), ABSENT, dtype=np.int64)
         lengths = np.full(len(plain), np.nan)
         samples = np.full(sum(counts), np.nan)
@@ -79,7 +79,7 @@ def sampled(tensor: torch.Tensor, count: int) -> torch.Tensor:
     with torch.no_grad():
         if _is_sparse(tensor):
             return torch.from_numpy(_folded(tensor, count))
-        flat = _dense(tensor).reshape(-1)
+        flat = dense(tensor).reshape(-1)
         taken = flat[:: max(1, flat.numel() // count)][:count]
         return taken.to(torch.float64, copy=True)
 
@@ -118,7 +118,7 @@ def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
         None.
     """
     with torch.no_grad():
-        plain = _dense(tensor)
+        plain = dense(tensor)
         norm: torch.Tensor = torch.linalg.vector_norm(
             plain if _has_a_norm(plain) else plain.double()
         )
@@ -152,7 +152,7 @@ def _has_a_norm(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.element_size() > 1
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
+def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Its own numbers as an ordinary tensor: a shard's, a sparse tensor's values."""
     if type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.is_floating_point():
         return tensor.detach() if tensor.device.type != "meta" else torch.zeros(0)
@@ -237,6 +237,23 @@ def _places(size: int, count: int, span: tuple[int, int] | None) -> tuple[range,
     return range(first * stride - start, last * stride - start, stride), first
 
 
+def _sampled_places(
+    tensors: Iterable[tuple[int, int]], counts: Sequence[int], spans: dict[int, tuple[int, int]]
+) -> Iterator[tuple[int, range, range]]:
+    """By tensor: its place, which of its elements are sampled, and the slots of their samples.
+
+    Args:
+        tensors: their places and sizes.
+    """
+    ends = list(accumulate(counts))
+    for place, size in tensors:
+        count = counts[place]
+        if count and size:
+            places, first = _places(size, count, spans.get(place))
+            start = ends[place] - count + first
+            yield place, places, range(start, start + len(places))
+
+
 def _fill_samples(
     samples: np.ndarray[Any, Any],
     tensors: dict[int, torch.Tensor],
@@ -245,16 +262,10 @@ def _fill_samples(
 ) -> None:
     picked: list[torch.Tensor] = []
     slots: list[int] = []
-    ends = list(accumulate(counts))
-    for place, tensor in tensors.items():
-        count = counts[place]
-        if not count or not tensor.numel():
-            continue
-        places, first = _places(tensor.numel(), count, spans.get(place))
-        taken = tensor.reshape(-1)[places.start : max(places.stop, 0) : places.step]
-        picked.append(taken)
-        start = ends[place] - count + first
-        slots.extend(range(start, start + taken.numel()))
+    sizes = ((place, tensor.numel()) for place, tensor in tensors.items())
+    for place, places, its_slots in _sampled_places(sizes, counts, spans):
+        picked.append(tensors[place].reshape(-1)[places.start : max(places.stop, 0) : places.step])
+        slots.extend(its_slots)
     if picked:
         samples[slots] = torch.cat([p.double().cpu() for p in picked]).numpy()
 
@@ -265,15 +276,12 @@ def _fill_packed_samples(
     counts: Sequence[int],
     spans: dict[int, tuple[int, int]],
 ) -> None:
-    ends = list(accumulate(counts))
     wanted: list[int] = []
     slots: list[int] = []
-    for place, start, size in zip(group.places, group.starts, group.sizes, strict=True):
-        count = counts[place]
-        if count:
-            places, first = _places(size, count, spans.get(place))
-            wanted.extend(start + at for at in places)
-            slot = ends[place] - count + first
-            slots.extend(range(slot, slot + len(places)))
+    starts = dict(zip(group.places, group.starts, strict=True))
+    sizes = zip(group.places, group.sizes, strict=True)
+    for place, places, its_slots in _sampled_places(sizes, counts, spans):
+        wanted.extend(starts[place] + at for at in places)
+        slots.extend(its_slots)
     if wanted:
         samples[slots] = group.elements(wanted)

@@ -43,8 +43,9 @@ def _judged_by(rule: Rule, world: World) -> list[Finding]:
     try:
         return list(rule.judge(world))
     except Exception as error:
-        message = f"{type(rule).__name__}: {type(error).__name__}: {error}"
+        codes = [code.code for code in rule.codes]
+        message = f"the rule of {', '.join(codes)}: {type(error).__name__}: {error}"
         for ledger in world.ledgers.values():
             ledger.facts.unseen.append(message[:300])
-            ledger.facts.failed_rules += [code.code for code in rule.codes]
+            ledger.facts.failed_rules += codes
         return []

@@ -179,14 +179,10 @@ class _Run:
     def _environment(self, rank: int, port: str, pipe: int) -> dict[str, str]:
         environment = {
             **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.nproc),
-            "LOCAL_WORLD_SIZE": str(self.nproc),
+            **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(self.nproc)),
             "GROUP_RANK": "0",
             "GROUP_WORLD_SIZE": "1",
-            "ROLE_RANK": str(rank),
-            "ROLE_WORLD_SIZE": str(self.nproc),
             "ROLE_NAME": "default",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
@@ -236,9 +232,7 @@ class _Run:
     def _wait(self) -> None:
         while True:
             codes = [p.popen.poll() for p in self.processes]
-            if any(codes):
-                return
-            if all(code == 0 for code in codes):
+            if any(codes) or None not in codes:
                 return
             if self.options.steps is not None and not self.reported:
                 self._report_early()

@@ -53,6 +53,15 @@ MODELS_SENT: Final = 64
 REDUCING: Final = ("all_reduce", "reduce")
 SCATTERING: Final = ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single")
 """Collectives that leave ranks a sum, and each a part of it."""
+WITHOUT_NUMBERS: Final = (
+    "all_gather_object",
+    "barrier",
+    "broadcast_object_list",
+    "gather_object",
+    "monitored_barrier",
+    "scatter_object_list",
+)
+"""Collectives that no tensor passes through."""
 
 
 def is_detailed(step: int, first: int, rarest: int | None = None) -> bool:

@@ -14,6 +14,8 @@ from lockstep._version import __version__
 from lockstep.audit.exit_codes import BLIND, FOUND, NOT_WATCHED
 from lockstep.audit.finding import is_at_least
 from lockstep.audit.judgement import judge
+from lockstep.audit.report.junit import junit
+from lockstep.audit.report.sarif import sarif
 from lockstep.audit.report.terminal import render
 from lockstep.audit.selection import Selection
 from lockstep.audit.world import World
@@ -71,7 +73,7 @@ def summarise(findings: Sequence[Finding], world: World, world_size: int) -> dic
         "findings": [finding.as_dict() for finding in findings],
         "steps": world.steps,
         "world_size": max(world_size, world.size),
-        "failed": world.has_failed,
+        "failed": world.has_failed(),
         "unseen": world.unseen,
         "failed_rules": sorted({code for facts in world.facts for code in facts.failed_rules}),
         "lockstep": __version__,
@@ -100,12 +102,8 @@ def write_files(
     """
     for name, path in files.items():
         if name == "junit":
-            from lockstep.audit.report.junit import junit
-
             text = junit(findings, summary, fail_on)
         elif name == "sarif":
-            from lockstep.audit.report.sarif import sarif
-
             text = _as_json(sarif(findings, summary))
         else:
             text = _as_json(summary)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -37,6 +38,44 @@ class Sketch:
 
     norms: np.ndarray[Any, Any]
     samples: np.ndarray[Any, Any]
+
+
+def differing(
+    prints: Sequence[Fingerprint],
+    counts: Sequence[int] = (),
+    norms: float = 1e-6,
+    samples: float = 1e-5,
+) -> list[int]:
+    """The places of tensors that are not the same on all ranks, by more than rounding.
+
+    By their sampled elements too: two masks that keep as much of a layer have the same norm, and so
+    have two weights that are orthogonal.
+
+    Args:
+        counts: so many elements were sampled of each tensor; none: they are not compared.
+        norms: of the largest, by so much those of a tensor may differ.
+        samples: the same of its sampled elements.
+    """
+    hashes = np.array([each.hashes for each in prints])
+    of_norms = np.array([each.norms for each in prints])
+    elements = np.array([each.samples for each in prints]) if counts else None
+    ends = list(accumulate(counts))
+    return [
+        place
+        for place in map(int, np.flatnonzero((hashes != hashes[0]).any(axis=0)))
+        if are_apart(of_norms[:, place], norms)
+        or (
+            elements is not None
+            and are_apart(elements[:, ends[place] - counts[place] : ends[place]], samples)
+        )
+    ]
+
+
+def are_apart(of_ranks: np.ndarray[Any, Any], allowed: float = 1e-6) -> bool:
+    """By more than `allowed` of the largest, or because one is no number."""
+    with np.errstate(invalid="ignore"):
+        spread = of_ranks.max(axis=0) - of_ranks.min(axis=0)
+    return not np.max(spread, initial=0.0) <= allowed * np.abs(of_ranks).max(initial=0.0)
 
 
 def samples_per_tensor(sizes: Sequence[int]) -> list[int]:

@@ -9,15 +9,16 @@ one.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
     from lockstep.audit.facts import Parameter, Step, Track
     from lockstep.audit.prints import Fingerprint
@@ -36,6 +37,23 @@ EPSILON: Final = {
 _ALLOWED: Final = {"gradients": 64.0, "entry": 8.0, "exit": 8.0}
 """In units of the dtype's rounding. Replicas are equal to the bit where nothing is wrong; kernels
 that add up in another order are not a finding."""
+
+
+_Seen = TypeVar("_Seen")
+
+
+def side_by_side(
+    of_ranks: Mapping[int, Iterable[_Seen]], kind: Callable[[_Seen], Hashable]
+) -> list[dict[int, _Seen]]:
+    """The k-th of a kind on each rank that has one, by rank, in the order of their first ones."""
+    found: dict[tuple[Hashable, int], dict[int, _Seen]] = {}
+    for rank, of_rank in of_ranks.items():
+        seen: Counter[Hashable] = Counter()
+        for one in of_rank:
+            known = kind(one)
+            found.setdefault((known, seen[known]), {})[rank] = one
+            seen[known] += 1
+    return list(found.values())
 
 
 @dataclass(frozen=True)
@@ -95,7 +113,6 @@ class SharedTrack:
 
     Args:
         tracks: by rank.
-        apart: names of parameters that are not replicas of one another; see `apart_by_design`.
         is_cut_off: the run failed, which is why some ranks took more steps than others. The steps
             that all ranks took are the same steps.
     """
@@ -105,13 +122,12 @@ class SharedTrack:
         key: str,
         tracks: dict[int, Track],
         world_size: int,
-        apart: frozenset[str] = frozenset(),
         is_cut_off: bool = False,
     ) -> None:
         self.key = key
         self.tracks = tracks
         self.world_size = world_size
-        self.apart = apart
+        self.apart: frozenset[str] = frozenset()
         self.is_cut_off = is_cut_off
         self.at_home: frozenset[str] = frozenset()
         self.ranks = sorted(tracks)
@@ -141,19 +157,15 @@ class SharedTrack:
     @cached_property
     def held(self) -> list[Shared]:
         """What at least two ranks hold, by name and shape, whole or in pieces."""
-        places: dict[tuple[str, tuple[int, ...], int], dict[int, int]] = {}
-        for rank, track in self.tracks.items():
-            seen: dict[tuple[str, tuple[int, ...]], int] = {}
-            for index, param in enumerate(track.parameters):
-                known = (param.name, tuple(param.shape))
-                seen[known] = seen.get(known, -1) + 1
-                places.setdefault((*known, seen[known]), {})[rank] = index
+        each = {rank: list(enumerate(track.parameters)) for rank, track in self.tracks.items()}
         found = []
-        for (name, _, _), held in places.items():
-            described = {r: self.tracks[r].parameters[i] for r, i in held.items()}
+        for held in side_by_side(each, lambda one: (one[1].name, tuple(one[1].shape))):
+            described = {rank: param for rank, (_, param) in held.items()}
+            name = next(iter(described.values())).name
             own = any(p.local for p in described.values())
             if len(held) > 1 and not own and name not in self.apart:
-                found.append(Shared(name, held, self._groups(name, described), described))
+                index = {rank: place for rank, (place, _) in held.items()}
+                found.append(Shared(name, index, self._groups(name, described), described))
         return found
 
     def _groups(self, name: str, described: dict[int, Parameter]) -> list[list[int]]:
@@ -190,8 +202,7 @@ class SharedTrack:
         return sorted(self._steps[rank])
 
     def keep_apart(self, names: frozenset[str]) -> None:
-        """These are each rank's own, too; see `kept_at_home`."""
-        self.at_home = names
+        """No replicas of one another: see `apart_by_design` and `kept_at_home`."""
         self.apart |= names
         vars(self).pop("parameters", None)
         vars(self).pop("held", None)
@@ -203,6 +214,13 @@ class SharedTrack:
     def steps(self, number: int) -> dict[int, Step]:
         """Every rank's record of one step."""
         return {r: s[number] for r, s in self._steps.items() if number in s}
+
+    def fed(self, number: int) -> Literal["same", "own"] | None:
+        """Was each rank given the same in a step, or its own? None: neither, or not known."""
+        fed = [step.fed for step in self.steps(number).values()]
+        if None in fed or len(set(fed)) not in (1, len(fed)):
+            return None
+        return "same" if len(set(fed)) == 1 else "own"
 
     def changed_before_step(self, rank: int, number: int) -> bool:
         """Did a rank's step begin with other weights than its step before had left?"""

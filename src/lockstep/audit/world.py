@@ -55,23 +55,22 @@ class World:
             for track in ledger.tracks:
                 if track.count and track.parameters:
                     found.setdefault(track.key, {})[rank] = track
-        whole = [SharedTrack(key, tracks, self.size) for key, tracks in found.items()]
-        is_cut_off = self.has_failed and not any(f.joins for f in self.facts)
-        described = [
-            SharedTrack(t.key, t.tracks, self.size, apart_by_design(t, whole), is_cut_off)
-            for t in whole
-        ]
+        is_cut_off = self.has_failed() and not any(f.joins for f in self.facts)
+        whole = [SharedTrack(key, held, self.size, is_cut_off) for key, held in found.items()]
+        apart = [apart_by_design(one, whole) for one in whole]
         alike: dict[str, list[SharedTrack]] = {}
-        for one in described:
+        for one, names in zip(whole, apart, strict=True):
+            one.keep_apart(names)
             alike.setdefault(one.made_as, []).append(one)
         for together in alike.values():
             at_home = kept_at_home(together)
             for one in together:
+                one.at_home = at_home
                 one.keep_apart(at_home)
-            if meet_again(together):
-                for one in together:
-                    one.meets_again = True
-        return described
+            meets_again = meet_again(together)
+            for one in together:
+                one.meets_again = meets_again
+        return whole
 
     @cached_property
     def compared(self) -> list[SharedTrack]:
@@ -100,7 +99,6 @@ class World:
             and not tell_of_own_models(self.ledgers, self.tracks, track)
         ]
 
-    @property
     def trains_own_models(self) -> bool:
         """Does each rank train a model of its own?"""
         return not self.compared and any(len(track.ranks) > 1 for track in self.tracks)
@@ -120,7 +118,6 @@ class World:
     def started_group(self) -> bool:
         return any(ledger.started_group for ledger in self.ledgers.values())
 
-    @property
     def has_failed(self) -> bool:
         """Did a rank end with an exception or not at all, so that counts prove nothing?"""
         codes = [ledger.exit_code for ledger in self.ledgers.values()]
@@ -149,7 +146,6 @@ class World:
         made = {tuple(ranks) for facts in self.facts for ranks in facts.subgroups if ranks}
         return [list(ranks) for ranks in sorted(made) if 1 < len(ranks) < self.size]
 
-    @property
     def is_model_parallel(self) -> bool:
         """Ranks that share one sample's work read the same samples on purpose."""
         held = [p for led in self.ledgers.values() for t in led.tracks for p in t.parameters]

@@ -19,6 +19,7 @@ from lockstep.audit.expectation import (
     counts_are_known,
     is_near,
     share_one_loss,
+    told,
     total_weight,
 )
 from lockstep.audit.program_text.rank_factors import divides_rate
@@ -207,21 +208,20 @@ def _divisors_of_all(steps: dict[int, Step], size: int) -> dict[float, list[Plac
     """
     of_ranks: list[dict[float, list[Place]]] = []
     for step in steps.values():
-        told = {
-            call.after: call.where
-            for call in step.collectives
-            if (call.op, call.reduction) in _TELLING and math.prod(call.shape) == 1
-            if len(call.group) == size and call.before and call.after
-            if call.before.is_integer() and call.before < call.after
+        counts = {
+            of_all: call.where
+            for call, own, of_all in told(step, _TELLING)
+            if math.prod(call.shape) == 1 and len(call.group) == size
+            if own.is_integer() and 0.0 != own < of_all != 0.0
         }
         of_ranks.append(
             {
-                by: told[by]
+                by: counts[by]
                 for backward in step.backwards
                 for term in backward.terms
                 if not any(factor % size == 0.0 for factor in term.factors)
                 for by in term.divisors
-                if by in told
+                if by in counts
             }
         )
     first, *others = of_ranks
@@ -315,13 +315,11 @@ def _told_counts(seen: Seen) -> float | None:
     if seen.backwards_per_rank == seen.size and len({t.count for t in terms}) == 1:
         return None  # what all ranks have in one of them is what each has in all of them
     step = next(iter(seen.steps.values()))
-    for call in step.collectives:
-        if (call.op, call.reduction) not in _TELLING or call.parameter or not call.after:
+    for _, own, of_all in told(step, _TELLING):
+        if not own or is_near(own, of_all) or of_all <= 1.0:
             continue
-        if not call.before or is_near(call.before, call.after) or call.after <= 1.0:
-            continue
-        if all(is_near(abs(t.weight), 1.0 / call.after) for t in terms):
-            return call.after
+        if all(is_near(abs(t.weight), 1.0 / of_all) for t in terms):
+            return of_all
     return None
 
 

@@ -11,7 +11,7 @@ from torch._C._functorch import maybe_current_level
 
 from lockstep import reduction_context
 from lockstep.audit.facts import Backward
-from lockstep.audit.probe import gathers, passed_back, scattered
+from lockstep.audit.probe import gathers, scattered
 from lockstep.audit.probe.batches import BATCHES
 from lockstep.audit.probe.called import note_mode
 from lockstep.audit.probe.frames import users_lines
@@ -65,7 +65,7 @@ def _watch(
     finally:
         probe.in_backward = False
         probe.following.undo()
-        probe.harmlessly(passed_back.forget, probe)
+        probe.harmlessly(probe.passing_back.close)
         probe.harmlessly(_note_reducers, probe, record, before)
         probe.harmlessly(_remember, probe, record, written)
         if not probe.steps_done and probe.ledger.facts.backwards > _WITHOUT_STEP:

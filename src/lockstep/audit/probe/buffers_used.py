@@ -79,9 +79,7 @@ def _candidates(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [
         (name, buffer)
         for name, buffer in saved_buffers(module)
-        if buffer.is_floating_point()
-        and name.rpartition(".")[0] not in norms
-        and not getattr(buffer, "_lockstep_local", False)
+        if name.rpartition(".")[0] not in norms
     ]
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.audit.facts import Collective
-from lockstep.audit.ledger import REDUCING, SCATTERING
+from lockstep.audit.ledger import REDUCING, SCATTERING, WITHOUT_NUMBERS
 from lockstep.audit.probe import gathers, handed_on, meetings, models_sent, scattered
 from lockstep.audit.probe.frames import is_called_by, lines_through_a_library
 from lockstep.audit.probe.optimizers import watch_made
@@ -28,28 +28,9 @@ if TYPE_CHECKING:
 
     from lockstep.audit.probe.probe import Probe
 
-NAMES: Final = (
-    "all_reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_gather_single",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "monitored_barrier",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "scatter",
-    "scatter_object_list",
-    "send",
+_OTHERS: Final = ("broadcast", "gather", "recv", "scatter", "send")
+NAMES: Final = sorted(
+    {*REDUCING, *SCATTERING, *WITHOUT_NUMBERS, *gathers.GATHERS, *handed_on.SWAPS, *_OTHERS}
 )
 _OWN: Final = {
     "all_gather_into_tensor": "input_tensor",

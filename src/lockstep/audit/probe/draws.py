@@ -34,13 +34,10 @@ _FUNCTIONS: Final = (
 )
 
 
-def install(probe: Probe) -> None:
-    """Watch the functions that draw noise, in a few steps; none that shuffles or drops out."""
-    probe.watches_draws = True
-
-
 def note_step(probe: Probe) -> None:
-    """An optimizer has stepped: watch from the first step on, until there is enough.
+    """Watch what draws noise from the first step on, until there is enough, as steps are taken.
+
+    None that shuffles or drops out.
 
     Before it parameters and data are made, names are imported, and tables and default arguments
     hold on to functions: those are torch's own. So are methods of tensors all the time, which torch
@@ -49,7 +46,7 @@ def note_step(probe: Probe) -> None:
     """
     if probe.steps_done >= _STEPS or probe.compiles:
         probe.drawing.undo()
-    elif probe.watches_draws and probe.drawing.is_empty:
+    elif probe.drawing.is_empty and (probe.run is None or not probe.run.synchronised):
         for name in _FUNCTIONS:
             probe.drawing.wrap_operator(name, probe.afterwards(_note_drawn))
 

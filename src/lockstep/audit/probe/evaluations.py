@@ -18,6 +18,7 @@ from lockstep.audit.fingerprint import take
 from lockstep.audit.prints import samples_per_tensor
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.records import Evaluated
+from lockstep.sync.local_parameters import is_local_buffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,11 +59,7 @@ def note_evaluation(probe: Probe, module: torch.nn.Module) -> None:
 
 
 def _write_down(probe: Probe, module: torch.nn.Module) -> bool:
-    buffers = {
-        name: b
-        for name, b in saved_buffers(module)
-        if b.is_floating_point() and not getattr(b, "_lockstep_local", False)
-    }
+    buffers = dict(saved_buffers(module))
     evaluations = probe.ledger.evaluations
     if not buffers or len(evaluations) >= _EVALUATIONS:
         return False
@@ -85,8 +82,13 @@ def _versions(module: torch.nn.Module) -> Versions:
 
 
 def saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What its state dict holds: caches and masks are no part of a model."""
+    """Numbers of its state dict that are not marked as local.
+
+    Caches and masks are no part of a model.
+    """
     for prefix, part in module.named_modules():
         for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
+            if buffer is None or name in part._non_persistent_buffers_set:
+                continue
+            if buffer.is_floating_point() and not is_local_buffer(part, name):
                 yield f"{prefix}.{name}" if prefix else name, buffer

@@ -86,8 +86,7 @@ def lines_through_a_library() -> list[Place]:
     inner = next(iter(users_frames(1)), None)
     lines = users_lines(outwards(inner))
     if inner is not None and _distance(inner.f_code.co_filename) == 1 and lines:
-        code = inner.f_code
-        place = Place(code.co_filename, inner.f_lineno or 0, code.co_name, "")
+        place = _place_of(inner)
         return lines if place in lines else [*lines, place]
     return lines
 
@@ -100,20 +99,18 @@ def users_lines(frames: Iterable[FrameType] | None = None) -> list[Place]:
     own: list[Place] = []
     library: list[Place] = []
     for walked in outwards(sys._getframe(1)) if frames is None else frames:
-        code = walked.f_code
-        distance = _distance(code.co_filename)
+        distance = _distance(walked.f_code.co_filename)
         if distance < 2:
-            place = Place(
-                code.co_filename,
-                # None between two lines, where another thread looks.
-                walked.f_lineno or code.co_firstlineno,
-                code.co_name,
-                "",
-            )
-            (own if distance == 0 else library).append(place)
+            (own if distance == 0 else library).append(_place_of(walked))
         if len(own) == _DEPTH:
             break
     return own or library[:_DEPTH]
+
+
+def _place_of(frame: FrameType) -> Place:
+    code = frame.f_code
+    # No line between two lines, where another thread looks.
+    return Place(code.co_filename, frame.f_lineno or code.co_firstlineno, code.co_name, "")
 
 
 def stack_of_main_thread() -> list[Place]:

@@ -9,7 +9,6 @@ from lockstep.audit.probe import (
     backwards,
     clipping,
     collectives,
-    draws,
     exchanges,
     loaders,
     models_sent,
@@ -30,7 +29,7 @@ def hook_in(probe: Probe) -> None:
     probe.note_group()
     parts: list[Any] = [backwards, collectives, exchanges, optimizers]
     if probe.run is None or not probe.run.synchronised:
-        parts = [wrappers, *parts, clipping, draws, models_sent, schedules]
+        parts = [wrappers, *parts, clipping, models_sent, schedules]
     if probe.run is None or not probe.run.shares_out:
         parts += [loaders, permutations]
     for part in parts:

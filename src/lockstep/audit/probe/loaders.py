@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import zlib
 from collections import deque
+from dataclasses import replace
 from multiprocessing.sharedctypes import RawArray
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,7 +26,6 @@ from lockstep.audit.probe.batches import (
     tensors_or_contents,
 )
 from lockstep.audit.probe.frames import users_lines
-from lockstep.audit.probe.records import KnownLoader
 from lockstep.audit.probe.worker_draws import SeenInit, drawn_by_workers, places_of, room_for
 from lockstep.dataset_contents import contents_of, identity_of
 
@@ -77,24 +78,20 @@ def _note_beginning(probe: Probe, iterator: Any, loader: DataLoader[Any]) -> Non
     if loader not in keys:
         # A dataset of a loader stays; its indices may be millions.
         probe.loaders_seen += 1
-        key = f"{type(loader.dataset).__name__}#{probe.loaders_seen - 1}"
-        keys[loader] = KnownLoader(
-            key,
-            _part(loader.dataset),
-            probe.harmlessly(_contents, loader) or [],
-            probe.harmlessly(identity_of, _whole(loader.dataset)),
+        keys[loader] = Loading(
+            f"{type(loader.dataset).__name__}#{probe.loaders_seen - 1}",
+            where=[],
+            part=_part(loader.dataset),
+            contents=probe.harmlessly(_contents, loader) or [],
+            dataset=probe.harmlessly(identity_of, _whole(loader.dataset)),
         )
-    known = keys[loader]
-    loading = Loading(
-        known.key,
-        users_lines(),
+    loading = replace(
+        copy.deepcopy(keys[loader]),
+        where=users_lines(),
         sampler=_sampler_name(loader),
         replicas=_replicas(loader),
         shuffles=getattr(_sampler(loader), "shuffle", None),
         size=_size(loader.dataset),
-        part=known.part,
-        contents=known.contents,
-        dataset=known.dataset,
         step=probe.steps_done,
         worker_seed=int(iterator._base_seed) if loader.num_workers else None,
     )

@@ -267,7 +267,7 @@ def _elements(node: Any) -> float | None:
 def constant_of(value: Any) -> float | None:
     """A number that an operation of the graph kept, or a tensor of one."""
     if isinstance(value, torch.Tensor):
-        return float(value) if value.numel() == 1 else None
+        return float(value.detach()) if value.numel() == 1 else None
     return float(value) if isinstance(value, int | float) else None
 
 

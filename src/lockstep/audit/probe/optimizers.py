@@ -11,7 +11,6 @@ import functools
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -23,7 +22,7 @@ from torch.optim.optimizer import (
 )
 
 from lockstep.audit.facts import Backward, Step, Track
-from lockstep.audit.fingerprint import numpy_state, take
+from lockstep.audit.fingerprint import dense, numpy_state, take
 from lockstep.audit.ledger import is_detailed, thin_out
 from lockstep.audit.probe import draws, meetings, schedules
 from lockstep.audit.probe.arrivals import join
@@ -31,6 +30,7 @@ from lockstep.audit.probe.called import prints_of
 from lockstep.audit.probe.described import describe
 from lockstep.audit.probe.frames import users_lines
 from lockstep.audit.probe.fully_sharded import note_kept_back
+from lockstep.audit.probe.loss_graph import constant_of
 from lockstep.audit.probe.patches import is_recorded
 from lockstep.audit.probe.probe import Watched, Window
 from lockstep.audit.probe.shards import is_piece
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from lockstep.audit.prints import Fingerprint
     from lockstep.audit.probe.probe import Probe
 
-_NONE: Final[Mapping[int, torch.Tensor]] = MappingProxyType({})
 
 CLOSELY: Final = 8
 """So many steps are looked at more closely: gradients also after each backward, the optimizer's
@@ -93,7 +92,7 @@ def _hook(probe: Probe) -> None:
         register_optimizer_step_post_hook(after),
     )
     for handle in probe.step_hooks:
-        probe.patches.keep(handle)
+        probe.patches.keep(handle.remove)
 
 
 def _compile(probe: Probe, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -220,15 +219,9 @@ def _not_finite(watched: Watched, gradients: Fingerprint) -> list[str]:
     found = []
     for place in np.flatnonzero(~np.isfinite(gradients.norms)):
         gradient = watched.parameters[place].grad
-        if gradient is not None and not bool(_elements(gradient).all()):
+        if gradient is not None and not bool(torch.isfinite(dense(gradient)).all()):
             found.append(watched.track.parameters[place].name)
     return found
-
-
-def _elements(gradient: torch.Tensor) -> torch.Tensor:
-    """Which of this rank's elements are finite."""
-    held = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return torch.isfinite(held.coalesce().values() if held.layout is torch.sparse_coo else held)
 
 
 def _concerns(probe: Probe, clip: Clip, watched: Watched) -> bool:
@@ -328,7 +321,7 @@ def _is_next_detailed(probe: Probe) -> bool:
 
 
 def fingerprint_gradients(
-    probe: Probe, earlier: Mapping[int, torch.Tensor] = _NONE
+    probe: Probe, earlier: Mapping[int, torch.Tensor] | None = None
 ) -> dict[str, Fingerprint]:
     """Of every optimizer's gradients now, by its track's key; for the first steps only.
 
@@ -336,6 +329,7 @@ def fingerprint_gradients(
         earlier: gradients that are out of sight, by the ids of their parameters.
     """
     found = {}
+    earlier = earlier or {}
     watch_made(probe)
     for watched in probe.optimizers.values():
         if watched.taken < CLOSELY:
@@ -430,15 +424,8 @@ def _settings(optimizer: Optimizer) -> list[dict[str, float]]:
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, float]:
-    found = {}
-    for name, value in group.items():
-        if name == "params" or isinstance(value, bool):
-            continue
-        if isinstance(value, int | float) or (
-            isinstance(value, torch.Tensor) and value.numel() == 1
-        ):
-            found[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
-    return found
+    plain = {n: v for n, v in group.items() if n != "params" and not isinstance(v, bool)}
+    return {n: number for n, v in plain.items() if (number := constant_of(v)) is not None}
 
 
 def _state(optimizer: Optimizer, watched: Watched) -> Fingerprint | None:

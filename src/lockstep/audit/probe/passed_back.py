@@ -46,7 +46,8 @@ def _measure(probe: Probe, node: Any, fact: Gathered, own: Callable[[Any], Any])
     def behind(gradients: Any, _: Any) -> None:
         fact.given_back = probe.harmlessly(_norm, gradients)
 
-    probe.passing_back += [node.register_prehook(before), node.register_hook(behind)]
+    for handle in (node.register_prehook(before), node.register_hook(behind)):
+        probe.passing_back.callback(handle.remove)
 
 
 def before_functions(nodes: set[Any]) -> set[Any]:
@@ -58,13 +59,6 @@ def before_functions(nodes: set[Any]) -> set[Any]:
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Of the program's own, that see or change its gradient?"""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
-
-
-def forget(probe: Probe) -> None:
-    """Backward is over."""
-    for handle in probe.passing_back:
-        handle.remove()
-    probe.passing_back.clear()
 
 
 def _norm(gradients: Any) -> float | None:

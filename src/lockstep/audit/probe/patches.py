@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from typing import TYPE_CHECKING, Any
@@ -38,21 +39,27 @@ def _is_listed() -> bool:
     return cached is not None and cached.cache_info().currsize > 0
 
 
+def _forget_list() -> None:
+    if _is_listed():
+        _compilers_list().cache_clear()
+
+
 class Patches:
-    """What was replaced, so that `undo` leaves torch as it was."""
+    """What was replaced, so that `undo` leaves torch as it was.
+
+    Attributes:
+        is_empty: nothing is replaced.
+    """
 
     def __init__(self) -> None:
-        self._undo: list[tuple[Any, str, Any, Any]] = []
-        self._handles: list[Any] = []
-        self._scripted: list[int] = []
-        self._was_listed = False
+        self.is_empty = True
+        self._undo = contextlib.ExitStack()
 
     def wrap(self, owner: Any, name: str, watch: Callable[..., Any]) -> None:
         """Let a call of ``owner.name``, if there is such a function, be ``watch(original, ...)``.
 
         While torch traces, the original runs: its graph is then the same as without us.
         """
-        held = vars(owner).get(name, _MISSING)
         original = getattr(owner, name, None)
         if original is None:
             return
@@ -63,8 +70,22 @@ class Patches:
                 return original(*args, **kwargs)
             return watch(original, *args, **kwargs)
 
+        self._replace(owner, name, stand_in)
+
+    def _replace(self, owner: Any, name: str, stand_in: Any) -> None:
+        held = vars(owner).get(name, _MISSING)
+
+        def put_back() -> None:
+            if vars(owner).get(name) is not stand_in:
+                return  # what somebody replaced after us stays theirs
+            if held is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, held)
+
         setattr(owner, name, stand_in)
-        self._undo.append((owner, name, held, stand_in))
+        self.is_empty = False
+        self.keep(put_back)
 
     def wrap_in_each(self, owners: tuple[Any, ...], name: str, watch: Callable[..., Any]) -> None:
         """As `wrap`, of what several modules hold: they go on holding one and the same.
@@ -77,16 +98,16 @@ class Patches:
         for owner in others:
             held = vars(owner).get(name, _MISSING)
             if held is original and original is not None:
-                stand_in = getattr(first, name)
-                setattr(owner, name, stand_in)
-                self._undo.append((owner, name, held, stand_in))
+                self._replace(owner, name, getattr(first, name))
             elif held is not _MISSING:
                 self.wrap(owner, name, watch)
 
     def wrap_operator(self, name: str, watch: Callable[..., Any]) -> None:
         """Replace ``torch.name``, an operator that TorchScript knows by its identity, as `wrap`."""
-        if self.is_empty:
-            self._was_listed = _is_listed()
+        if self.is_empty and not _is_listed():
+            # The last to be undone: an operator of ours is not known any more when its number can
+            # be another's.
+            self.keep(_forget_list)
         # Asked first: torch lists its operators once, and would list ours in the place of its own.
         operator = _builtins._find_builtin(getattr(torch, name, None))
         # The same of the functions to which `torch.set_default_device` gives a device.
@@ -95,35 +116,15 @@ class Patches:
         watched = getattr(torch, name)
         watched.__module__, watched.__qualname__ = "torch", name  # where a pickle looks for it
         if operator is not None:
-            stand_in = id(getattr(torch, name))
-            _builtins._get_builtin_table()[stand_in] = operator
-            self._scripted.append(stand_in)
+            table = _builtins._get_builtin_table()
+            table[id(watched)] = operator
+            self.keep(functools.partial(table.pop, id(watched), None))
 
-    @property
-    def is_empty(self) -> bool:
-        """Is nothing replaced?"""
-        return not self._undo
-
-    def keep(self, handle: Any) -> None:
-        """A handle of torch's own hooks, to be removed by `undo`."""
-        self._handles.append(handle)
+    def keep(self, undo: Callable[[], object]) -> None:
+        """Something to be undone by `undo`, as a hook of torch's own."""
+        self._undo.callback(undo)
 
     def undo(self) -> None:
-        """Put everything back, last first; what somebody replaced after us stays theirs."""
-        for owner, name, held, stand_in in reversed(self._undo):
-            if vars(owner).get(name) is not stand_in:
-                continue
-            if held is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, held)
-        for handle in self._handles:
-            handle.remove()
-        for stand_in in self._scripted:
-            _builtins._get_builtin_table().pop(stand_in, None)
-        # Last: an operator of ours is not known any more when its number can be another's.
-        if self._scripted and not self._was_listed and _is_listed():
-            _compilers_list().cache_clear()
-        self._undo.clear()
-        self._handles.clear()
-        self._scripted.clear()
+        """Put everything back, last first."""
+        self._undo.close()
+        self.is_empty = True

@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from operator import is_
 from typing import TYPE_CHECKING, Any, Final
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
         Arrival,
         KeptBuffers,
         Known,
-        KnownLoader,
         Reduced,
         Schedule,
     )
@@ -240,8 +239,6 @@ class Probe:
         run: what a trainer knows of the run and need not be found out.
     """
 
-    watches_draws = False
-    """Are functions that draw to be replaced in the steps that need it?"""
     messages = broadcasts = 0
     """How many of either this rank has taken part in; see `lockstep.audit.probe.meetings`."""
     inherited: Any = None
@@ -285,7 +282,7 @@ class Probe:
         self.received: list[tuple[Collective, weakref.ref[torch.Tensor]]] = []
         self.has_sent = self.follows = False
         self.reduced_in_place: list[Reduced] = []
-        self.passing_back: list[Any] = []
+        self.passing_back = ExitStack()
         self.scatters = False
         self.depth = threading.local()
         self.optimizers: weakref.WeakKeyDictionary[Any, Watched] = weakref.WeakKeyDictionary()
@@ -299,9 +296,7 @@ class Probe:
         self.step_hooks: tuple[Any, ...] = ()
         self.gradient_names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self.loaders_seen = 0
-        self.known_loaders: weakref.WeakKeyDictionary[Any, KnownLoader] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.known_loaders: weakref.WeakKeyDictionary[Any, Loading] = weakref.WeakKeyDictionary()
         self.loading: weakref.WeakKeyDictionary[Any, Loading] = weakref.WeakKeyDictionary()
         self.worker_memory: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.delivered: Loading | None = None

@@ -129,15 +129,6 @@ class Reduced:
     through_data: tuple[float, int] | None = None
 
 
-class KnownLoader(NamedTuple):
-    """What a loader is known by, and what its dataset holds; see ``Loading``."""
-
-    key: str
-    part: int | None
-    contents: list[int]
-    dataset: int | None
-
-
 class KeptBuffers:
     """What is known of the buffers of one module that training calls.
 

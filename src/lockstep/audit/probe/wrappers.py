@@ -48,10 +48,10 @@ def install(probe: Probe) -> None:
     if probe.mode != "watch":
         probe.patches.wrap(torch.nn.Module, "train", probe.afterwards(hook.note_mode))
     hook()
-    probe.patches.keep(hook)
+    probe.patches.keep(hook.remove)
     # It says that global hooks may fire twice for a compiled module, which is no harm here.
     warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global")
-    probe.patches.keep(_Filter(warnings.filters[0]))
+    probe.patches.keep(functools.partial(_forget_filter, warnings.filters[0]))
 
 
 class _ForwardHook:
@@ -104,15 +104,9 @@ class _ForwardHook:
             self._handle = None
 
 
-class _Filter:
-    """The filter for one warning, which goes when the hooks go."""
-
-    def __init__(self, entry: Any) -> None:
-        self._entry = entry
-
-    def remove(self) -> None:
-        if self._entry in warnings.filters:
-            warnings.filters.remove(self._entry)  # type: ignore[attr-defined]
+def _forget_filter(entry: Any) -> None:
+    if entry in warnings.filters:
+        warnings.filters.remove(entry)  # type: ignore[attr-defined]
 
 
 def _note_wrapper(probe: Probe, _: Any, args: Any, __: Any) -> None:

@@ -7,7 +7,6 @@ And whether its learning rate is divided by them, which makes up for a sum.
 from __future__ import annotations
 
 import ast
-import linecache
 from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.finding import Place
@@ -45,8 +44,7 @@ def line_with_factor(lines: Sequence[Place], *, divides: bool) -> Place | None:
         for statement in _about_the_loss(module, place.line):
             number = _factor_in(statement, wanted, ranks)
             if number is not None:
-                text = linecache.getline(place.file, number).strip()
-                return Place(place.file, number, place.function, text)
+                return Place(place.file, number, place.function, "")
     return None
 
 

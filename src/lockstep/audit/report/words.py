@@ -25,7 +25,7 @@ def cut(rows: Sequence[Any]) -> str:
 
 def verdict(world: World, *, has_left_out: bool) -> str:
     """Where nothing graver than a notice was found."""
-    if world.has_failed:
+    if world.has_failed():
         return f"the run failed ({_failures(world)}); nothing else was found until then"
     if world.size == 1 and world.steps:
         return (

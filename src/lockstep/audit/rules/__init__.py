@@ -5,53 +5,53 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from lockstep.audit.rules.called_modules import Buffers, Frozen, Modes
-from lockstep.audit.rules.clearing import Clearing
-from lockstep.audit.rules.data import Data
-from lockstep.audit.rules.dtypes import Dtypes
-from lockstep.audit.rules.gathers import Gathers
-from lockstep.audit.rules.gradients import Gradients, LeftOut
-from lockstep.audit.rules.liveness import Liveness
-from lockstep.audit.rules.mixed import Mixed, OwnScales
-from lockstep.audit.rules.norms import Norms
-from lockstep.audit.rules.not_finite import NotFinite
-from lockstep.audit.rules.ownership import Ownership, Participation
-from lockstep.audit.rules.partial_outputs import PartialOutputs
-from lockstep.audit.rules.repetition import Repetition
-from lockstep.audit.rules.replicas import Replicas, Scales, States, StepCounts
-from lockstep.audit.rules.schedules import Schedules
-from lockstep.audit.rules.sharded import Scattered, Unheld, Unreduced
+from lockstep.audit.rules.called_modules import BUFFERS_IN_USE, FROZEN, MODES
+from lockstep.audit.rules.clearing import CLEARING
+from lockstep.audit.rules.data import DATA
+from lockstep.audit.rules.dtypes import DTYPES
+from lockstep.audit.rules.gathers import GATHERS
+from lockstep.audit.rules.gradients import GRADIENTS, LEFT_OUT
+from lockstep.audit.rules.liveness import LIVENESS
+from lockstep.audit.rules.mixed import MIXED, OWN_SCALES
+from lockstep.audit.rules.norms import NORMS
+from lockstep.audit.rules.not_finite import NON_FINITE_STEPS
+from lockstep.audit.rules.ownership import OWNERSHIP, PARTICIPATION
+from lockstep.audit.rules.partial_outputs import PARTIAL_OUTPUTS
+from lockstep.audit.rules.repetition import REPETITION
+from lockstep.audit.rules.replicas import REPLICAS, SCALES, STATES, STEP_COUNTS
+from lockstep.audit.rules.schedules import SCHEDULES
+from lockstep.audit.rules.sharded import SCATTERED, UNHELD, UNREDUCED
 
 if TYPE_CHECKING:
     from lockstep.audit.rules.base import Code, Rule
 
 RULES: Final[tuple[Rule, ...]] = (
-    Dtypes(),
-    OwnScales(),
-    Gradients(),
-    Clearing(),
-    NotFinite(),
-    LeftOut(),
-    Mixed(),
-    Unreduced(),
-    Unheld(),
-    Replicas(),
-    Frozen(),
-    States(),
-    Scales(),
-    StepCounts(),
-    Buffers(),
-    Modes(),
-    Scattered(),
-    Schedules(),
-    Gathers(),
-    PartialOutputs(),
-    Norms(),
-    Ownership(),
-    Participation(),
-    Data(),
-    Repetition(),
-    Liveness(),
+    DTYPES,
+    OWN_SCALES,
+    GRADIENTS,
+    CLEARING,
+    NON_FINITE_STEPS,
+    LEFT_OUT,
+    MIXED,
+    UNREDUCED,
+    UNHELD,
+    REPLICAS,
+    FROZEN,
+    STATES,
+    SCALES,
+    STEP_COUNTS,
+    BUFFERS_IN_USE,
+    MODES,
+    SCATTERED,
+    SCHEDULES,
+    GATHERS,
+    PARTIAL_OUTPUTS,
+    NORMS,
+    OWNERSHIP,
+    PARTICIPATION,
+    DATA,
+    REPETITION,
+    LIVENESS,
 )
 
 

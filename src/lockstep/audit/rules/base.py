@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.audit.finding import Finding, Place, Severity, with_text
 
@@ -63,21 +63,33 @@ def at_step(track: SharedTrack, number: int, **details: Any) -> dict[str, Any]:
     return {**told, **details}
 
 
-class Rule(Protocol):
+@dataclass(frozen=True)
+class Rule:
     """One thing that can be wrong.
 
     A rule says what it saw, never what it guesses; what it only suspects is a notice.
+
+    Attributes:
+        codes: those of its findings.
+        look: yields what it finds, whatever others do: a pure function of the ledgers.
+            `lockstep.audit.precedence` leaves out what another finding explains.
+        unless: it has nothing to say where one of these is so.
     """
 
-    @property
-    def codes(self) -> tuple[Code, ...]: ...
+    codes: tuple[Code, ...]
+    look: Callable[[World], Iterable[Finding]]
+    unless: tuple[Callable[[World], bool], ...] = ()
 
     def judge(self, world: World) -> Iterable[Finding]:
-        """Yield what this rule finds, whatever others do: a pure function of the ledgers.
+        """What it finds."""
+        return () if any(is_so(world) for is_so in self.unless) else self.look(world)
 
-        `lockstep.audit.precedence` leaves out what another finding explains.
-        """
-        ...
+
+def each_step(
+    codes: tuple[Code, ...], look: Look, unless: tuple[Callable[[World], bool], ...] = ()
+) -> Rule:
+    """Of each optimizer that several ranks have as one, what `look` finds in a step first."""
+    return Rule(codes, lambda world: first_of_each(world.compared, look), unless)
 
 
 def first_in(track: SharedTrack, look: Look) -> Finding | None:

@@ -9,37 +9,35 @@ ranks evaluate.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lockstep.audit.rules.base import Code, at_step, first_of_each, named, numbers
+from lockstep.audit.prints import are_apart, differing
+from lockstep.audit.rules.base import Code, Rule, at_step, first_of_each, named, numbers
 from lockstep.audit.rules.replicas import BEFORE, BETWEEN
+from lockstep.audit.shared_track import side_by_side
+from lockstep.audit.world import World
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Sequence
+    from collections.abc import Container, Iterable
 
-    from lockstep.audit.facts import FrozenModule, Step, UsedBuffers
+    from lockstep.audit.facts import Evaluation, FrozenModule, Step, UsedBuffers
     from lockstep.audit.finding import Finding
     from lockstep.audit.prints import Fingerprint
     from lockstep.audit.shared_track import SharedTrack
-    from lockstep.audit.world import World
-
-_Seen = TypeVar("_Seen")
 
 MODE = Code("LS311", "ranks train in different modes")
 
 
-class Modes:
+def _look_at_modes(world: World) -> Iterable[Finding]:
     """Compares `training` of the parts of the module that each rank's backward was about."""
+    # The module is one, however many optimizers step its parameters.
+    return itertools.islice(first_of_each(world.compared, _mode_at_step), 1)
 
-    codes = (MODE,)
 
-    def judge(self, world: World) -> Iterable[Finding]:
-        # The module is one, however many optimizers step its parameters.
-        return itertools.islice(first_of_each(world.compared, _mode_at_step), 1)
+MODES = Rule((MODE,), _look_at_modes)
 
 
 def _mode_at_step(track: SharedTrack, number: int) -> Finding | None:
@@ -61,21 +59,14 @@ def _mode_at_step(track: SharedTrack, number: int) -> Finding | None:
     )
 
 
-_NORMS_ALLOWED: Final = 1e-6
-_SAMPLES_ALLOWED: Final = 1e-5
-
-
-class Frozen:
+def _look_at_frozen(world: World) -> Iterable[Finding]:
     """Compares what all ranks called in a step and no optimizer holds."""
+    for found in itertools.islice(first_of_each(world.in_step, _frozen_at_step), 1):
+        # Where the replicas themselves differ, what follows them does too.
+        yield replace(found, optimizer="*")
 
-    codes = (BEFORE, BETWEEN)
 
-    def judge(self, world: World) -> Iterable[Finding]:
-        if world.is_model_parallel:
-            return
-        for found in itertools.islice(first_of_each(world.in_step, _frozen_at_step), 1):
-            # Where the replicas themselves differ, what follows them does too.
-            yield replace(found, optimizer="*")
+FROZEN = Rule((BEFORE, BETWEEN), _look_at_frozen, (World.is_model_parallel,))
 
 
 def _frozen_at_step(track: SharedTrack, number: int) -> Finding | None:
@@ -86,10 +77,10 @@ def _frozen_at_step(track: SharedTrack, number: int) -> Finding | None:
         first = next(iter(at_once.values()))
         # What an optimizer holds or held on a rank is compared at its steps.
         held = {name for each in at_once.values() for name in each.held}
-        places = _different([each.prints for each in at_once.values()], first.counts)
-        different = [place for place in places if first.names[place] not in held]
-        if different:
-            return _of_frozen(track, number, at_once, different)
+        prints = {rank: each.prints for rank, each in at_once.items()}
+        names, norms = _names_and_norms(first, prints, held)
+        if names:
+            return _of_frozen(track, number, first, names, norms)
     return None
 
 
@@ -116,11 +107,12 @@ def _whatever_order(modules: list[FrozenModule]) -> tuple[bytes, ...]:
 
 
 def _of_frozen(
-    track: SharedTrack, number: int, at_once: dict[int, FrozenModule], different: list[int]
+    track: SharedTrack,
+    number: int,
+    first: FrozenModule,
+    names: list[str],
+    norms: dict[int, float],
 ) -> Finding:
-    first = next(iter(at_once.values()))
-    names = [first.names[place] for place in different]
-    norms = {rank: float(each.prints.norms[different[0]]) for rank, each in at_once.items()}
     since = number > track.numbers[0]
     code = BETWEEN if since else BEFORE
     when = f"by step {number + 1}" if since else "at the first step"
@@ -138,84 +130,66 @@ def _of_frozen(
 BUFFERS = Code("LS309", "ranks compute with different buffers")
 
 
-class Buffers:
+def _look_at_buffers(world: World) -> Iterable[Finding]:
     """Compares the buffers that gradients follow from, and those of an evaluation.
 
     Others differ in healthy runs.
     """
-
-    codes = (BUFFERS,)
-
-    def judge(self, world: World) -> Iterable[Finding]:
-        ledgers = world.ledgers
-        if len(ledgers) < 2 or world.trains_own_models:
+    ledgers = world.ledgers
+    if len(ledgers) < 2:
+        return
+    in_training = _used_in_training(world)
+    if in_training is not None:
+        yield in_training
+        return
+    evaluations = {rank: led.evaluations for rank, led in ledgers.items()}
+    for at_once in side_by_side(evaluations, lambda x: (x.step, *x.names, *x.counts)):
+        first = at_once[min(at_once)]
+        prints = {rank: each.buffers for rank, each in at_once.items()}
+        names, norms = _names_and_norms(first, prints, _in_layers_at_home(world, first.names))
+        if names and len(at_once) == len(ledgers):
+            yield BUFFERS.finding(
+                f"after step {first.step} the ranks evaluated {first.module} with "
+                f"different {named(names)}: each has another model",
+                "evaluate through the wrapper (it broadcasts rank 0's buffers), use "
+                "SyncBatchNorm, or evaluate on one rank",
+                rank=sorted(ledgers),
+                optimizer="*",
+                step=first.step or None,
+                parameters=names,
+                evidence={"norms": norms},
+                where=first.where,
+            )
             return
-        in_training = _used_in_training(world)
-        if in_training is not None:
-            yield in_training
-            return
-        evaluations = [led.evaluations for led in ledgers.values()]
-        for at_once in _kth_of_a_kind(evaluations, lambda x: (x.step, *x.names, *x.counts)):
-            first = at_once[0]
-            at_home = {name.rpartition(".")[0] for t in world.tracks for name in t.at_home}
-            different = [
-                index
-                for index in _different([each.buffers for each in at_once], first.counts)
-                if first.names[index].rpartition(".")[0] not in at_home
-            ]
-            if different:
-                names = [first.names[i] for i in different]
-                norms = [float(each.buffers.norms[different[0]]) for each in at_once]
-                yield BUFFERS.finding(
-                    f"after step {first.step} the ranks evaluated {first.module} with "
-                    f"different {named(names)}: each has another model",
-                    "evaluate through the wrapper (it broadcasts rank 0's buffers), use "
-                    "SyncBatchNorm, or evaluate on one rank",
-                    rank=sorted(ledgers),
-                    optimizer="*",
-                    step=first.step or None,
-                    parameters=names,
-                    evidence={"norms": dict(zip(ledgers, norms, strict=True))},
-                    where=first.where,
-                )
-                return
+
+
+BUFFERS_IN_USE = Rule((BUFFERS,), _look_at_buffers, (World.trains_own_models,))
 
 
 def _used_in_training(world: World) -> Finding | None:
     """The first buffers that began the same on all ranks, differ, and have gradients follow."""
-    if world.is_model_parallel or not world.in_step:
+    if world.is_model_parallel() or not world.in_step:
         return None
-    at_home = {name.rpartition(".")[0] for t in world.tracks for name in t.at_home}
-    used_buffers = [led.buffers_used for led in world.ledgers.values()]
-    for known in _kth_of_a_kind(used_buffers, lambda x: (x.module, *x.names, *x.counts)):
-        first = known[0]
-        by_step = [dict(zip(each.steps, each.prints, strict=True)) for each in known]
-        shared = sorted(set.intersection(*map(set, by_step)))
-        used = set.intersection(*(set(each.used or ()) for each in known))
-        if not used or not shared or shared[0] != first.steps[0]:
+    used_buffers = {rank: led.buffers_used for rank, led in world.ledgers.items()}
+    for known in side_by_side(used_buffers, lambda x: (x.module, *x.names, *x.counts)):
+        first = known[min(known)]
+        by_step = {r: dict(zip(each.steps, each.prints, strict=True)) for r, each in known.items()}
+        shared = sorted(set.intersection(*map(set, by_step.values())))
+        used = set.intersection(*(set(each.used or ()) for each in known.values()))
+        is_known = len(known) == len(world.ledgers) and used and shared
+        if not is_known or shared[0] != first.steps[0]:
             continue
-        began, *later = ([prints[step] for prints in by_step] for step in shared)
-        apart = set(_different(began, first.counts))
+        began, *later = ({r: of_rank[step] for r, of_rank in by_step.items()} for step in shared)
+        apart, _ = _names_and_norms(first, began, ())
+        leave_out = {*apart, *set(first.names) - used, *_in_layers_at_home(world, first.names)}
         for step, prints in zip(shared[1:], later, strict=True):
-            different = [
-                place
-                for place in _different(prints, first.counts)
-                if place not in apart
-                and first.names[place] in used
-                and first.names[place].rpartition(".")[0] not in at_home
-            ]
-            if different:
-                norms = [float(each.norms[different[0]]) for each in prints]
-                return _of_used(
-                    first, different, dict(zip(world.ledgers, norms, strict=True)), step
-                )
+            names, norms = _names_and_norms(first, prints, leave_out)
+            if names:
+                return _of_used(first, names, norms, step)
     return None
 
 
-def _of_used(
-    buffers: UsedBuffers, different: list[int], norms: dict[int, float], step: int
-) -> Finding:
-    names = [buffers.names[place] for place in different]
+def _of_used(buffers: UsedBuffers, names: list[str], norms: dict[int, float], step: int) -> Finding:
     return BUFFERS.finding(
         f"the ranks began with the same {named(names)} of {buffers.module} and compute step "
         f"{step + 1} with different ones (norm of `{names[0]}`: {_said(norms)}): training uses "
@@ -231,53 +205,28 @@ def _of_used(
     )
 
 
-def _kth_of_a_kind(
-    of_ranks: Sequence[Sequence[_Seen]], kind: Callable[[_Seen], Hashable]
-) -> list[tuple[_Seen, ...]]:
-    """The k-th of a kind with the k-th of that kind on the other ranks, if all have one.
+def _names_and_norms(
+    first: FrozenModule | Evaluation | UsedBuffers,
+    prints: dict[int, Fingerprint],
+    leave_out: Container[str],
+) -> tuple[list[str], dict[int, float]]:
+    """The names of those tensors that differ, but for some, and the norms of the first of them."""
+    places = differing(list(prints.values()), first.counts)
+    different = [place for place in places if first.names[place] not in leave_out]
+    norms = {
+        rank: float(each.norms[place]) for place in different[:1] for rank, each in prints.items()
+    }
+    return [first.names[place] for place in different], norms
 
-    Of other sizes modules are of another kind: one rank's head, say.
-    """
-    by_rank: list[dict[tuple[Hashable, int], _Seen]] = []
-    for of_rank in of_ranks:
-        counted: Counter[Hashable] = Counter()
-        found: dict[tuple[Hashable, int], _Seen] = {}
-        for one in of_rank:
-            found[kind(one), counted[kind(one)]] = one
-            counted[kind(one)] += 1
-        by_rank.append(found)
-    shared = [known for known in by_rank[0] if all(known in found for found in by_rank)]
-    return [tuple(found[known] for found in by_rank) for known in shared]
+
+def _in_layers_at_home(world: World, names: Iterable[str]) -> set[str]:
+    at_home = {name.rpartition(".")[0] for track in world.tracks for name in track.at_home}
+    return {name for name in names if name.rpartition(".")[0] in at_home}
 
 
 def _said(norms: dict[int, float]) -> str:
-    are_apart = _are_apart(np.array(list(norms.values())), _NORMS_ALLOWED)
-    return numbers(norms) if are_apart else "the same, of other elements"
-
-
-def _different(prints: Sequence[Fingerprint], counts: Sequence[int]) -> list[int]:
-    """The places of tensors that are not the same on all ranks, by more than rounding.
-
-    By their sampled elements too: two masks that keep as much of a layer have the same norm, and so
-    have two weights that are orthogonal.
-
-    Args:
-        counts: so many elements were sampled of each tensor.
-    """
-    hashes = np.array([each.hashes for each in prints])
-    norms = np.array([each.norms for each in prints])
-    samples = np.array([each.samples for each in prints])
-    bounds = [0, *itertools.accumulate(counts)]
-    return [
-        place
-        for place in map(int, np.flatnonzero((hashes != hashes[0]).any(axis=0)))
-        if _are_apart(norms[:, place], _NORMS_ALLOWED)
-        or _are_apart(samples[:, bounds[place] : bounds[place + 1]], _SAMPLES_ALLOWED)
-    ]
-
-
-def _are_apart(of_ranks: np.ndarray[Any, Any], allowed: float) -> bool:
-    """By more than `allowed` of the largest, or because one is no number."""
-    with np.errstate(invalid="ignore"):
-        spread = of_ranks.max(axis=0) - of_ranks.min(axis=0)
-    return not np.max(spread, initial=0.0) <= allowed * np.abs(of_ranks).max(initial=0.0)
+    return (
+        numbers(norms)
+        if are_apart(np.array(list(norms.values())))
+        else "the same, of other elements"
+    )

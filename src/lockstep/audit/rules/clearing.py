@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from lockstep.audit.diagnoses.micro_batches import CLEARED
-from lockstep.audit.rules.base import Code, at_step
+from lockstep.audit.rules.base import Code, Rule, at_step
 from lockstep.audit.rules.left_by_backward import adding_backwards
 
 if TYPE_CHECKING:
@@ -26,22 +26,21 @@ _STEPS: Final = 3
 """What a step does once or twice may be meant."""
 
 
-class Clearing:
+def _look(world: World) -> Iterable[Finding]:
     """Of each optimizer, whether it is so in all steps that tell, and on all ranks.
 
     That gradients are never cleared is a notice: a program may add them up over its steps on
     purpose.
     """
+    for track in world.tracks:
+        if _steps_of_all(track, _found_nothing):
+            yield _as_cleared(track)
+        steps = 0 if track in world.alone else _steps_of_all(track, _left_over)
+        if steps:
+            yield _as_never_cleared(track, steps)
 
-    codes = (NEVER, CLEARED)
 
-    def judge(self, world: World) -> Iterable[Finding]:
-        for track in world.tracks:
-            if _steps_of_all(track, _found_nothing):
-                yield _as_cleared(track)
-            steps = 0 if track in world.alone else _steps_of_all(track, _left_over)
-            if steps:
-                yield _as_never_cleared(track, steps)
+CLEARING = Rule((NEVER, CLEARED), _look)
 
 
 def _steps_of_all(track: SharedTrack, look: Callable[[SharedTrack, int], Iterable[bool]]) -> int:
@@ -109,9 +108,6 @@ def _as_never_cleared(track: SharedTrack, steps: int) -> Finding:
         f"{track.first.optimizer}{at}: in each of the steps 2 to {steps + 1} backward added to the "
         "gradients that the step before had used: they are those of all batches so far, and grow",
         "call `optimizer.zero_grad()` once a step, unless they are added up on purpose",
-        rank=track.ranks,
-        step=2,
         evidence={"steps": steps},
-        where=where,
-        optimizer=track.first.key_of_all,
+        **at_step(track, 1, where=where),
     )

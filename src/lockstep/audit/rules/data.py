@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.audit.rules.base import Code
+from lockstep.audit.rules.base import Code, Rule
 from lockstep.audit.rules.overlap import (
     SAME,
     are_no_chance,
@@ -18,13 +18,14 @@ from lockstep.audit.rules.overlap import (
 from lockstep.audit.rules.own_orders import own_orders
 from lockstep.audit.rules.passed_over import PASSED_OVER, passed_over
 from lockstep.audit.rules.worker_seeds import SEEDS, copied_generators, equal_seeds
+from lockstep.audit.shared_track import side_by_side
+from lockstep.audit.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lockstep.audit.facts import Loading
     from lockstep.audit.finding import Finding
-    from lockstep.audit.world import World
 
 ORDER = Code("LS504", "the same order in every epoch", "warning")
 EVALUATED = Code("LS505", "samples read more than once in evaluation", "warning")
@@ -33,50 +34,45 @@ _PADDING: Final = ("DistributedSampler", "BatchSamplerShard")
 """Torch's and Accelerate's: both give every rank as many samples, some of them twice."""
 
 
-class Data:
+def _look(world: World) -> Iterable[Finding]:
     """Compares iterations over data loaders: the k-th of a loader on every rank."""
-
-    codes = (SAME, PASSED_OVER, ORDER, EVALUATED, SEEDS)
-
-    def judge(self, world: World) -> Iterable[Finding]:
-        if world.is_model_parallel or world.trains_own_models:
-            return
-        reported: set[tuple[str, str]] = set()
-        for loadings in _side_by_side(world):
-            for found in (
-                same_samples(world, loadings),
-                passed_over(world, loadings),
-                _twice(world, loadings),
-                equal_seeds(loadings),
-                copied_generators(loadings),
-            ):
-                key = loadings[min(loadings)].key
-                if found is not None and (found.code, key) not in reported:
-                    reported.add((found.code, key))
-                    yield found
-        by_hand = same_rows_by_hand(world) or own_orders(world)
-        if by_hand is not None:
-            yield by_hand
-        for rank, ledger in world.ledgers.items():
-            found = _order(rank, ledger.loadings)
-            if found is not None:
+    reported: set[tuple[str, str]] = set()
+    for loadings in _of_all_ranks(world):
+        for found in (
+            same_samples(world, loadings),
+            passed_over(world, loadings),
+            _twice(world, loadings),
+            equal_seeds(loadings),
+            copied_generators(loadings),
+        ):
+            key = loadings[min(loadings)].key
+            if found is not None and (found.code, key) not in reported:
+                reported.add((found.code, key))
                 yield found
-                break
+    by_hand = same_rows_by_hand(world) or own_orders(world)
+    if by_hand is not None:
+        yield by_hand
+    for rank, ledger in world.ledgers.items():
+        found = _order(rank, ledger.loadings)
+        if found is not None:
+            yield found
+            break
 
 
-def _side_by_side(world: World) -> list[dict[int, Loading]]:
+DATA = Rule(
+    (SAME, PASSED_OVER, ORDER, EVALUATED, SEEDS),
+    _look,
+    (World.is_model_parallel, World.trains_own_models),
+)
+
+
+def _of_all_ranks(world: World) -> list[dict[int, Loading]]:
     """The k-th iteration at a line, of those that train and of those that do not.
 
     Not the k-th of a loader: one rank may make more loaders, to evaluate alone.
     """
-    found: dict[tuple[Any, ...], dict[int, Loading]] = {}
-    for rank, ledger in world.ledgers.items():
-        seen: Counter[tuple[Any, ...]] = Counter()
-        for loading in ledger.loadings:
-            site = _site(loading)
-            found.setdefault((*site, seen[site]), {})[rank] = loading
-            seen[site] += 1
-    return [_one_of_each_group(world, each) for each in found.values() if len(each) > 1]
+    found = side_by_side({rank: led.loadings for rank, led in world.ledgers.items()}, _site)
+    return [_one_of_each_group(world, each) for each in found if len(each) > 1]
 
 
 def _one_of_each_group(world: World, loadings: dict[int, Loading]) -> dict[int, Loading]:

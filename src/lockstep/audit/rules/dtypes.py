@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lockstep.audit.rules.base import Code, at_step, by_rank, named
+from lockstep.audit.rules.base import Code, Rule, at_step, by_rank, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -17,18 +17,17 @@ if TYPE_CHECKING:
 DTYPE = Code("LS314", "parameters have different dtypes")
 
 
-class Dtypes:
+def _look(world: World) -> Iterable[Finding]:
     """Compares the dtypes of the parameters that the optimizers of several ranks hold.
 
     Numbers that were rounded differently differ: in the first step's weights, in the gradients or
     after the step. So this comes before the rules that would say that.
     """
+    # Also of replicas that meet now and then: what is averaged then was rounded differently.
+    return filter(None, map(_different, world.compared))
 
-    codes = (DTYPE,)
 
-    def judge(self, world: World) -> Iterable[Finding]:
-        # Also of replicas that meet now and then: what is averaged then was rounded differently.
-        return filter(None, map(_different, world.compared))
+DTYPES = Rule((DTYPE,), _look)
 
 
 def _different(track: SharedTrack) -> Finding | None:

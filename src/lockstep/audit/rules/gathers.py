@@ -15,15 +15,12 @@ from typing import TYPE_CHECKING
 
 from lockstep.audit.diagnoses.seen import seen_in
 from lockstep.audit.expectation import is_near
-from lockstep.audit.rules.base import Code, at_step, first_of_each
+from lockstep.audit.rules.base import Code, at_step, each_step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from lockstep.audit.facts import Alias, Backward, Gathered, Step
     from lockstep.audit.finding import Finding
     from lockstep.audit.shared_track import SharedTrack
-    from lockstep.audit.world import World
 
 WITHOUT = Code("LS207", "gathered without gradient")
 WRONG = Code("LS208", "gathered with the wrong backward")
@@ -33,15 +30,6 @@ _FIX = (
     "use `lockstep.gather(rows)`, or torch.distributed.nn.functional.all_gather, whose backward "
     "adds up what all ranks owe to the rows"
 )
-
-
-class Gathers:
-    """Judges each backward in whose graph values of other ranks were found."""
-
-    codes = (WITHOUT, WRONG, OUTSIDE)
-
-    def judge(self, world: World) -> Iterable[Finding]:
-        return first_of_each(world.compared, _judge_step)
 
 
 @dataclass(frozen=True)
@@ -104,8 +92,7 @@ class _Case:
     @property
     def has_own_samples(self) -> bool:
         """Was each rank given others? Else they may share the work on the same ones."""
-        fed = {step.fed for step in self.steps.values()}
-        return len(fed) == len(self.steps) and None not in fed
+        return self.track.fed(self.number) == "own"
 
     def finding(self, code: Code, message: str, fix: str, **evidence: float) -> Finding:
         fact = self.fact
@@ -127,6 +114,10 @@ def _judge_step(track: SharedTrack, number: int) -> Finding | None:
             if found is not None:
                 return found
     return None
+
+
+GATHERS = each_step((WITHOUT, WRONG, OUTSIDE), _judge_step)
+"""Judges each backward in whose graph values of other ranks were found."""
 
 
 def _gathered(case: _Case) -> Finding | None:

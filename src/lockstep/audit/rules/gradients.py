@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.audit.diagnoses.ranks import DIFFER, SCALE
 from lockstep.audit.diagnoses.seen import seen_in
-from lockstep.audit.rules.base import Code, at_step, first_in, named, numbers
+from lockstep.audit.rules.base import Code, Rule, at_step, first_in, named, numbers
 from lockstep.audit.rules.left_by_backward import adding_backwards
 from lockstep.audit.rules.reasons import reason_of
 from lockstep.audit.shared_track import names_of
@@ -33,26 +33,25 @@ COUNT = Code("LS308", "ranks took different numbers of steps")
 _CODES: Final = {"unknown": UNKNOWN, "after": DIFFER, "mixed": MIXED, "scales": SCALE}
 
 
-class Gradients:
+def _look(world: World) -> Iterable[Finding]:
     """Compares, at each step, what the optimizers of all ranks consumed."""
+    yield from map(_as_own_models, world.alone[:1])
+    for track in world.in_step:
+        found = (
+            first_in(track, _mixed)
+            or _first_different(world, track)
+            or first_in(track, _missing)
+            or _first_left_over(track)
+        )
+        if found is not None and found.code in (DIFFER.code, SCALE.code):
+            if track.counts_differ:
+                continue  # the k-th steps of these ranks are not the same step
+            found = _out_of_step(track) or found
+        if found is not None:
+            yield found
 
-    codes = (BYPASSED, UNKNOWN, DIFFER, MIXED, MISSING, COUNT)
 
-    def judge(self, world: World) -> Iterable[Finding]:
-        yield from map(_as_own_models, world.alone[:1])
-        for track in world.in_step:
-            found = (
-                first_in(track, _mixed)
-                or _first_different(world, track)
-                or first_in(track, _missing)
-                or _first_left_over(track)
-            )
-            if found is not None and found.code in (DIFFER.code, SCALE.code):
-                if track.counts_differ:
-                    continue  # the k-th steps of these ranks are not the same step
-                found = _out_of_step(track) or found
-            if found is not None:
-                yield found
+GRADIENTS = Rule((BYPASSED, UNKNOWN, DIFFER, MIXED, MISSING, COUNT), _look)
 
 
 def _as_own_models(track: SharedTrack) -> Finding:
@@ -269,23 +268,22 @@ def _places(track: SharedTrack, number: int) -> list[Place]:
     return []
 
 
-class LeftOut:
+def _look_for_left_out(world: World) -> Iterable[Finding]:
     """A notice: a client's norms, or its head, may stay at home on purpose."""
+    for track in world.compared:
+        if track.at_home:
+            names = sorted(track.at_home)
+            yield UNKNOWN.finding(
+                f"the ranks average the weights of other layers, and never {named(names)}: "
+                "each rank has its own",
+                "average them as well, if all ranks are to have one model",
+                severity="notice",
+                rank=track.ranks,
+                parameters=names,
+                where=track.first.where,
+                optimizer=track.first.key_of_all,
+            )
+            return
 
-    codes = (UNKNOWN,)
 
-    def judge(self, world: World) -> Iterable[Finding]:
-        for track in world.compared:
-            if track.at_home:
-                names = sorted(track.at_home)
-                yield UNKNOWN.finding(
-                    f"the ranks average the weights of other layers, and never {named(names)}: "
-                    "each rank has its own",
-                    "average them as well, if all ranks are to have one model",
-                    severity="notice",
-                    rank=track.ranks,
-                    parameters=names,
-                    where=track.first.where,
-                    optimizer=track.first.key_of_all,
-                )
-                return
+LEFT_OUT = Rule((UNKNOWN,), _look_for_left_out)

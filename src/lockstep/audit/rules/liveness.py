@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Final
 
-from lockstep.audit.rules.base import Code
+from lockstep.audit.rules.base import Code, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,29 +30,28 @@ _PEER_LOST: Final = (
 """What they say of it, with their own name beside it: other connections break as well."""
 
 
-class Liveness:
+def _look(world: World) -> Iterable[Finding]:
     """Compares where each rank stood when the run failed or was interrupted."""
+    lost = world.lost
+    stuck = {r: led.stuck_in for r, led in world.ledgers.items() if led.stuck_in is not None}
+    if stuck and world.size > 1:
+        yield _waiting(world, stuck, lost)
+    elif (left := _left_the_others(world)) is not None:
+        yield left
+    died = {r: led.facts.died for r, led in world.ledgers.items() if led.facts.died}
+    where = [place for led in world.ledgers.values() for place in led.stack]
+    if died:
+        killed = ", ".join(f"rank {rank} by {name}" for rank, name in died.items())
+        what = f"killed before it could write down what it saw: {killed}"
+        fix = "look for its last output; SIGKILL is often a lack of memory"
+        yield DIED.finding(what, fix, rank=sorted(died), where=where)
+    elif lost and len(lost) < world.size and not stuck:
+        what = f"ranks {lost} left no record: they were killed, or ended without leaving Python"
+        fix = "look for their last output; a killed process is often out of memory"
+        yield DIED.finding(what, fix, rank=lost, where=where)
 
-    codes = (WAITING, DIED)
 
-    def judge(self, world: World) -> Iterable[Finding]:
-        lost = world.lost
-        stuck = {r: led.stuck_in for r, led in world.ledgers.items() if led.stuck_in is not None}
-        if stuck and world.size > 1:
-            yield _waiting(world, stuck, lost)
-        elif (left := _left_the_others(world)) is not None:
-            yield left
-        died = {r: led.facts.died for r, led in world.ledgers.items() if led.facts.died}
-        where = [place for led in world.ledgers.values() for place in led.stack]
-        if died:
-            killed = ", ".join(f"rank {rank} by {name}" for rank, name in died.items())
-            what = f"killed before it could write down what it saw: {killed}"
-            fix = "look for its last output; SIGKILL is often a lack of memory"
-            yield DIED.finding(what, fix, rank=sorted(died), where=where)
-        elif lost and len(lost) < world.size and not stuck:
-            what = f"ranks {lost} left no record: they were killed, or ended without leaving Python"
-            fix = "look for their last output; a killed process is often out of memory"
-            yield DIED.finding(what, fix, rank=lost, where=where)
+LIVENESS = Rule((WAITING, DIED), _look)
 
 
 def _left_the_others(world: World) -> Finding | None:

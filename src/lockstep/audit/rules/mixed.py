@@ -8,37 +8,33 @@ from typing import TYPE_CHECKING
 
 from lockstep.audit.diagnoses import CODES, DIAGNOSES, diagnose, ranks, weights
 from lockstep.audit.diagnoses.moves import diagnose_moves, diagnose_weights
+from lockstep.audit.rules.base import Rule
+from lockstep.audit.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from lockstep.audit.finding import Finding
-    from lockstep.audit.rules.base import Code
     from lockstep.audit.shared_track import SharedTrack
-    from lockstep.audit.world import World
 
 
-class OwnScales:
+def _look_at_scales(world: World) -> Iterable[Finding]:
     """Gradients that differ because each rank has divided them by a scale of its own."""
-
-    codes: tuple[Code, ...] = (ranks.SCALE,)
-
-    def judge(self, world: World) -> Iterable[Finding]:
-        for track in world.in_step:
-            yield from itertools.islice(diagnose(track, (ranks.divided_by_own_scale,)), 1)
+    for track in world.in_step:
+        yield from itertools.islice(diagnose(track, (ranks.divided_by_own_scale,)), 1)
 
 
-class Mixed:
+OWN_SCALES = Rule((ranks.SCALE,), _look_at_scales)
+
+
+def _look(world: World) -> Iterable[Finding]:
     """Solves what every optimizer used for what autograd brought to the ranks."""
+    for track in world.tracks:
+        if track not in world.alone:
+            yield from itertools.islice(_of(world, track), 1)
 
-    codes = CODES
 
-    def judge(self, world: World) -> Iterable[Finding]:
-        if world.sync_of_lockstep():
-            return  # it weighs gradients by what their batches count for
-        for track in world.tracks:
-            if track not in world.alone:
-                yield from itertools.islice(_of(world, track), 1)
+MIXED = Rule(CODES, _look, (World.sync_of_lockstep,))
 
 
 def _of(world: World, track: SharedTrack) -> Iterator[Finding]:

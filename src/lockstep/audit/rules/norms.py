@@ -6,17 +6,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from lockstep.audit.rules.base import Code, at_step, first_of_each
+from lockstep.audit.expectation import told
+from lockstep.audit.rules.base import Code, at_step, each_step
 from lockstep.audit.rules.left_by_backward import left_by
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from lockstep.audit.facts import Collective, Step
     from lockstep.audit.finding import Finding
     from lockstep.audit.prints import Fingerprint
     from lockstep.audit.shared_track import SharedTrack
-    from lockstep.audit.world import World
 
 TWICE = Code("LS210", "the gradients' norm was counted more than once")
 
@@ -25,15 +23,6 @@ _ADDED_UP = {("all_reduce", "SUM"), ("all_gather_object", None)}
 
 _CLOSE = 1e-4
 _APART = 0.01
-
-
-class Norms:
-    """Looks at what became of a norm that was reduced."""
-
-    codes = (TWICE,)
-
-    def judge(self, world: World) -> Iterable[Finding]:
-        return first_of_each(world.compared, _judge_step)
 
 
 def _judge_step(track: SharedTrack, number: int) -> Finding | None:
@@ -49,6 +38,10 @@ def _judge_step(track: SharedTrack, number: int) -> Finding | None:
         return None
     twice = _of_the_whole_twice(track, number, left)
     return twice or (_replicas_counted(track, number, left) if track.apart else None)
+
+
+NORMS = each_step((TWICE,), _judge_step)
+"""Looks at what became of a norm that was reduced."""
 
 
 def _norm_twice(track: SharedTrack, number: int, squared: float, call: Collective) -> Finding:
@@ -119,14 +112,8 @@ def _was_made_smaller(step: Step, left: list[float]) -> bool:
 
 def _added_up(step: Step, squared: float) -> Collective | None:
     """The call that was given this number, and gave back what all ranks gave together."""
-    for call in step.collectives:
-        if (call.op, call.reduction) not in _ADDED_UP or len(call.group) < 2:
-            continue
-        if call.before is None or call.after is None or call.parameter is not None:
-            continue
-        if abs(call.before - squared) <= _CLOSE * squared:
-            return call
-    return None
+    near = (c for c, given, _ in told(step, _ADDED_UP) if abs(given - squared) <= _CLOSE * squared)
+    return next(near, None)
 
 
 def _counted(step: Step, squared: float) -> Collective | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lockstep.audit.rules.base import Code, at_step, named
+from lockstep.audit.rules.base import Code, Rule, at_step, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,27 +21,26 @@ if TYPE_CHECKING:
 NOT_FINITE = Code("LS115", "a step with NaN or infinity")
 
 
-class NotFinite:
+def _look(world: World) -> Iterable[Finding]:
     """The first step of each optimizer whose gradients are not finite; all later ones follow it.
 
     A step that a GradScaler leaves out is none: its optimizer is not called, or leaves out itself.
     Nor is one that the program's own optimizer leaves out, and with it the weights as they were.
     """
+    for track in world.tracks:
+        found = {
+            rank: min(went_wrong, key=lambda step: step.number)
+            for rank, one in track.tracks.items()
+            if (went_wrong := [step for step in one.steps if _has_gone_wrong(one, step)])
+        }
+        if found:
+            number = min(step.number for step in found.values())
+            first = {rank: step for rank, step in found.items() if step.number == number}
+            yield _not_finite(track, number, first)
+            return  # one model's are soon the other's
 
-    codes = (NOT_FINITE,)
 
-    def judge(self, world: World) -> Iterable[Finding]:
-        for track in world.tracks:
-            found = {
-                rank: min(went_wrong, key=lambda step: step.number)
-                for rank, one in track.tracks.items()
-                if (went_wrong := [step for step in one.steps if _has_gone_wrong(one, step)])
-            }
-            if found:
-                number = min(step.number for step in found.values())
-                first = {rank: step for rank, step in found.items() if step.number == number}
-                yield _not_finite(track, number, first)
-                return  # one model's are soon the other's
+NON_FINITE_STEPS = Rule((NOT_FINITE,), _look)
 
 
 def _has_gone_wrong(track: Track, step: Step) -> bool:

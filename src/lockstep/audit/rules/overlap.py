@@ -109,15 +109,11 @@ def _is_cut(world: World, loadings: dict[int, Loading]) -> bool:
         # Later batches may be cut, or padded, to other lengths than the first.
         steps = track.steps(track.numbers[0]) if track.numbers else {}
         given = {rank: step.fed_shapes for rank, step in steps.items() if rank in loadings}
-        differ = len({step.fed for step in steps.values()}) == len(steps)
-        if (
-            given
-            and differ
-            and all(
-                _is_share(loadings[rank].shapes, parts, len(world.ledgers))
-                for rank, parts in given.items()
-            )
-        ):
+        shares = (
+            _is_share(loadings[rank].shapes, parts, len(world.ledgers))
+            for rank, parts in given.items()
+        )
+        if given and track.fed(track.numbers[0]) == "own" and all(shares):
             return True
     return False
 

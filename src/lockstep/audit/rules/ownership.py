@@ -7,7 +7,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from lockstep.audit import exit_codes
-from lockstep.audit.rules.base import Code, named
+from lockstep.audit.rules.base import Code, Rule, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,19 +23,18 @@ STEPLESS = Code("LS405", "no optimizer step was seen", "notice")
 BLIND = Code(exit_codes.BLIND, "the audit could not look")
 
 
-class Ownership:
+def _look(world: World) -> Iterable[Finding]:
     """Looks at each rank alone."""
+    seen: set[str] = set()
+    for rank, ledger in world.ledgers.items():
+        for track in ledger.tracks:
+            found = _foreign(rank, track) or _unowned(world, rank, track)
+            if found is not None and found.code + track.key not in seen:
+                seen.add(found.code + track.key)
+                yield found
 
-    codes = (FOREIGN, UNOWNED)
 
-    def judge(self, world: World) -> Iterable[Finding]:
-        seen: set[str] = set()
-        for rank, ledger in world.ledgers.items():
-            for track in ledger.tracks:
-                found = _foreign(rank, track) or _unowned(world, rank, track)
-                if found is not None and found.code + track.key not in seen:
-                    seen.add(found.code + track.key)
-                    yield found
+OWNERSHIP = Rule((FOREIGN, UNOWNED), _look)
 
 
 def _foreign(rank: int, track: Track) -> Finding | None:
@@ -114,46 +113,46 @@ def _moved(track: Track) -> set[str]:
     return moved
 
 
-class Participation:
+def _look_at_participation(world: World) -> Iterable[Finding]:
     """Did the processes of this run train one model, and was the audit there?"""
+    if any(f.blind for f in world.facts):
+        yield _blind(world)
+    elif not world.has_failed():
+        yield from _met(world)
 
-    codes = (BLIND, APART, STEPLESS)
 
-    def judge(self, world: World) -> Iterable[Finding]:
-        if any(f.blind for f in world.facts):
-            yield _blind(world)
-        elif not world.has_failed:
-            yield from self._met(world)
+PARTICIPATION = Rule((BLIND, APART, STEPLESS), _look_at_participation)
 
-    def _met(self, world: World) -> Iterable[Finding]:
-        trained = {
-            r: led for r, led in world.ledgers.items() if any(track.count for track in led.tracks)
-        }
-        # Processes that the script started may train one model, each for itself (Hogwild).
-        shared = any(led.facts.shares_memory for led in trained.values())
-        backwards = sum(led.facts.backwards for led in world.ledgers.values())
-        made = any(led.tracks for led in world.ledgers.values())
-        if not trained and backwards and (any(f.fullgraph for f in world.facts) or not made):
-            yield _unseen(world, backwards)
-        elif not trained and any(f.unwatched for f in world.facts):
-            yield _unwatched(world)
-        elif not trained:
-            yield STEPLESS.finding(
-                "no step of a torch optimizer was seen, so there is nothing to compare: "
-                + ("none stepped of those that were made" if made else "no backward ran either"),
-                "audit a script that trains; for ranks that the script starts itself use "
-                "`--nproc-per-node 1`",
-                evidence={"backwards": backwards},
-            )
-        elif world.size > 1 and not world.started_group and not shared:
-            yield APART.finding(
-                f"{len(trained)} of {world.size} processes trained and none started a process "
-                "group: each trained a model of its own, and nothing ties them together",
-                "call torch.distributed.init_process_group() and synchronise the gradients, or "
-                "start the script with one process",
-                rank=sorted(trained),
-                where=next(t.where for led in trained.values() for t in led.tracks),
-            )
+
+def _met(world: World) -> Iterable[Finding]:
+    trained = {
+        r: led for r, led in world.ledgers.items() if any(track.count for track in led.tracks)
+    }
+    # Processes that the script started may train one model, each for itself (Hogwild).
+    shared = any(led.facts.shares_memory for led in trained.values())
+    backwards = sum(led.facts.backwards for led in world.ledgers.values())
+    made = any(led.tracks for led in world.ledgers.values())
+    if not trained and backwards and (any(f.fullgraph for f in world.facts) or not made):
+        yield _unseen(world, backwards)
+    elif not trained and any(f.unwatched for f in world.facts):
+        yield _unwatched(world)
+    elif not trained:
+        yield STEPLESS.finding(
+            "no step of a torch optimizer was seen, so there is nothing to compare: "
+            + ("none stepped of those that were made" if made else "no backward ran either"),
+            "audit a script that trains; for ranks that the script starts itself use "
+            "`--nproc-per-node 1`",
+            evidence={"backwards": backwards},
+        )
+    elif world.size > 1 and not world.started_group and not shared:
+        yield APART.finding(
+            f"{len(trained)} of {world.size} processes trained and none started a process "
+            "group: each trained a model of its own, and nothing ties them together",
+            "call torch.distributed.init_process_group() and synchronise the gradients, or "
+            "start the script with one process",
+            rank=sorted(trained),
+            where=next(t.where for led in trained.values() for t in led.tracks),
+        )
 
 
 def _blind(world: World) -> Finding:

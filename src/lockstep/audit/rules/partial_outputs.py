@@ -11,32 +11,20 @@ from typing import TYPE_CHECKING
 
 from lockstep.audit.diagnoses.scale import rate_is_divided
 from lockstep.audit.expectation import COMPUTED_ALIKE, are_equal, is_one_mean, share_one_loss
-from lockstep.audit.rules.base import Code, at_step, first_of_each
+from lockstep.audit.rules.base import at_step, each_step
 from lockstep.audit.rules.gathers import WRONG
 from lockstep.audit.rules.left_by_backward import uses_what_backward_left
+from lockstep.audit.world import World
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from lockstep.audit.facts import Backward, Gathered, Step
     from lockstep.audit.finding import Finding
     from lockstep.audit.shared_track import SharedTrack
-    from lockstep.audit.world import World
-
-
-class PartialOutputs:
-    """Judges sums with a gradient in models of which each rank holds its own pieces."""
-
-    codes: tuple[Code, ...] = (WRONG,)
-
-    def judge(self, world: World) -> Iterable[Finding]:
-        if not world.sync_of_lockstep():
-            yield from first_of_each(world.compared, _judge_step)
 
 
 def _judge_step(track: SharedTrack, number: int) -> Finding | None:
     steps = track.steps(number)
-    if not _share_one_mean(track, steps) or rate_is_divided(track):
+    if track.fed(number) != "same" or not _share_one_mean(track, steps) or rate_is_divided(track):
         return None
     backwards = [step.backwards[-1] for step in steps.values()]
     size = len(steps)
@@ -46,10 +34,13 @@ def _judge_step(track: SharedTrack, number: int) -> Finding | None:
     return None
 
 
+PARTIAL_OUTPUTS = each_step((WRONG,), _judge_step, (World.sync_of_lockstep,))
+"""Judges sums with a gradient in models of which each rank holds its own pieces."""
+
+
 def _share_one_mean(track: SharedTrack, steps: dict[int, Step]) -> bool:
-    """One mean of the same inputs on all ranks, whose gradients are used as they came."""
-    fed = {step.fed for step in steps.values()}
-    if not track.apart or len(steps) < track.world_size or len(fed) != 1 or None in fed:
+    """One mean on all ranks, whose gradients are used as they came."""
+    if not track.apart or len(steps) < track.world_size:
         return False
     if not all(is_one_mean(s) and len(s.backwards) == 1 for s in steps.values()):
         return False

@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lockstep.audit.finding import SEVERITIES
-from lockstep.audit.rules.base import Code
+from lockstep.audit.rules.base import Code, Rule
+from lockstep.audit.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from lockstep.audit.facts import Draws, Step
     from lockstep.audit.finding import Finding, Place, Severity
     from lockstep.audit.shared_track import SharedTrack
-    from lockstep.audit.world import World
 
 RANDOM = Code("LS507", "the same random numbers on all ranks", "notice")
 INPUTS = Code("LS508", "the same inputs on all ranks", "notice")
@@ -33,32 +33,29 @@ _NUMBERS = 8
 """A few may agree by chance, or for other reasons."""
 
 
-class Repetition:
+def _look(world: World) -> Iterable[Finding]:
     """Compares what was drawn and the models' inputs, step by step."""
-
-    codes = (RANDOM, INPUTS)
-
-    def judge(self, world: World) -> Iterable[Finding]:
-        if world.is_model_parallel or world.sync_of_lockstep():
+    for track in world.compared:
+        noise = _same_draws(track) or _same_draws_of_numpy(track)
+        found = [f for f in (noise, _same_inputs(track)) if f is not None]
+        yield from (replace(f, optimizer=track.first.key_of_all) for f in found)
+        if found:
             return
-        for track in world.compared:
-            noise = _same_draws(track) or _same_draws_of_numpy(track)
-            found = [f for f in (noise, _same_inputs(track)) if f is not None]
-            yield from (replace(f, optimizer=track.first.key_of_all) for f in found)
-            if found:
-                return
+
+
+REPETITION = Rule((RANDOM, INPUTS), _look, (World.is_model_parallel, World.sync_of_lockstep))
 
 
 def _same_draws(track: SharedTrack) -> Finding | None:
     """A line that draws for each sample of a batch, the same on all ranks and new in each step."""
     by_line: dict[Place, list[list[Draws]]] = {}
-    given = Given()
+    looked_at: list[Step] = []
     for number in track.numbers[:_LOOKED_AT]:
         steps = list(track.steps(number).values())
         of_ranks = [{drawn.where[0]: drawn for drawn in step.draws} for step in steps]
         if len(steps) < len(track.ranks) or _shared_losses(steps) is not None:
             continue
-        given.add(steps)
+        looked_at += steps
         for line in of_ranks[0]:
             if all(line in of_rank for of_rank in of_ranks):
                 by_line.setdefault(line, []).append([of_rank[line] for of_rank in of_ranks])
@@ -68,49 +65,19 @@ def _same_draws(track: SharedTrack) -> Finding | None:
         is_same = all(len(of_step) == 1 for of_step in hashes)
         if not is_same or len(set.union(*hashes)) < max(_STEPS, len(at_once)):
             continue
-        severity = _gravity(track, at_once[0][0], given)
+        severity = _gravity(track, at_once[0][0], looked_at)
         if severity is not None:
             found.append(_drawn_alike(track, at_once[0][0], len(at_once), severity))
     return max(found, key=lambda one: SEVERITIES.index(one.severity), default=None)
 
 
-class Given:
-    """The shapes of what the models were given in some steps, call by call.
-
-    Attributes:
-        calls: those of each call's tensors.
-        batches: that a step had, at most.
-    """
-
-    def __init__(self) -> None:
-        self.calls: list[list[list[int]]] = []
-        self.batches = 1
-
-    def add(self, steps: Sequence[Step]) -> None:
-        """What all ranks were given in one step."""
-        for step in steps:
-            found = (step.fed_shapes, *(forward.shapes for forward in step.inputs))
-            self.calls += [shapes for shapes in found if shapes not in self.calls]
-            self.batches = max(self.batches, len(step.backwards))
-
-    def rows(self) -> set[int]:
-        """How many samples there may have been."""
-        return {shape[0] for shapes in self.calls for shape in shapes if shape}
-
-    def meet(self, drawn: Draws) -> list[list[list[int]]]:
-        """The calls with a tensor that all of `drawn` can have been added to, sample by sample.
-
-        Of numbers for all ranks, for whole sequences or whole pictures each rank may take a part.
-        """
-        return [shapes for shapes in self.calls if any(_goes_into(drawn.shape, s) for s in shapes)]
-
-
 def _goes_into(drawn: list[int], shape: list[int]) -> bool:
+    """Can all of `drawn` have been added to a tensor of that shape, sample by sample?"""
     pairs = itertools.zip_longest(drawn[1:], shape[1:], fillvalue=1)
     return drawn[:1] == shape[:1] != [] and all(n in (1, whole) for n, whole in pairs)
 
 
-def _gravity(track: SharedTrack, drawn: Draws, given: Given) -> Severity | None:
+def _gravity(track: SharedTrack, drawn: Draws, steps: Sequence[Step]) -> Severity | None:
     """Was a row drawn for each sample, or a tensor for each? None if that is not evident.
 
     Noise for weights has their shapes. Ranks may take the same places of data of their own on
@@ -120,15 +87,19 @@ def _gravity(track: SharedTrack, drawn: Draws, given: Given) -> Severity | None:
     """
     if any(drawn.shape == p.shape for held in track.held for p in held.described.values()):
         return None
+    calls = [s for step in steps for s in (step.fed_shapes, *(each.shapes for each in step.inputs))]
+    rows = {shape[0] for shapes in calls for shape in shapes if shape}
     if math.prod(drawn.shape) >= _NUMBERS:
-        met = given.meet(drawn)
-        within = drawn.when == "within" and drawn.shape[0] in given.rows()
+        # Of numbers for all ranks, for whole sequences or pictures each rank may take a part.
+        met = [shapes for shapes in calls if any(_goes_into(drawn.shape, s) for s in shapes)]
+        within = drawn.when == "within" and drawn.shape[0] in rows
         agreed = any(len({s[0] for s in shapes if s}) == 1 for shapes in met)
         if within or (agreed and drawn.when == "before"):
             return "warning" if "float" in drawn.dtype else "notice"
         if met:
             return "notice"
-    each = any(n > 1 and drawn.count == n * given.batches for n in given.rows())
+    batches = max(1, *(len(step.backwards) for step in steps))
+    each = any(n > 1 and drawn.count == n * batches for n in rows)
     return "notice" if each else None
 
 

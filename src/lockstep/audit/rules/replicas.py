@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.diagnoses.ranks import SCALE
 from lockstep.audit.finding import with_text
-from lockstep.audit.rules.base import Code, at_step, first_in, first_of_each, named, numbers
+from lockstep.audit.prints import differing
+from lockstep.audit.rules.base import Code, Rule, at_step, first_in, first_of_each, named, numbers
 from lockstep.audit.rules.gradients import COUNT, are_experts, reduces_in_its_step
 from lockstep.audit.shared_track import names_of
+from lockstep.audit.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lockstep.audit.finding import Finding
     from lockstep.audit.shared_track import Difference, SharedTrack
-    from lockstep.audit.world import World
 
 BEFORE = Code("LS302", "replicas differ before the first step")
 BETWEEN = Code("LS303", "replicas changed between two steps")
@@ -26,22 +27,21 @@ HYPER = Code("LS305", "optimizers have different settings")
 STATE = Code("LS306", "optimizers have different states")
 
 
-class Replicas:
+def _look(world: World) -> Iterable[Finding]:
     """Parameters, settings and states, for optimizers whose gradients agree."""
+    for track in world.in_step:
+        # A rank with fewer batches may be in its next epoch in a step of that number.
+        is_apart = any(f.joins for f in world.facts) and track.counts_differ
+        settings = None if is_apart else first_in(track, _settings)
+        hyper = settings or _holdings(world, track)
+        if hyper is not None:
+            yield hyper
+        drift = _drift(world, track)
+        if drift is not None and not (hyper is not None and drift.code == AFTER.code):
+            yield drift
 
-    codes = (BEFORE, BETWEEN, AFTER, HYPER, STATE)
 
-    def judge(self, world: World) -> Iterable[Finding]:
-        for track in world.in_step:
-            # A rank with fewer batches may be in its next epoch in a step of that number.
-            is_apart = any(f.joins for f in world.facts) and track.counts_differ
-            settings = None if is_apart else first_in(track, _settings)
-            hyper = settings or _holdings(world, track)
-            if hyper is not None:
-                yield hyper
-            drift = _drift(world, track)
-            if drift is not None and not (hyper is not None and drift.code == AFTER.code):
-                yield drift
+REPLICAS = Rule((BEFORE, BETWEEN, AFTER, HYPER, STATE), _look)
 
 
 def _drift(world: World, track: SharedTrack) -> Finding | None:
@@ -163,17 +163,16 @@ def _holdings(world: World, track: SharedTrack) -> Finding | None:
     )
 
 
-class States:
+def _look_at_states(world: World) -> Iterable[Finding]:
     """The optimizer's own tensors: momentum, second moments, step counts."""
+    loaded = [place for facts in world.facts for place in facts.states_loaded]
+    for found in first_of_each(filter(_have_one_state, world.in_step), _state_at):
+        measured, *others = found.where
+        where = [measured, *dict.fromkeys(with_text(loaded)), *others]
+        yield replace(found, where=where)
 
-    codes = (STATE,)
 
-    def judge(self, world: World) -> Iterable[Finding]:
-        loaded = [place for facts in world.facts for place in facts.states_loaded]
-        for found in first_of_each(filter(_have_one_state, world.in_step), _state_at):
-            measured, *others = found.where
-            where = [measured, *dict.fromkeys(with_text(loaded)), *others]
-            yield replace(found, where=where)
+STATES = Rule((STATE,), _look_at_states)
 
 
 def _have_one_state(track: SharedTrack) -> bool:
@@ -189,78 +188,74 @@ def _state_at(track: SharedTrack, number: int) -> Finding | None:
     states = {r: s.state for r, s in track.steps(number).items() if s.state is not None}
     if len(states) < 2 or len({len(s.hashes) for s in states.values()}) > 1:
         return None
-    names = track.first.state_names
+    names = dict(enumerate(track.first.state_names))
     replicas = {shared.name for shared in track.parameters if shared.groups == [track.ranks]}
-    different = []
-    for index in range(len(next(iter(states.values())).hashes)):
-        norms = {r: float(s.norms[index]) for r, s in states.items()}
-        if index < len(names) and names[index].rsplit(".", 1)[0] not in replicas:
-            continue
-        if max(norms.values()) - min(norms.values()) > 1e-5 * max(norms.values()):
-            different.append((names[index] if index < len(names) else str(index), norms))
+    different = [
+        place
+        for place in differing(list(states.values()), norms=1e-5)
+        if place not in names or names[place].rsplit(".", 1)[0] in replicas
+    ]
     if not different:
         return None
-    name, norms = different[0]
+    told = [names.get(place, str(place)) for place in different]
+    norms = {rank: float(state.norms[different[0]]) for rank, state in states.items()}
     return STATE.finding(
         f"after step {number + 1} the states of {len(different)} tensors differ between ranks "
-        f"(norm of `{name}`: {numbers(norms)})",
+        f"(norm of `{told[0]}`: {numbers(norms)})",
         "load the optimizer's state on every rank, and skip a step on every rank or on none",
-        parameters=[d[0] for d in different],
+        parameters=told,
         evidence={"norms": norms},
         **at_step(track, number, rank=sorted(norms)),
     )
 
 
-class Scales:
+def _look_at_scales(world: World) -> Iterable[Finding]:
     """GradScaler's factor."""
-
-    codes = (SCALE,)
-
-    def judge(self, world: World) -> Iterable[Finding]:
-        seen = {r: led.facts for r, led in world.ledgers.items() if led.facts.scales}
-        # Models that need not agree after each step may overflow at different steps.
-        is_apart = any(len(track.ranks) > 1 for track in world.tracks) and not world.in_step
-        if len(seen) < 2 or is_apart:
+    seen = {r: led.facts for r, led in world.ledgers.items() if led.facts.scales}
+    # Models that need not agree after each step may overflow at different steps.
+    is_apart = any(len(track.ranks) > 1 for track in world.tracks) and not world.in_step
+    if len(seen) < 2 or is_apart:
+        return
+    of_all = set.intersection(*(set(facts.scales) for facts in seen.values()))
+    for number in sorted(map(int, of_all)):
+        values = {rank: facts.scales[str(number)] for rank, facts in seen.items()}
+        if len(set(values.values())) > 1:
+            yield SCALE.finding(
+                f"call {number} of GradScaler.step used a scale of {numbers(values)}",
+                "all ranks have to see the same found_inf: unscale gradients that are already "
+                "reduced, and make the scaler with the same arguments on every rank",
+                rank=sorted(values),
+                step=number,
+                where=next(iter(seen.values())).scaled_at,
+                evidence={"scale": values},
+                optimizer="*",
+            )
             return
-        of_all = set.intersection(*(set(facts.scales) for facts in seen.values()))
-        for number in sorted(map(int, of_all)):
-            values = {rank: facts.scales[str(number)] for rank, facts in seen.items()}
-            if len(set(values.values())) > 1:
-                yield SCALE.finding(
-                    f"call {number} of GradScaler.step used a scale of {numbers(values)}",
-                    "all ranks have to see the same found_inf: unscale gradients that are already "
-                    "reduced, and make the scaler with the same arguments on every rank",
-                    rank=sorted(values),
-                    step=number,
-                    where=next(iter(seen.values())).scaled_at,
-                    evidence={"scale": values},
-                    optimizer="*",
-                )
-                return
 
 
-class StepCounts:
+SCALES = Rule((SCALE,), _look_at_scales)
+
+
+def _look_at_counts(world: World) -> Iterable[Finding]:
     """How often each rank stepped."""
+    if any(f.joins for f in world.facts):
+        return
+    for track in world.in_step:
+        if track.counts_differ:
+            counts: dict[int, float] = {rank: t.count for rank, t in track.tracks.items()}
+            yield COUNT.finding(
+                f"{track.key.split('#')[0]} stepped a different number of times: {numbers(counts)}",
+                "give every rank the same number of batches (a DistributedSampler pads), and "
+                "skip a step on every rank or on none",
+                rank=sorted(counts),
+                evidence={"steps": counts},
+                where=[
+                    place
+                    for each in track.tracks.values()
+                    for places in (*(step.where for step in each.steps[-1:]), each.where)
+                    for place in places
+                ],
+            )
 
-    codes = (COUNT,)
 
-    def judge(self, world: World) -> Iterable[Finding]:
-        if world.has_failed or any(f.joins for f in world.facts):
-            return
-        for track in world.in_step:
-            if track.counts_differ:
-                counts: dict[int, float] = {rank: t.count for rank, t in track.tracks.items()}
-                yield COUNT.finding(
-                    f"{track.key.split('#')[0]} stepped a different number of times: "
-                    f"{numbers(counts)}",
-                    "give every rank the same number of batches (a DistributedSampler pads), and "
-                    "skip a step on every rank or on none",
-                    rank=sorted(counts),
-                    evidence={"steps": counts},
-                    where=[
-                        place
-                        for each in track.tracks.values()
-                        for places in (*(step.where for step in each.steps[-1:]), each.where)
-                        for place in places
-                    ],
-                )
+STEP_COUNTS = Rule((COUNT,), _look_at_counts, (World.has_failed,))

@@ -6,30 +6,30 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.diagnoses.scale import TIMES
+from lockstep.audit.rules.base import Rule
+from lockstep.audit.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lockstep.audit.finding import Finding
     from lockstep.audit.shared_track import SharedTrack
-    from lockstep.audit.world import World
 
 _IDLE: Final = 0.25
 """Of all steps, at least so many were taken with a rate of 0."""
 
 
-class Schedules:
+def _look(world: World) -> Iterable[Finding]:
     """Steps of a schedule against those of its optimizer, and the rate that came of it."""
+    if world.size < 2:
+        return
+    for track in world.compared:
+        found = _judge(world, track)
+        if found is not None:
+            yield found
 
-    codes = (TIMES,)
 
-    def judge(self, world: World) -> Iterable[Finding]:
-        if world.size < 2 or world.has_failed:
-            return
-        for track in world.compared:
-            found = _judge(world, track)
-            if found is not None:
-                yield found
+SCHEDULES = Rule((TIMES,), _look, (World.has_failed,))
 
 
 def _judge(world: World, track: SharedTrack) -> Finding | None:

@@ -19,8 +19,9 @@ import numpy as np
 from lockstep.audit.diagnoses.scale import UNDIVIDED, rate_is_divided
 from lockstep.audit.expectation import is_near, is_one_mean, share_one_loss
 from lockstep.audit.ledger import SCATTERING
-from lockstep.audit.rules.base import Code, at_step, first_of_each, named, numbers
+from lockstep.audit.rules.base import Rule, at_step, each_step, named, numbers
 from lockstep.audit.rules.gradients import BYPASSED
+from lockstep.audit.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,16 +29,6 @@ if TYPE_CHECKING:
     from lockstep.audit.facts import Beside, Collective, Step
     from lockstep.audit.finding import Finding
     from lockstep.audit.shared_track import SharedTrack
-    from lockstep.audit.world import World
-
-
-class Unreduced:
-    """Gradients of micro-batches that were still waiting to be reduced when the step came."""
-
-    codes = (BYPASSED,)
-
-    def judge(self, world: World) -> Iterable[Finding]:
-        return first_of_each(world.compared, _unreduced)
 
 
 def _unreduced(track: SharedTrack, number: int) -> Finding | None:
@@ -63,14 +54,8 @@ def _unreduced(track: SharedTrack, number: int) -> Finding | None:
     )
 
 
-class Scattered:
-    """Judges steps of optimizers that use what a reduce-scatter left."""
-
-    codes: tuple[Code, ...] = (UNDIVIDED,)
-
-    def judge(self, world: World) -> Iterable[Finding]:
-        if not world.sync_of_lockstep():
-            yield from first_of_each(world.compared, _undivided)
+UNREDUCED = each_step((BYPASSED,), _unreduced)
+"""Gradients of micro-batches that were still waiting to be reduced when the step came."""
 
 
 def _undivided(track: SharedTrack, number: int) -> Finding | None:
@@ -93,6 +78,10 @@ def _undivided(track: SharedTrack, number: int) -> Finding | None:
         evidence={"before": call.before, "after": call.after, "ranks": size},
         **at_step(track, number, where=[*call.where, *step.where]),
     )
+
+
+SCATTERED = each_step((UNDIVIDED,), _undivided, (World.sync_of_lockstep,))
+"""Judges steps of optimizers that use what a reduce-scatter left."""
 
 
 def _scatters(step: Step) -> list[Collective]:
@@ -129,16 +118,15 @@ _OF_ONE_TENSOR: Final = ("all_reduce", "reduce", "broadcast", "all_gather")
 """Without a shape it is one number."""
 
 
-class Unheld:
+def _look(world: World) -> Iterable[Finding]:
     """Looks at parameters that no optimizer of a rank holds and that move nevertheless."""
+    if any(f.sends for f in world.facts):
+        return
+    held = (t for t in world.tracks if len(t.ranks) == world.size and t not in world.alone)
+    yield from filter(None, map(_judge_unheld, held))
 
-    codes = (BYPASSED,)
 
-    def judge(self, world: World) -> Iterable[Finding]:
-        if world.sync_of_lockstep() or any(f.sends for f in world.facts):
-            return
-        held = (t for t in world.tracks if len(t.ranks) == world.size and t not in world.alone)
-        yield from filter(None, map(_judge_unheld, held))
+UNHELD = Rule((BYPASSED,), _look, (World.sync_of_lockstep,))
 
 
 def _judge_unheld(track: SharedTrack) -> Finding | None:
