@@ -405,7 +405,7 @@ class UsedBuffers:
 
     `prints` are theirs after so many `steps`: of the first such forward, and then of the first of
     each step before which one of them was written to. `used` are those that results with a gradient
-    followed from; None where that was not seen.
+    followed from; None where that was not seen. `trains`: the module has parameters that train.
     """
 
     module: str
@@ -415,6 +415,7 @@ class UsedBuffers:
     steps: list[int] = field(default_factory=list)
     prints: list[Fingerprint] = field(default_factory=list)
     used: list[str] | None = None
+    trains: bool = False
 
 
 @dataclass

@@ -67,7 +67,11 @@ def _look_at(probe: Probe, module: torch.nn.Module) -> KeptBuffers:
     if held and len(probe.ledger.buffers_used) < _MODULES:
         shapes = [b.numel() for b in held.values()]
         fact = UsedBuffers(
-            type(module).__name__, list(held), samples_per_tensor(shapes), users_lines()
+            type(module).__name__,
+            list(held),
+            samples_per_tensor(shapes),
+            users_lines(),
+            trains=any(parameter.requires_grad for parameter in module.parameters()),
         )
         probe.ledger.buffers_used.append(fact)
     kept = probe.buffers_used[id(module)] = KeptBuffers(module, fact)

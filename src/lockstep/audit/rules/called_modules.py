@@ -167,7 +167,8 @@ BUFFERS_IN_USE = Rule((BUFFERS,), _look_at_buffers, (World.trains_own_models,))
 
 
 def _used_in_training(world: World) -> Finding | None:
-    """The first buffers that began the same on all ranks, differ, and have gradients follow."""
+    """The first buffers that have gradients follow, and differ since ranks have changed them, or
+    differ from the beginning and never change: a random projection that each rank has drawn."""
     if world.is_model_parallel() or not world.in_step:
         return None
     used_buffers = {rank: led.buffers_used for rank, led in world.ledgers.items()}
@@ -176,17 +177,40 @@ def _used_in_training(world: World) -> Finding | None:
         by_step = {r: dict(zip(each.steps, each.prints, strict=True)) for r, each in known.items()}
         shared = sorted(set.intersection(*map(set, by_step.values())))
         used = set.intersection(*(set(each.used or ()) for each in known.values()))
-        is_known = len(known) == len(world.ledgers) and used and shared
-        if not is_known or shared[0] != first.steps[0]:
+        if len(known) < len(world.ledgers) or not shared or shared[0] != first.steps[0]:
             continue
         began, *later = ({r: of_rank[step] for r, of_rank in by_step.items()} for step in shared)
-        apart, _ = _names_and_norms(first, began, ())
-        leave_out = {*apart, *set(first.names) - used, *_in_layers_at_home(world, first.names)}
+        at_home = _in_layers_at_home(world, first.names)
+        apart, norms = _names_and_norms(first, began, at_home)
+        if apart and first.trains and not any(map(_ever_changes, known.values())):
+            return _of_constant(first, apart, norms)
+        leave_out = {*apart, *set(first.names) - used, *at_home}
         for step, prints in zip(shared[1:], later, strict=True):
             names, norms = _names_and_norms(first, prints, leave_out)
             if names:
                 return _of_used(first, names, norms, step)
     return None
+
+
+def _ever_changes(buffers: UsedBuffers) -> bool:
+    """Were other numbers written to them, and not the same ones again, as when weights are swapped
+    for an evaluation?"""
+    return len({tuple(prints.hashes.tolist()) for prints in buffers.prints}) > 1
+
+
+def _of_constant(buffers: UsedBuffers, names: list[str], norms: dict[int, float]) -> Finding:
+    return BUFFERS.finding(
+        f"the ranks train the same {buffers.module} with different {named(names)} from the first "
+        f"step on (norm of `{names[0]}`: {_said(norms)}): each gradient is that of another model",
+        "draw it from a generator with one seed on all ranks, or let DistributedDataParallel send "
+        "rank 0's (broadcast_buffers=True). If it is meant to differ, `lockstep.local(module)`",
+        rank=sorted(norms),
+        optimizer="*",
+        step=1,
+        parameters=names,
+        evidence={"norms": norms},
+        where=buffers.where,
+    )
 
 
 def _of_used(buffers: UsedBuffers, names: list[str], norms: dict[int, float], step: int) -> Finding:
