@@ -492,7 +492,6 @@ def test_loaders_that_each_worker_read_alone_are_said(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_a_program_that_trains_when_it_is_imported_is_refused(tmp_path):
     (tmp_path / "line.py").write_text(PROGRAM.replace('if __name__ == "__main__":', "if True:"))
     here = {"cwd": tmp_path, "text": True, "capture_output": True, "check": False}
