@@ -7,6 +7,7 @@ import numpy as np
 
 from audit.ledgers import of_one_step
 from lockstep.audit.facts import Collective, Step
+from lockstep.audit.finding import Place
 from lockstep.audit.judgement import judge
 from lockstep.audit.rules import RULES
 from lockstep.audit.rules.base import Rule
@@ -51,6 +52,22 @@ def test_a_rule_that_fails_costs_no_other_finding_and_the_report_says_so(monkeyp
     assert [f.code for f in judge(ledgers)] == expected
     assert all("the rule of LS101: ZeroDivisionError" in led.facts.unseen[0] for led in ledgers)
     assert all(led.facts.failed_rules == ["LS101"] for led in ledgers)
+
+
+def test_what_is_found_for_many_optimizers_at_one_line_is_told_once(monkeypatch):
+    here, there = (Place("train.py", line, "main", "optimizer.step()") for line in (7, 9))
+
+    def look(world):
+        for number in range(3):
+            yield BYPASSED.finding(f"{number}", "", optimizer=f"SGD#{number}", where=[here])
+        yield BYPASSED.finding("elsewhere", "", optimizer="SGD#4", where=[there])
+        yield BYPASSED.finding("of none", "", where=[there])
+
+    monkeypatch.setattr("lockstep.audit.judgement.RULES", (Rule((BYPASSED,), look),))
+    found = judge([of_one_step(0, kept=2, norm=1.0), of_one_step(1, kept=2, norm=2.0)])
+    told = "0 (and so for 2 more optimizers)"
+    assert sorted(f.message for f in found) == [told, "elsewhere", "of none"]
+    assert [f.evidence for f in found if f.message == told] == [{"also": ["SGD#1", "SGD#2"]}]
 
 
 def test_a_rule_is_not_asked_where_something_excludes_it():

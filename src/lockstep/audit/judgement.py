@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lockstep.audit.finding import SEVERITIES, Finding
@@ -13,7 +14,7 @@ from lockstep.audit.selection import Selection
 from lockstep.audit.world import World
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 
     from lockstep.audit.ledger import Ledger
     from lockstep.audit.rules.base import Rule
@@ -35,7 +36,28 @@ def judge(
     world = World(ledgers)
     found = without_consequences(f for rule in RULES for f in _judged_by(rule, world))
     kept, _ = Selection(tuple(only), tuple(ignore)).split(found)
-    return sorted(map(with_causes, kept), key=lambda f: (-SEVERITIES.index(f.severity), f.code))
+    told = _one_for_each_line(map(with_causes, kept))
+    return sorted(told, key=lambda f: (-SEVERITIES.index(f.severity), f.code))
+
+
+def _one_for_each_line(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Of optimizers that a program makes again and again, as for each of many clients, one finding.
+
+    The same is found for them, at the same lines, for the same parameters.
+    """
+    alike: dict[Hashable, dict[str, Finding]] = {}
+    for one in findings:
+        at = (one.code, one.severity, *one.where, *one.parameters)
+        of_optimizers = alike.setdefault(at, {})
+        if one.optimizer in ("", "*", *of_optimizers):
+            yield one
+        else:
+            of_optimizers[one.optimizer] = one
+    for first, *others in (of.values() for of in alike.values() if of):
+        also = [one.optimizer for one in others]
+        said = f" (and so for {len(also)} more optimizer{'s'[: len(also) > 1]})" if also else ""
+        evidence = {**first.evidence, "also": also} if also else first.evidence
+        yield replace(first, message=first.message + said, evidence=evidence)
 
 
 def _judged_by(rule: Rule, world: World) -> list[Finding]:
