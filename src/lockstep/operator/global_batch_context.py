@@ -25,6 +25,7 @@ from lockstep.errors import WeightError
 from lockstep.keys import NUM_SAMPLES
 from lockstep.operator.shard_batch import ShardBatch
 from lockstep.reduction_context import ReductionContext, activate
+from lockstep.tensor_tree import leaves_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -128,9 +129,9 @@ class GlobalBatchContext:
                 from it (moved, augmented, cut).
 
         Raises:
-            WeightError: the user has cut a batch that does not show its samples by its leading
-                length or a list; or the loop has read ahead, and from which batch it has made this
-                one is unknown.
+            WeightError: the loop has made a batch of which neither all tensors nor a list show
+                the samples; or it has read ahead, and from which batch it has made this one is
+                unknown.
         """
         if isinstance(batch, GlobalBatchContext):
             return batch.shards
@@ -226,13 +227,17 @@ class GlobalBatchContext:
 
 
 def _unknown_samples_error(batch: Any, delivered: ShardBatch) -> WeightError:
-    rows, rows_before = rows_of(batch), rows_of(delivered.batch)
+    lengths, before = (
+        [rows for leaf in leaves_of(each) if (rows := rows_of(leaf)) is not None]
+        for each in (batch, delivered.batch)
+    )
     return WeightError(
-        "the number of samples in a batch that train_batch has cut is not known",
-        expected=f"a leading length of {rows_before}, as the batch that was delivered has",
-        got=f"a leading length of {rows}",
-        cause=f"the leading length of the batch that was delivered is {rows_before}, and it holds"
-        f" {delivered.num_samples} samples: time steps come first, or the samples are packed",
+        "the number of samples in a batch that a loop has made is not known",
+        expected=f"a tensor with a row for each of the {delivered.num_samples} samples that were"
+        " delivered, or the same smaller leading length in all tensors",
+        got=f"leading lengths {lengths[:8]}",
+        cause=f"the leading lengths of the batch that was delivered are {before[:8]}; what the loop"
+        " has made from it was cut, packed, or holds other samples as well",
         fix="self.backward(loss, weight=number_of_samples) instead of super().train_batch(); or"
         " cut it in the dataset",
     )

@@ -121,6 +121,10 @@ class TrainingOperator:
         ``num_samples`` if the metrics are means over something else than its samples, or,
         where that number should stay what it is, `lockstep.keys.WEIGHT`.
 
+        A batch that an override makes for ``super().train_batch`` counts for all of those samples,
+        until every tensor or list of samples in it shows that there are fewer. The same is true
+        of `validate_batch`.
+
         Args:
             batch: one item of the loader.
             batch_info: `info` with ``"batch_idx"`` and ``"global_step"``.
