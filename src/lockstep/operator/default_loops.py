@@ -490,8 +490,8 @@ def validate_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -
                 loss, metrics = loss_and_metrics(operator, moved, batch_info)
             else:
                 loss, output, target = default_loss(operator, moved)
-                call = global_batch.criterion_call
-                metrics = class_accuracy(call and call.criterion, output, target)
+                (call,) = global_batch.criterion_calls
+                metrics = class_accuracy(call.criterion, output, target)
         weight = results.weight_of(shard, metrics, moved)
         weights = {name: results.num_targets(shard, moved) for name in metrics if not own_loss}
         metrics = {"val_loss": _loss_per_sample(operator, loss, shard), **metrics}

@@ -61,8 +61,7 @@ class GlobalBatchContext:
             computed any; None if no worker has delivered the batch.
         partial_weights: weights of metrics that only some of `shards` reported, and of a loss that
             is a mean over targets; see `AverageMeterCollection.update`.
-        criterion_call: what the default loss of the shard in hand has called last; None if it has
-            not run.
+        criterion_calls: what the default loss has called for the shard in hand, in order.
         num_computed: how many shards, and plain batches, were computed.
     """
 
@@ -81,7 +80,7 @@ class GlobalBatchContext:
     has_scheduled: bool = False
     stepped_optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     partial_weights: dict[str, float] = field(default_factory=dict)
-    criterion_call: CriterionCall | None = None
+    criterion_calls: list[CriterionCall] = field(default_factory=list)
     num_computed: int = 0
 
     def between_batches(self) -> GlobalBatchContext:
@@ -168,7 +167,7 @@ class GlobalBatchContext:
             per_shard: whether the loss is computed shard by shard; functions that need the whole
                 batch of this worker (a gather, a contrastive loss) then raise.
         """
-        self.criterion_call = None
+        self.criterion_calls.clear()
         self.num_computed += 1
         shard.seed_randomness()
         whole = self.reduction

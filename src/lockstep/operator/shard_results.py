@@ -22,13 +22,13 @@ from lockstep.errors import (
 )
 from lockstep.keys import NUM_SAMPLES, WEIGHT
 from lockstep.metrics.metric_values import addable, as_number, is_scalar
-from lockstep.operator.criterion_targets import count_targets, is_counted
+from lockstep.operator.criterion_targets import count_targets, is_counted, targets_per_sample
+from lockstep.operator.loop_protocols import Operator, rank_and_step
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lockstep.operator.criterion_targets import CriterionCall
-    from lockstep.operator.loop_protocols import Operator
     from lockstep.operator.shard_batch import ShardBatch
 
 BY_SAMPLES: Final = "samples"
@@ -88,28 +88,34 @@ class ShardResults:
     def _count(self, shard: ShardBatch, moved: Any) -> tuple[float, str]:
         """The targets that the mean of the default loss is over; for another loss, the samples."""
         state = self._operator._lockstep
-        call = self._call_on_host(shard, moved)
+        calls = state.global_batch.criterion_calls
         has_own_wrapper = state.sync is None and state.context.world_size > 1
-        if call is None or has_own_wrapper:
+        if not calls or has_own_wrapper:
             return shard.num_samples, BY_SAMPLES
+        if len(calls) > 1:  # none of them is the loss
+            per_sample = targets_per_sample(calls)
+            if per_sample is None:
+                raise _several_calls_error(self._operator, len(calls))
+            return shard.num_samples * per_sample, BY_SAMPLES
+        call = self._call_on_host(calls[0], shard, moved)
         count = count_targets(call)
         if count is None:
             return shard.num_samples, BY_SAMPLES
         return count, BY_SAMPLES if count == call.target.numel() else BY_TARGETS
 
-    def _call_on_host(self, shard: ShardBatch, moved: Any) -> CriterionCall | None:
-        """What the default loss has called last, with the host's copy of the target if there is
-        one: counting on the device would wait for it."""
-        call = self._operator._lockstep.global_batch.criterion_call
-        if call is not None and isinstance(moved, tuple | list) and moved[-1] is call.target:
+    def _call_on_host(self, call: CriterionCall, shard: ShardBatch, moved: Any) -> CriterionCall:
+        """`call` with the host's copy of the target if there is one: counting on the device would
+        wait for it."""
+        if isinstance(moved, tuple | list) and moved[-1] is call.target:
             return call._replace(target=shard.batch[-1])
         return call
 
     def num_targets(self, shard: ShardBatch, moved: Any) -> float:
         """What the accuracy of `shard` is a mean over: its targets that are not ignored."""
-        call = self._call_on_host(shard, moved)
-        if call is None or shard.is_borrowed:
+        if shard.is_borrowed:
             return 0.0
+        (call,) = self._operator._lockstep.global_batch.criterion_calls
+        call = self._call_on_host(call, shard, moved)
         return float(is_counted(call.criterion, call.target).sum())
 
     def add(
@@ -245,6 +251,19 @@ def _parse_weight(operator: Operator, given: Any) -> float:
             fix="TorchTrainer(..., wrap_ddp=True)",
         )
     return weight
+
+
+def _several_calls_error(operator: Operator, num_calls: int) -> WeightError:
+    return WeightError(
+        f"what the loss counts for is not known: the default compute_loss was called {num_calls}"
+        " times for one batch",
+        where=f"{type(operator).__name__}.compute_loss, {rank_and_step(operator)}",
+        expected="means over all targets, of which each sample has the same number",
+        cause="the criterion leaves some targets out (ignore_index) or counts them by their class"
+        " (weight=...), or the calls are of other targets: what their combination is a mean over,"
+        " none of them shows",
+        fix=f"return loss, {{{WEIGHT!r}: number_of_targets_that_it_is_a_mean_over}}",
+    )
 
 
 def _note_kind(operator: Operator, purpose: str, kind: str) -> None:
