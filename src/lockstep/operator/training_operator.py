@@ -109,7 +109,8 @@ class TrainingOperator:
         """Train on every batch of `iterator`; returns metrics, weighted by samples.
 
         Override for a loop of your own. `info` is the dict given to `trainer.train`, with
-        `NUM_STEPS`, `USE_FP16`, `SCHEDULER_STEP` and ``"epoch_idx"`` (from 0) added.
+        `NUM_STEPS`, `USE_FP16`, `SCHEDULER_STEP` and ``"epoch_idx"`` (from 0) added. Leave out of
+        what it counts the batches for which `is_borrowed_batch` is true.
         """
         return default_loops.train_epoch(self, iterator, info)
 
@@ -380,6 +381,17 @@ class TrainingOperator:
     def local_rank(self) -> int:
         """This worker's rank among the workers of its node."""
         return self._lockstep.context.local_rank
+
+    @property
+    def is_borrowed_batch(self) -> bool:
+        """Whether a loop of one's own counts nothing of the batch that its iterator gave last.
+
+        A worker without samples in a step computes on samples of another worker, so that all run
+        the same collectives. lockstep gives that batch no weight in the gradient and in the
+        metrics of its own loops; sums, queues and lists of a `train_epoch` are for it to keep
+        clean. False between two batches.
+        """
+        return self._lockstep.global_batch.is_borrowed
 
     @property
     def use_gpu(self) -> bool:
