@@ -21,7 +21,13 @@ from lockstep.errors import (
     WeightError,
 )
 from lockstep.keys import NUM_SAMPLES, WEIGHT
-from lockstep.metrics.metric_values import addable, as_number, is_scalar
+from lockstep.metrics.metric_values import (
+    addable,
+    as_summand,
+    is_same_value,
+    is_scalar,
+    shape_of,
+)
 from lockstep.operator.criterion_targets import count_targets, is_counted, targets_per_sample
 from lockstep.operator.loop_protocols import Operator, rank_and_step
 
@@ -155,6 +161,7 @@ class ShardResults:
         """The batch's metrics, its samples, and its weight if that is the operator's own."""
         partial = partial_weights(self._results)
         merged = {**mean_over_shards(self._results), NUM_SAMPLES: self._num_samples}
+        self._operator._lockstep.meters.note_varied(_varied(self._results))
         if self._results and self._has_own_weights:
             merged[WEIGHT] = sum(each[self._loss] for each in self._weights)
         else:
@@ -183,16 +190,16 @@ class ShardResults:
 def mean_over_shards(results: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, Any]:
     """One step's metrics from its shards': each the mean over the shards that report it.
 
-    Stays on the tensors' device, in float64. What is not a number is the first shard's. A shard of
-    weight zero (without tokens, and so often without a loss) counts only if all are.
+    Stays on the tensors' device, in float64. What cannot be averaged is the first shard's. A shard
+    of weight zero (without tokens, and so often without a loss) counts only if all are.
     """
-    results = [pair for pair in results if pair[1] > 0] or [(each, 1) for each, _ in results]
+    results = _counting(results)
     if len(results) == 1:
         return dict(results[0][0])
     merged: dict[str, Any] = {}
     for key in dict.fromkeys(key for metrics, _ in results for key in metrics):
         values = [(metrics[key], weight) for metrics, weight in results if key in metrics]
-        if all(_is_number(value) for value, _ in values):
+        if _can_be_averaged([value for value, _ in values]):
             total = sum(weight for _, weight in values)
             merged[key] = sum(addable(value) * (weight / total) for value, weight in values)
         else:
@@ -216,9 +223,29 @@ def partial_weights(results: Sequence[tuple[Mapping[str, Any], float]]) -> dict[
     }
 
 
-def _is_number(value: Any) -> bool:
+def _counting(
+    results: Sequence[tuple[Mapping[str, Any], float]],
+) -> Sequence[tuple[Mapping[str, Any], float]]:
+    return [pair for pair in results if pair[1] > 0] or [(each, 1) for each, _ in results]
+
+
+def _varied(results: Sequence[tuple[Mapping[str, Any], float]]) -> set[str]:
+    """The metrics that cannot be averaged and are not the same in all shards."""
+    every = [metrics for metrics, _ in _counting(results)]
+    found = set()
+    for key in {key for metrics in every for key in metrics}:
+        values = [metrics[key] for metrics in every if key in metrics]
+        is_one = all(is_same_value(values[0], value) for value in values[1:])
+        if not is_one and not _can_be_averaged(values):
+            found.add(str(key))
+    return found
+
+
+def _can_be_averaged(values: Sequence[Any]) -> bool:
     # As the mean over the steps has it; but a tensor's number is not read, which may be a wait.
-    return is_scalar(value) or as_number(value) is not None
+    summands = [0 if is_scalar(value) else as_summand(value) for value in values]
+    is_known = all(summand is not None for summand in summands)
+    return is_known and len(set(map(shape_of, summands))) == 1
 
 
 def _parse_weight(operator: Operator, given: Any) -> float:
