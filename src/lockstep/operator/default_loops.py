@@ -261,7 +261,7 @@ def _shard_weights(operator: Operator, num_shards: int, *, is_shadowed: bool) ->
         registered_parts(operator),
         partial(rank_and_step, operator),
         is_compared=is_whole and (num_shards > 1 or is_shadowed),
-        is_shared=is_whole and has_idle,
+        sharing=state.context.group if is_whole and has_idle else None,
     )
 
 

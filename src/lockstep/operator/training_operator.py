@@ -96,6 +96,11 @@ class TrainingOperator:
         By default the batch is ``(*features, target)`` and the loss is
         ``self.criterion(self.model(*features), target)``.
 
+        It runs once for each shard, and not at all on a worker whose shards are empty. Weights and
+        settings of optimizers (``group["lr"] = ...``) that it writes are equal on all workers all
+        the same; attributes of the operator (``self.it += 1``) are each worker's own, so let what
+        depends on the step follow from `global_step`.
+
         Returns:
             A scalar tensor, the mean over the batch's samples (their sum with
             ``loss_reduction = "sum"``); or that and a dict of metrics. If the loss is a mean
