@@ -30,7 +30,7 @@ from lockstep.tensor_tree import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 
 def leading_length(batch: Any) -> int:
@@ -142,33 +142,94 @@ def count_one(batch: Any) -> int:
 def count_kept_samples(batch: Any, delivered: Any, num_samples: int) -> int | None:
     """Number of samples in `batch`, which a loop has made from the batch `delivered`.
 
+    A loop may move, augment, transpose, repeat, collate or cut samples. The first dimension of one
+    tensor is a guess (it may be time), so all samples are there until every tensor, or every list
+    of samples, shows that there are fewer.
+
     Args:
-        batch: moved, augmented, or cut.
-        num_samples: of `delivered`.
+        num_samples: of `delivered`; a made batch cannot have more.
 
     Returns:
         None where neither rows nor the members of a list show the samples.
     """
-    rows = rows_of(batch)
-    found = next(sample_lists(delivered, num_samples), None)
-    if found is None:
-        rows_before = rows_of(delivered)
-        if rows == rows_before:
+    lists = list(sample_lists(delivered, num_samples))
+    lengths = {_list_length(batch, delivered, path) for path, _ in lists}
+    if not lists or None in lengths:
+        if any(sample_lists(batch, num_samples)):
             return num_samples
-        return rows if rows_before == num_samples else None
-    path, members = found
-    listed = _length_at(batch, path)
-    if listed is None:  # the loop has made another structure of it
-        is_whole = rows == num_samples or any(sample_lists(batch, num_samples))
-        return num_samples if is_whole else None
-    return listed if members is Members.SAMPLES or listed == rows else None
+        return _count_kept_rows(batch, None if lists else delivered, num_samples)
+    (length, *others) = lengths
+    is_sure = lists[0][1] is Members.SAMPLES or length == rows_of(batch)
+    return length if is_sure and not others and (length or 0) <= num_samples else None
 
 
-def _length_at(batch: Any, path: KeyPath) -> int | None:
-    """The number of members of the list or tuple at `path`; None where there is none."""
+def _list_length(batch: Any, delivered: Any, path: KeyPath) -> int | None:
+    """The members of the list of samples at `path`; None where `batch` has no such list there."""
     for key in path:
-        batch = dict(children_of(batch) or ()).get(key)
-    return len(batch) if isinstance(batch, list | tuple) else None
+        batch, delivered = (dict(children_of(each) or ()).get(key) for each in (batch, delivered))
+    if not isinstance(batch, list | tuple):
+        return None
+    # Of samples that the loop has collated, columns may stand there.
+    is_alike = {_kind_of_sample(each) for each in batch} <= set(map(_kind_of_sample, delivered))
+    return len(batch) if is_alike else None
+
+
+def _kind_of_sample(member: Any) -> Any:
+    return member.ndim if isinstance(member, (torch.Tensor, np.ndarray)) else type(member)
+
+
+def _count_kept_rows(batch: Any, delivered: Any, num_samples: int) -> int | None:
+    """As `count_kept_samples`, by the shapes of what has rows; `delivered` is None if it is lists
+    of samples."""
+    shapes, before = _shapes_with_rows(batch), _shapes_with_rows(delivered)
+    lengths, lengths_before = ({shape[0] for shape in each} for each in (shapes, before))
+    if num_samples in map(rows_of, leaves_of(batch)):
+        return num_samples
+    # A second dimension of so many is that of the samples, behind the steps of time, unless it
+    # was there beside them: as many features, or channels.
+    tails = {shape[1:] for shape in before if shape[0] == num_samples}
+    is_second = [shape[1:2] == (num_samples,) and shape[1:] not in tails for shape in shapes]
+    was_second = any(shape[1:2] == (num_samples,) for shape in before)
+    is_uncut = lengths_before <= lengths if before else delivered is not None and not shapes
+    if (is_uncut and not was_second) or (shapes and all(is_second)):
+        return num_samples
+    if len(lengths) != 1:
+        return num_samples if any(is_second) else None
+    (length,) = lengths
+    if length < num_samples:
+        return length if before and not any(is_second) else None
+    has_views = lengths_before == {num_samples} and length % num_samples == 0
+    return num_samples if has_views else None
+
+
+def count_samples_of_any(batch: Any, counts: Collection[int], *, are_rows: bool) -> int | None:
+    """Number of samples in `batch`, which a loop has made from one of several batches.
+
+    Args:
+        counts: the numbers of samples in these batches.
+        are_rows: the samples are rows of tensors, and no members of lists.
+
+    Returns:
+        None where it is not known.
+    """
+    rows = set(map(rows_of, leaves_of(batch)))
+    shown = {each for each in counts if each in rows or any(sample_lists(batch, each))}
+    if not shown and are_rows:
+        shown = {shape[0] for shape in _shapes_with_rows(batch)}
+    return shown.pop() if len(shown) == 1 and max(shown) <= max(counts) else None
+
+
+def _shapes_with_rows(batch: Any) -> list[tuple[int, ...]]:
+    """The shapes of the tensors and arrays in `batch`; the lengths of other rows if it has none.
+
+    Those without a single row (graphs without edges) only where no other has one.
+    """
+    leaves = list(leaves_of(batch))
+    arrays = [each for each in leaves if isinstance(each, (torch.Tensor, np.ndarray))]
+    shapes = [tuple(each.shape) for each in arrays if each.ndim]
+    shapes += [(rows_of(each) or 0,) for each in leaves if isinstance(each, PackedSequence)]
+    shapes = shapes or [(rows,) for each in leaves if (rows := rows_of(each)) is not None]
+    return [shape for shape in shapes if shape[0]] or shapes
 
 
 def slice_rows(batch: Any, rows: slice, num_samples: int | None = None) -> Any:

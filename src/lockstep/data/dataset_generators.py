@@ -6,7 +6,8 @@ copies would draw the same numbers, for other samples, and which numbers a sampl
 on how many processes there are. So lockstep seeds them as it seeds the global generators.
 
 The generators of samplers have a narrower search (`find_generators`): it numbers them, and orders
-of samples that states of earlier versions go on with follow from these numbers.
+of samples that states of earlier versions go on with follow from these numbers. A stream, which is
+order and data in one, has both searches (`find_generators_of_data`).
 """
 
 from __future__ import annotations

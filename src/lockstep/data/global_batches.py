@@ -25,7 +25,11 @@ from torch.utils.data import (
 )
 
 from lockstep.data.batch_rows import leading_length
-from lockstep.data.isolated_randomness import IsolatedRandomness, find_generators
+from lockstep.data.isolated_randomness import (
+    IsolatedRandomness,
+    find_generators,
+    find_generators_of_data,
+)
 from lockstep.data.shard_batch_size import ShardBatchSize
 from lockstep.data.shuffled_order import ShuffledOrder
 from lockstep.errors import NotShardableError, WrongTypeError
@@ -200,8 +204,9 @@ class GlobalBatches:
         note_first: Callable[[list[Any]], None] | None,
     ) -> Iterator[GlobalBatch]:
         """Global batches of items that have to be drawn one after the other."""
+        find = find_generators_of_data if self.kind.is_data else find_generators
         isolated = IsolatedRandomness(
-            derive_seed(seed, "order", epoch), find_generators(self.source, *self.held)
+            derive_seed(seed, "order", epoch), find(self.source, *self.held)
         )
         chunk = self.per_step
         if not self.kind.is_data:

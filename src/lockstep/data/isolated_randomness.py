@@ -13,12 +13,14 @@ one.
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import Sampler
 
-from lockstep.held_generators import HeldGenerator, as_held_generator
+from lockstep.held_generators import HeldGenerator, as_held_generator, generators_in
 from lockstep.randomness import RandomState, derive_seed, seed_all
 
 if TYPE_CHECKING:
@@ -32,6 +34,20 @@ def find_generators(*holders: object) -> list[HeldGenerator]:
     found: dict[int, HeldGenerator] = {}
     _collect_generators(holders, found, set())
     return list(found.values())
+
+
+def find_generators_of_data(*holders: object) -> list[HeldGenerator]:
+    """As `find_generators`, and those that data (streams) among `holders` hold within: in a
+    transform, in another stream, in their module. As in other datasets, those are seeded by where
+    they are held: a training step may draw from them as well, and their state is then of no use."""
+    found = find_generators(*holders)
+    known = {id(one.generator) for one in found}
+    # Behind the others, whose numbers go into their seeds: states of earlier versions go on.
+    return found + [
+        replace(one, origin=partial(str, place))
+        for place, one in generators_in(*holders).items()
+        if id(one.generator) not in known
+    ]
 
 
 def _collect_generators(

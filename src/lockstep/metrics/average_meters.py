@@ -11,11 +11,11 @@ from torch import Tensor
 
 from lockstep.keys import BATCH_COUNT, NUM_SAMPLES, WEIGHT
 from lockstep.metrics.merge_over_workers import merge
-from lockstep.metrics.metric_values import addable, as_number
+from lockstep.metrics.metric_values import addable, as_summand, is_same_value, shape_of
 from lockstep.metrics.weighted_mean import WeightedMean, as_weight, read_means
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 _COUNTERS = (BATCH_COUNT, NUM_SAMPLES, WEIGHT)
 
@@ -76,6 +76,7 @@ class AverageMeterCollection:
         self._has_explicit_steps = False
         self._means: defaultdict[str, WeightedMean] = defaultdict(WeightedMean)
         self._others: dict[str, Any] = {}
+        self._varied: set[str] = set()
 
     @property
     def is_empty(self) -> bool:
@@ -88,6 +89,7 @@ class AverageMeterCollection:
         other._means = defaultdict(WeightedMean)
         other._means.update({key: copy.copy(mean) for key, mean in self._means.items()})
         other._others = dict(self._others)
+        other._varied = set(self._varied)
         return other
 
     def begin_step(self, step: int = 0) -> None:
@@ -114,9 +116,11 @@ class AverageMeterCollection:
 
         Args:
             metrics: numbers (Python's, numpy's, tensors of one element on any device) are
-                averaged; of any other value the latest is kept. ``num_samples`` and
-                ``batch_count`` are not metrics and are left out. ``metrics[WEIGHT]``, if it is
-                there, is the weight of the metrics (tokens, say). The mapping is not changed.
+                averaged, and element by element tensors and arrays of numbers that keep their
+                shape, of up to 65,536 elements; of any other value the latest is kept.
+                ``num_samples`` and ``batch_count`` are not metrics and are left out.
+                ``metrics[WEIGHT]``, if it is there, is the weight of the metrics (tokens, say).
+                The mapping is not changed.
             n: the number of samples, which is also the weight where `metrics` has no ``WEIGHT``. A
                 weight of 0 (a borrowed batch, or one without tokens) leaves every metric, its
                 latest value included, as it was; the step itself still counts.
@@ -136,14 +140,32 @@ class AverageMeterCollection:
         for key, value in metrics.items():
             if key in _COUNTERS:
                 continue
-            number = as_number(value)
             counts = partial.get(key, weight) if partial else weight
             if counts == 0:
                 continue  # a mean over nothing, which may be NaN
-            if number is not None:
-                self._means[str(key)].add(number, counts, self._step)
-            else:
-                self._others[str(key)] = value.detach() if isinstance(value, Tensor) else value
+            self._count(str(key), value, counts)
+
+    def note_varied(self, names: Iterable[str]) -> None:
+        """Note that metrics which cannot be averaged were not the same in all parts of a batch."""
+        self._varied.update(names)
+
+    def _count(self, name: str, value: Any, weight: float) -> None:
+        summand, mean = as_summand(value), self._means.get(name)
+        holds_arrays = mean is not None and shape_of(mean.total) != ()
+        # A number beside None now and then is averaged; an array, only among its like.
+        is_mixed = holds_arrays or (shape_of(summand) != () and name in self._others)
+        if mean is not None and summand is not None:
+            is_mixed = shape_of(mean.total) != shape_of(summand)
+        if summand is not None and not is_mixed and name not in self._varied:
+            self._means[name].add(summand, weight, self._step)
+            return
+        if isinstance(value, Tensor):
+            value = value.detach()
+        if is_mixed or not is_same_value(self._others.get(name, value), value):
+            self._varied.add(name)
+        if is_mixed:
+            self._means.pop(name, None)
+        self._others[name] = value
 
     def state(self) -> dict[str, Any]:
         """This worker's sums, which `merge` divides, as plain Python numbers on the CPU.
@@ -152,7 +174,8 @@ class AverageMeterCollection:
 
         Returns:
             ``batch_count``, ``num_samples``; ``sums``, a `WeightedMean` for each metric;
-            ``others``, the latest value of each metric that is no number.
+            ``others``, the latest value of each metric that cannot be averaged; ``varied``, the
+            names of those whose value was not always the same.
         """
         return {
             BATCH_COUNT: self._batch_count,
@@ -162,6 +185,7 @@ class AverageMeterCollection:
                 key: value.cpu() if isinstance(value, Tensor) else value
                 for key, value in self._others.items()
             },
+            "varied": sorted(self._varied),
         }
 
     def summary(self) -> dict[str, Any]:

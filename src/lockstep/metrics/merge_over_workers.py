@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import ConfigurationError
 from lockstep.keys import BATCH_COUNT, NUM_SAMPLES, WEIGHT
-from lockstep.metrics.metric_values import as_number, read_numbers
+from lockstep.metrics.metric_values import as_summand, is_same_value, read_numbers, shape_of
 from lockstep.metrics.weighted_mean import as_weight, merge_means, weighted_mean
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ def merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ``num_samples`` (summed); ``batch_count`` (the largest: workers share every global batch,
         and a worker that joined late saw fewer); for each metric ``k`` the mean over the workers
         that reported it, and ``last_k``, the mean over the workers that reported it in its latest
-        step; of a metric that is no number, the lowest rank's value.
+        step; of a metric that cannot be averaged, the lowest rank's value (`varying_metrics` names
+        those that have several).
     """
     merged: dict[str, Any] = {
         BATCH_COUNT: max((state[BATCH_COUNT] for state in states), default=0),
@@ -34,15 +35,47 @@ def merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
     latest: dict[str, Any] = {}
     for key in _keys_in_order(state["sums"] for state in states):
-        merged[key], latest[f"last_{key}"] = merge_means(
-            [state["sums"][key] for state in states if key in state["sums"]]
-        )
+        means = [state["sums"][key] for state in states if key in state["sums"]]
+        # Of several shapes, the lowest rank's.
+        means = [mean for mean in means if means[0].fits(mean.total)]
+        merged[key], latest[f"last_{key}"] = merge_means(means)
     others = (item for state in states for item in state["others"].items())
     # `setdefault` keeps a metric that the user called `last_x`, a metric that is a number on any
     # rank, and of several other values the lowest rank's, which comes first.
     for key, value in (*latest.items(), *others):
         merged.setdefault(key, value)
     return merged
+
+
+def varying_metrics(states: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The metrics that cannot be averaged and are not the same on all batches and workers.
+
+    Args:
+        states: as of `merge`.
+    """
+    averaged = set[str]().union(*(state["sums"] for state in states))
+    varied = set[str]().union(*(state["varied"] for state in states))
+    for key in averaged:
+        means = [state["sums"][key] for state in states if key in state["sums"]]
+        if not all(means[0].fits(mean.total) for mean in means):
+            varied.add(key)
+    return sorted(varied | (_varying([state["others"] for state in states]) - averaged))
+
+
+def varying_results(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """As `varying_metrics`, of what loops of the user's own returned."""
+    return sorted(_varying(results))
+
+
+def _varying(results: Sequence[Mapping[str, Any]]) -> set[str]:
+    varying = set()
+    for key in _keys_in_order(results):
+        values = [result[key] for result in results if key in result]
+        summands = [as_summand(value) for value in values]
+        is_averaged = len({shape_of(each) for each in summands if each is not None}) == 1
+        if not is_averaged and not all(is_same_value(values[0], value) for value in values):
+            varying.add(key)
+    return varying
 
 
 def merge_user_results(
@@ -58,7 +91,8 @@ def merge_user_results(
         ``num_samples`` summed; ``batch_count`` and ``epoch`` by maximum; other numbers as
         means weighted by samples (or, where a dict has it, by its ``*weight``, which is
         summed), over the workers that have them (a plain mean if none of those saw a
-        sample); of a value that is no number, the lowest rank's.
+        sample), and so tensors and arrays of numbers, element by element; of a value that cannot
+        be averaged, the lowest rank's.
 
     Raises:
         ConfigurationError: not one weight per result.
@@ -82,7 +116,10 @@ def merge_user_results(
         held = [
             (result[key], n) for result, n in zip(results, counts, strict=True) if key in result
         ]
-        numbers = [(as_number(value), n) for value, n in held]
+        numbers = [(as_summand(value), n) for value, n in held]
+        shapes = [shape_of(number) for number, _ in numbers if number is not None]
+        if len(set(shapes)) > 1 or (len(held) == 1 and shapes != [()]):
+            numbers = []
         read = read_numbers(number for number, _ in numbers if number is not None)
         if key in (NUM_SAMPLES, WEIGHT):
             merged[key] = sum(samples if key == NUM_SAMPLES else counts)

@@ -1,18 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the numbers among the metrics of a batch, and reads them with one wait for each device."""
+"""Finds what can be averaged among the metrics of a batch, and reads it with one wait for each
+device: numbers, and tensors and arrays of numbers, element by element.
+
+A mean of an array is held by each worker, sent, and copied now and then while a call runs, as the
+mean of a number is. So it is taken of up to `MAX_ELEMENTS`: a confusion matrix of 256 classes.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from numbers import Real
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+
+MAX_ELEMENTS: Final = 256**2
+"""Of a tensor or an array that is averaged."""
+
+
+def as_summand(value: Any) -> Any:
+    """`value` as something to average, or None if it is nothing of the kind.
+
+    A number (see `as_number`); or a float64 copy of a tensor, on its device, or of an array.
+    """
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        is_several = 1 < value.size <= MAX_ELEMENTS
+    else:
+        is_plain = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
+        is_several = is_plain and not value.is_complex() and 1 < value.numel() <= MAX_ELEMENTS
+    return addable(value) if is_several else as_number(value)
+
+
+def shape_of(summand: Any) -> tuple[int, ...]:
+    """The shape of a value from `as_summand`; a number's is empty."""
+    return tuple(getattr(summand, "shape", ()))
+
+
+def is_same_value(one: Any, other: Any) -> bool:
+    """Whether two metrics that cannot be averaged are the same, as far as it shows without a wait:
+    tensors on a device are if they are one object."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        is_known = one.device.type == other.device.type == "cpu" and one.dtype == other.dtype
+        return is_known and torch.equal(one, other)
+    try:
+        return bool(np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other)
+    except (RuntimeError, TypeError, ValueError):  # of containers with tensors or arrays within
+        return False
 
 
 def as_number(value: Any) -> Any:
@@ -49,6 +92,8 @@ def addable(value: Any) -> Any:
     Of a tensor, a copy on its device without its graph: the caller may write to the tensor before
     the sum is read.
     """
+    if isinstance(value, np.ndarray) and value.size > 1:
+        return value.astype(np.float64)
     if isinstance(value, Tensor):
         widest = torch.float32 if value.device.type == "mps" else torch.float64
         return value.detach().to(value.dtype if value.is_complex() else widest, copy=True)
@@ -57,11 +102,14 @@ def addable(value: Any) -> Any:
 
 
 def read_numbers(values: Iterable[Any]) -> list[Any]:
-    """`values` as Python's numbers, with one wait for each device and not for each number."""
+    """`values` as Python's numbers, with one wait for each device and not for each number; tensors
+    of several elements as tensors on the CPU."""
     numbers = list(values)
     by_device: dict[torch.device, list[int]] = defaultdict(list)
     for index, number in enumerate(numbers):
-        if isinstance(number, Tensor):
+        if isinstance(number, Tensor) and number.ndim:
+            numbers[index] = number.cpu()
+        elif isinstance(number, Tensor):
             by_device[number.device].append(index)
     for indices in by_device.values():
         read = torch.stack([numbers[index] for index in indices]).tolist()

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from lockstep.errors import WeightError
-from lockstep.metrics.metric_values import read_numbers
+from lockstep.metrics.metric_values import read_numbers, shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -56,6 +56,10 @@ class WeightedMean:
     last_step: int = 0
     last_mean: Any = 0
     last_weight: float = 0
+
+    def fits(self, summand: Any) -> bool:
+        """Whether `summand` can be added: all have one shape."""
+        return not self.weight or shape_of(self.total) == shape_of(summand)
 
     def add(self, value: Any, weight: float, step: int) -> None:
         part = value * weight

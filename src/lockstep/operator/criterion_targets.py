@@ -10,13 +10,16 @@ would be another objective.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from lockstep.operator.training_parts import without_wrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _FUNCTIONS: Final = (functional.cross_entropy, functional.nll_loss)
 _WITH_LAYER: Final[tuple[Any, ...]] = tuple(
@@ -51,6 +54,25 @@ def count_targets(call: CriterionCall) -> float | None:
     if weight is None:
         return float(counted.sum())
     return float(weight.to(target.device, torch.float64)[target[counted]].sum())
+
+
+def targets_per_sample(calls: Sequence[CriterionCall]) -> float | None:
+    """The number of targets of each sample, of which the mean of every one of `calls` is.
+
+    Returns:
+        1 where the means are over samples; None where some mean leaves targets out, counts them by
+        their class, or is of samples with another number of targets.
+    """
+    found: set[float] = set()
+    for criterion, target in calls:
+        settings = _settings(criterion)
+        if settings is None or not isinstance(target, torch.Tensor) or target.is_floating_point():
+            found.add(1.0)
+        elif settings[0] is not None or not bool(is_counted(criterion, target).all()):
+            return None
+        elif target.numel():
+            found.add(target.numel() / (len(target) if target.ndim else 1))
+    return found.pop() if len(found) == 1 else None
 
 
 def computes_scores(criterion: Any) -> bool:

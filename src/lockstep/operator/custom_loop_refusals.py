@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of `TorchTrainer` that only the default loop applies, and their refusal elsewhere."""
+"""Options of `TorchTrainer` that only the default loop applies, and their refusal elsewhere; and
+what a loop of one's own is told."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import logging
+from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import ConfigurationError
+from lockstep.keys import NUM_SAMPLES
 from lockstep.operator.loop_protocols import Operator, rank_and_step
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from lockstep.operator.rank_context import Options
+
+_log = logging.getLogger(__name__)
 
 CUSTOM_LOOP_FIXES: Final = {
     'precision="fp16"': "override compute_loss, or call super().train_batch(); or in your loop"
@@ -103,4 +110,32 @@ def refuse_skipped_batch(operator: Operator) -> None:
         expected="super().train_batch() once for each batch, before the next one is read",
         got=f"{num_train_batch_calls} calls",
         fix=CUSTOM_LOOP_FIXES["accumulate"],
+    )
+
+
+def warn_of_borrowed_counts(
+    operator: Operator, result: Mapping[str, Any], num_samples: int, num_borrowed: int
+) -> None:
+    """Warn, once, of a loop of the user's own that has counted the batches that it was lent.
+
+    The gradients are right all the same; the means that the loop returns beside its count cannot be
+    taken apart any more.
+
+    Args:
+        result: of the user's `train_epoch` or `validate`.
+        num_samples: this worker's own in that pass.
+        num_borrowed: those of another worker that the loop was given beside them.
+    """
+    state, counted = operator._lockstep, result.get(NUM_SAMPLES)
+    if not num_borrowed or state.has_warned_of_borrowed_counts:
+        return
+    if not isinstance(counted, int | float) or counted != num_samples + num_borrowed:
+        return
+    state.has_warned_of_borrowed_counts = True
+    _log.warning(
+        "the loop of %s on rank %d has returned num_samples=%d: its own %d, and %d of other workers"
+        " in steps in which this rank has none. What it returns counts them twice; gradients do"
+        " not. Leave out of your counts, sums and queues the batches for which"
+        " self.is_borrowed_batch is true",
+        *(type(operator).__name__, operator.world_rank, counted, num_samples, num_borrowed),
     )

@@ -57,7 +57,7 @@ def default_loss(operator: Operator, batch: Any) -> tuple[torch.Tensor, Any, Any
     output = model(*features)
     loss = criterion(output, target)
     state = operator._lockstep
-    state.global_batch.criterion_call = CriterionCall(criterion, target)
+    state.global_batch.criterion_calls.append(CriterionCall(criterion, target))
     state.registered_metrics.observe(state.global_batch.purpose, output, target)
     return loss, output, target
 

@@ -263,7 +263,7 @@ def _shard_weights(operator: Operator, num_shards: int, *, is_shadowed: bool) ->
         registered_parts(operator),
         partial(rank_and_step, operator),
         is_compared=is_whole and (num_shards > 1 or is_shadowed),
-        is_shared=is_whole and has_idle,
+        sharing=state.context.group if is_whole and has_idle else None,
     )
 
 
@@ -488,8 +488,8 @@ def validate_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -
                 loss, metrics = loss_and_metrics(operator, moved, batch_info)
             else:
                 loss, output, target = default_loss(operator, moved)
-                call = global_batch.criterion_call
-                metrics = class_accuracy(call and call.criterion, output, target)
+                (call,) = global_batch.criterion_calls
+                metrics = class_accuracy(call.criterion, output, target)
         weight = results.weight_of(shard, metrics, moved)
         weights = {name: results.num_targets(shard, moved) for name in metrics if not own_loss}
         metrics = {"val_loss": _loss_per_sample(operator, loss, shard), **metrics}

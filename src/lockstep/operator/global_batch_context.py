@@ -25,6 +25,7 @@ from lockstep.errors import WeightError
 from lockstep.keys import NUM_SAMPLES
 from lockstep.operator.shard_batch import ShardBatch
 from lockstep.reduction_context import ReductionContext, activate
+from lockstep.tensor_tree import leaves_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -60,8 +61,7 @@ class GlobalBatchContext:
             computed any; None if no worker has delivered the batch.
         partial_weights: weights of metrics that only some of `shards` reported, and of a loss that
             is a mean over targets; see `AverageMeterCollection.update`.
-        criterion_call: what the default loss of the shard in hand has called last; None if it has
-            not run.
+        criterion_calls: what the default loss has called for the shard in hand, in order.
         num_computed: how many shards, and plain batches, were computed.
     """
 
@@ -80,7 +80,7 @@ class GlobalBatchContext:
     has_scheduled: bool = False
     stepped_optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     partial_weights: dict[str, float] = field(default_factory=dict)
-    criterion_call: CriterionCall | None = None
+    criterion_calls: list[CriterionCall] = field(default_factory=list)
     num_computed: int = 0
 
     def between_batches(self) -> GlobalBatchContext:
@@ -128,9 +128,9 @@ class GlobalBatchContext:
                 from it (moved, augmented, cut).
 
         Raises:
-            WeightError: the user has cut a batch that does not show its samples by its leading
-                length or a list; or the loop has read ahead, and from which batch it has made this
-                one is unknown.
+            WeightError: the loop has made a batch of which neither all tensors nor a list show
+                the samples; or it has read ahead, and from which batch it has made this one is
+                unknown.
         """
         if isinstance(batch, GlobalBatchContext):
             return batch.shards
@@ -167,7 +167,7 @@ class GlobalBatchContext:
             per_shard: whether the loss is computed shard by shard; functions that need the whole
                 batch of this worker (a gather, a contrastive loss) then raise.
         """
-        self.criterion_call = None
+        self.criterion_calls.clear()
         self.num_computed += 1
         shard.seed_randomness()
         whole = self.reduction
@@ -226,13 +226,17 @@ class GlobalBatchContext:
 
 
 def _unknown_samples_error(batch: Any, delivered: ShardBatch) -> WeightError:
-    rows, rows_before = rows_of(batch), rows_of(delivered.batch)
+    lengths, before = (
+        [rows for leaf in leaves_of(each) if (rows := rows_of(leaf)) is not None]
+        for each in (batch, delivered.batch)
+    )
     return WeightError(
-        "the number of samples in a batch that train_batch has cut is not known",
-        expected=f"a leading length of {rows_before}, as the batch that was delivered has",
-        got=f"a leading length of {rows}",
-        cause=f"the leading length of the batch that was delivered is {rows_before}, and it holds"
-        f" {delivered.num_samples} samples: time steps come first, or the samples are packed",
+        "the number of samples in a batch that a loop has made is not known",
+        expected=f"a tensor with a row for each of the {delivered.num_samples} samples that were"
+        " delivered, or the same smaller leading length in all tensors",
+        got=f"leading lengths {lengths[:8]}",
+        cause=f"the leading lengths of the batch that was delivered are {before[:8]}; what the loop"
+        " has made from it was cut, packed, or holds other samples as well",
         fix="self.backward(loss, weight=number_of_samples) instead of super().train_batch(); or"
         " cut it in the dataset",
     )

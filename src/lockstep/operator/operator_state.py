@@ -114,6 +114,7 @@ class OperatorState:
         have_stepped: the optimizers that have stepped since the worker started. Filled by the hooks
             on optimizers' steps.
         has_warned_of_optimizers_left: `warn_of_optimizers_left` has. Set by it.
+        has_warned_of_borrowed_counts: `warn_of_borrowed_counts` has. Set by it.
         put_buffers_back: gives buffers the values that they had before the open step. Set by
             `Rollback`.
         epochs_finished: counts the passes over the training data that were completed. Set by the
@@ -142,6 +143,7 @@ class OperatorState:
         self.runs_after_step = False
         self.have_stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.has_warned_of_optimizers_left = False
+        self.has_warned_of_borrowed_counts = False
         self.put_buffers_back: Callable[[], None] = _no_copies
         self.epochs_finished: Callable[[], int] = _no_epochs
         self.begin_call("train")

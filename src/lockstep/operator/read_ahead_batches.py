@@ -8,9 +8,10 @@ of an epoch, or a borrowed one (see `lockstep.data.sharded_loader`).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lockstep.data.batch_rows import rows_of
+from lockstep.data.batch_rows import count_samples_of_any, rows_of
 from lockstep.data.sample_lists import sample_lists
 from lockstep.errors import WeightError
 
@@ -107,7 +108,7 @@ class ReadAheadBatches:
         self._has_run = True
 
     def source_of(self, batch: Any, delivered: ShardBatch | None) -> ShardBatch | None:
-        """The latest batch that was read, if it counts as the one does from which `batch` is made.
+        """The latest batch that was read, with the samples of that from which `batch` is made.
 
         Args:
             batch: a batch of the loop: one that it has read, or one that it has made from it.
@@ -120,9 +121,16 @@ class ReadAheadBatches:
             return delivered
         is_latest = self._latest.batch is batch and not self._is_repeated
         are_alike = len(set(self._unused)) == 1
-        if is_latest or are_alike or all(each.rows == each.samples for each in self._unused):
+        if is_latest or are_alike:
             return self._latest
-        raise self.unknown_weight_error()
+        count = None
+        if all(each.rows == each.samples for each in self._unused):
+            are_rows = not any(sample_lists(self._latest.batch, self._latest.num_samples))
+            counts = {each.samples for each in self._unused}
+            count = count_samples_of_any(batch, counts, are_rows=are_rows)
+        if count is None:
+            raise self.unknown_weight_error()
+        return replace(self._latest, num_samples=count)
 
     def resolve_weight(self, weight: float) -> float:
         """The weight of a backward for which the user passed `weight`.

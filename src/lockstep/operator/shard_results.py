@@ -20,15 +20,21 @@ from lockstep.errors import (
     WeightError,
 )
 from lockstep.keys import NUM_SAMPLES, WEIGHT
-from lockstep.metrics.metric_values import addable, as_number, is_scalar
+from lockstep.metrics.metric_values import (
+    addable,
+    as_summand,
+    is_same_value,
+    is_scalar,
+    shape_of,
+)
 from lockstep.operator.batch_refusals import weight_without_sync_error
-from lockstep.operator.criterion_targets import count_targets, is_counted
+from lockstep.operator.criterion_targets import count_targets, is_counted, targets_per_sample
+from lockstep.operator.loop_protocols import Operator, rank_and_step
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lockstep.operator.criterion_targets import CriterionCall
-    from lockstep.operator.loop_protocols import Operator
     from lockstep.operator.shard_batch import ShardBatch
 
 BY_SAMPLES: Final = "samples"
@@ -88,28 +94,34 @@ class ShardResults:
     def _count(self, shard: ShardBatch, moved: Any) -> tuple[float, str]:
         """The targets that the mean of the default loss is over; for another loss, the samples."""
         state = self._operator._lockstep
-        call = self._call_on_host(shard, moved)
+        calls = state.global_batch.criterion_calls
         has_own_wrapper = state.sync is None and state.context.world_size > 1
-        if call is None or has_own_wrapper:
+        if not calls or has_own_wrapper:
             return shard.num_samples, BY_SAMPLES
+        if len(calls) > 1:  # none of them is the loss
+            per_sample = targets_per_sample(calls)
+            if per_sample is None:
+                raise _several_calls_error(self._operator, len(calls))
+            return shard.num_samples * per_sample, BY_SAMPLES
+        call = self._call_on_host(calls[0], shard, moved)
         count = count_targets(call)
         if count is None:
             return shard.num_samples, BY_SAMPLES
         return count, BY_SAMPLES if count == call.target.numel() else BY_TARGETS
 
-    def _call_on_host(self, shard: ShardBatch, moved: Any) -> CriterionCall | None:
-        """What the default loss has called last, with the host's copy of the target if there is
-        one: counting on the device would wait for it."""
-        call = self._operator._lockstep.global_batch.criterion_call
-        if call is not None and isinstance(moved, tuple | list) and moved[-1] is call.target:
+    def _call_on_host(self, call: CriterionCall, shard: ShardBatch, moved: Any) -> CriterionCall:
+        """`call` with the host's copy of the target if there is one: counting on the device would
+        wait for it."""
+        if isinstance(moved, tuple | list) and moved[-1] is call.target:
             return call._replace(target=shard.batch[-1])
         return call
 
     def num_targets(self, shard: ShardBatch, moved: Any) -> float:
         """What the accuracy of `shard` is a mean over: its targets that are not ignored."""
-        call = self._call_on_host(shard, moved)
-        if call is None or shard.is_borrowed:
+        if shard.is_borrowed:
             return 0.0
+        (call,) = self._operator._lockstep.global_batch.criterion_calls
+        call = self._call_on_host(call, shard, moved)
         return float(is_counted(call.criterion, call.target).sum())
 
     def add(
@@ -149,6 +161,7 @@ class ShardResults:
         """The batch's metrics, its samples, and its weight if that is the operator's own."""
         partial = partial_weights(self._results)
         merged = {**mean_over_shards(self._results), NUM_SAMPLES: self._num_samples}
+        self._operator._lockstep.meters.note_varied(_varied(self._results))
         if self._results and self._has_own_weights:
             merged[WEIGHT] = sum(each[self._loss] for each in self._weights)
         else:
@@ -177,16 +190,16 @@ class ShardResults:
 def mean_over_shards(results: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, Any]:
     """One step's metrics from its shards': each the mean over the shards that report it.
 
-    Stays on the tensors' device, in float64. What is not a number is the first shard's. A shard of
-    weight zero (without tokens, and so often without a loss) counts only if all are.
+    Stays on the tensors' device, in float64. What cannot be averaged is the first shard's. A shard
+    of weight zero (without tokens, and so often without a loss) counts only if all are.
     """
-    results = [pair for pair in results if pair[1] > 0] or [(each, 1) for each, _ in results]
+    results = _counting(results)
     if len(results) == 1:
         return dict(results[0][0])
     merged: dict[str, Any] = {}
     for key in dict.fromkeys(key for metrics, _ in results for key in metrics):
         values = [(metrics[key], weight) for metrics, weight in results if key in metrics]
-        if all(_is_number(value) for value, _ in values):
+        if _can_be_averaged([value for value, _ in values]):
             total = sum(weight for _, weight in values)
             merged[key] = sum(addable(value) * (weight / total) for value, weight in values)
         else:
@@ -210,9 +223,29 @@ def partial_weights(results: Sequence[tuple[Mapping[str, Any], float]]) -> dict[
     }
 
 
-def _is_number(value: Any) -> bool:
+def _counting(
+    results: Sequence[tuple[Mapping[str, Any], float]],
+) -> Sequence[tuple[Mapping[str, Any], float]]:
+    return [pair for pair in results if pair[1] > 0] or [(each, 1) for each, _ in results]
+
+
+def _varied(results: Sequence[tuple[Mapping[str, Any], float]]) -> set[str]:
+    """The metrics that cannot be averaged and are not the same in all shards."""
+    every = [metrics for metrics, _ in _counting(results)]
+    found = set()
+    for key in {key for metrics in every for key in metrics}:
+        values = [metrics[key] for metrics in every if key in metrics]
+        is_one = all(is_same_value(values[0], value) for value in values[1:])
+        if not is_one and not _can_be_averaged(values):
+            found.add(str(key))
+    return found
+
+
+def _can_be_averaged(values: Sequence[Any]) -> bool:
     # As the mean over the steps has it; but a tensor's number is not read, which may be a wait.
-    return is_scalar(value) or as_number(value) is not None
+    summands = [0 if is_scalar(value) else as_summand(value) for value in values]
+    is_known = all(summand is not None for summand in summands)
+    return is_known and len(set(map(shape_of, summands))) == 1
 
 
 def _parse_weight(operator: Operator, given: Any) -> float:
@@ -240,6 +273,19 @@ def _parse_weight(operator: Operator, given: Any) -> float:
     if state.sync is None and state.context.world_size > 1:
         raise weight_without_sync_error(where, f"{BY_OWN} = {weight:g}")
     return weight
+
+
+def _several_calls_error(operator: Operator, num_calls: int) -> WeightError:
+    return WeightError(
+        f"what the loss counts for is not known: the default compute_loss was called {num_calls}"
+        " times for one batch",
+        where=f"{type(operator).__name__}.compute_loss, {rank_and_step(operator)}",
+        expected="means over all targets, of which each sample has the same number",
+        cause="the criterion leaves some targets out (ignore_index) or counts them by their class"
+        " (weight=...), or the calls are of other targets: what their combination is a mean over,"
+        " none of them shows",
+        fix=f"return loss, {{{WEIGHT!r}: number_of_targets_that_it_is_a_mean_over}}",
+    )
 
 
 def _note_kind(operator: Operator, purpose: str, kind: str) -> None:

@@ -4,7 +4,7 @@
 A momentum encoder follows the weights in every forward; prototypes are normalised there. In one
 process that happens once. Here every shard starts from the weights that the batch began with, so
 that the forward of each writes the same values, on each worker; a worker whose shards are empty
-gets them from another one.
+gets them from another one, and the settings of the optimizers as well.
 
 Where the shards write different values (of their samples, or of random numbers), none of them, nor
 a chain of all, is what one process writes: that is refused.
@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lockstep.errors import LostUpdateError, NotAvailableError
+from lockstep.operator.group_settings import read_group_settings, share_group_settings
 from lockstep.operator.in_place_writes import has_value, write_back
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from lockstep.group import Group
     from lockstep.operator.in_place_writes import InPlaceWriteTracker
     from lockstep.operator.training_parts import TrainingParts
     from lockstep.sync import Synchroniser
@@ -35,7 +37,8 @@ class ShardWeights:
         run: whose weights they are.
         where: names this rank and step, for an error.
         is_compared: this worker computes several shards, or one of another worker.
-        is_shared: workers whose shards are empty get the weights of another worker.
+        sharing: the group in which workers whose shards are empty get the weights of another
+            worker; None where there is no such worker.
     """
 
     def __init__(
@@ -45,16 +48,17 @@ class ShardWeights:
         where: Callable[[], str],
         *,
         is_compared: bool,
-        is_shared: bool,
+        sharing: Group | None,
     ) -> None:
         self._writes = writes
         self._run = run
         self._where = where
         self._is_compared = is_compared
-        self._is_shared = is_shared
+        self._sharing = sharing
+        self._settings = [] if sharing is None else read_group_settings(run.optimizers)
         self._before: dict[torch.Tensor, torch.Tensor] = {}
         self._first: dict[torch.Tensor, torch.Tensor] | None = None
-        if is_compared or is_shared:
+        if is_compared or sharing is not None:
             if not writes.is_ahead_of_step:  # without an undo nobody else takes the copies
                 writes.take(list(run.parameters()))
             # What the program has written since then, ahead of all shards, is theirs to start from.
@@ -89,16 +93,20 @@ class ShardWeights:
                 raise self._different_error(weight)
 
     def share(self, sync: Synchroniser | None, *, has_written: bool) -> None:
-        """At the end of a batch: a worker that computed no shard gets what the others have written.
+        """At the end of a batch: a worker that computed no shard gets what the others have written,
+        to weights and to the settings of the optimizers.
 
         Collective:
-            Every rank, where shards of the batch are empty: one exchange, and broadcasts.
+            Every rank, where shards of the batch are empty: two exchanges, and broadcasts.
         """
-        if sync is None or not self._is_shared:
+        if sync is None or self._sharing is None:
             return
         self._writes.find_writes()
         found = sync.broadcast_weights(self._writes.found, has_written=has_written)
         self._writes.expect(found)
+        share_group_settings(
+            self._sharing, self._run.optimizers, self._settings, has_computed=has_written
+        )
 
     def _name(self, weight: torch.Tensor) -> str:
         pairs = (each for module in self._run.plain_modules() for each in module.named_parameters())

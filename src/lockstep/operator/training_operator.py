@@ -96,6 +96,11 @@ class TrainingOperator:
         By default the batch is ``(*features, target)`` and the loss is
         ``self.criterion(self.model(*features), target)``.
 
+        It runs once for each shard, and not at all on a worker whose shards are empty. Weights and
+        settings of optimizers (``group["lr"] = ...``) that it writes are equal on all workers all
+        the same; attributes of the operator (``self.it += 1``) are each worker's own, so let what
+        depends on the step follow from `global_step`.
+
         Returns:
             A scalar tensor, the mean over the batch's samples (their sum with
             ``loss_reduction = "sum"``); or that and a dict of metrics. If the loss is a mean
@@ -109,7 +114,8 @@ class TrainingOperator:
         """Train on every batch of `iterator`; returns metrics, weighted by samples.
 
         Override for a loop of your own. `info` is the dict given to `trainer.train`, with
-        `NUM_STEPS`, `USE_FP16`, `SCHEDULER_STEP` and ``"epoch_idx"`` (from 0) added.
+        `NUM_STEPS`, `USE_FP16`, `SCHEDULER_STEP` and ``"epoch_idx"`` (from 0) added. Leave out of
+        what it counts the batches for which `is_borrowed_batch` is true.
         """
         return default_loops.train_epoch(self, iterator, info)
 
@@ -120,6 +126,10 @@ class TrainingOperator:
         it; ``loss.backward()`` in it carries exactly the weight of that batch. Return
         ``num_samples`` if the metrics are means over something else than its samples, or,
         where that number should stay what it is, `lockstep.keys.WEIGHT`.
+
+        A batch that an override makes for ``super().train_batch`` counts for all of those samples,
+        until every tensor or list of samples in it shows that there are fewer. The same is true
+        of `validate_batch`.
 
         Args:
             batch: one item of the loader.
@@ -376,6 +386,17 @@ class TrainingOperator:
     def local_rank(self) -> int:
         """This worker's rank among the workers of its node."""
         return self._lockstep.context.local_rank
+
+    @property
+    def is_borrowed_batch(self) -> bool:
+        """Whether a loop of one's own counts nothing of the batch that its iterator gave last.
+
+        A worker without samples in a step computes on samples of another worker, so that all run
+        the same collectives. lockstep gives that batch no weight in the gradient and in the
+        metrics of its own loops; sums, queues and lists of a `train_epoch` are for it to keep
+        clean. False between two batches.
+        """
+        return self._lockstep.global_batch.is_borrowed
 
     @property
     def use_gpu(self) -> bool:

@@ -13,7 +13,11 @@ from lockstep.trainer.loader_checks import no_batch_error
 from lockstep.trainer.profiler_traces import Profile, trace_workers
 from lockstep.trainer.progress_bar import ProgressBar, wants_bar
 from lockstep.trainer.progress_listeners import ProgressListeners
-from lockstep.trainer.report_merge import merge_reports, refuse_unused_metrics
+from lockstep.trainer.report_merge import (
+    merge_reports,
+    refuse_unused_metrics,
+    warn_of_varying_metrics,
+)
 from lockstep.worker import LoopRequest, Worker
 
 if TYPE_CHECKING:
@@ -87,6 +91,8 @@ def reduce_reports(
         CheckpointWriteError: a callback could not save; it holds the result.
     """
     refuse_unused_metrics(reports)
+    for each in [reports] if reduce_results else [[report] for report in reports]:
+        warn_of_varying_metrics(each)
     result: Any = merge_reports(reports)
     told, living = result, [report for report in reports if not report.is_of_a_lost_worker]
     if not reduce_results:

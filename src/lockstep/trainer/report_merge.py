@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from lockstep.error_texts import LOAD_LAST
 from lockstep.errors import ConfigurationError, MixedWeightsError
 from lockstep.keys import BATCH_COUNT, NUM_SAMPLES, WEIGHT
 from lockstep.metrics import merge, merge_user_results
+from lockstep.metrics.merge_over_workers import varying_metrics, varying_results
 from lockstep.metrics.torchmetrics_merge import compute_merged, has_updates
 from lockstep.operator.shard_results import BY_OWN
 
@@ -59,6 +61,29 @@ def refuse_unused_metrics(reports: Sequence[Report]) -> None:
                 cause="a compute_loss, train_batch or validate_batch of your own does not do it",
                 fix="call metric.update(output, target) in it",
             )
+
+
+def warn_of_varying_metrics(reports: Sequence[Report]) -> None:
+    """Warn of metrics that cannot be averaged, of which the result holds one of several values.
+
+    Python shows the same warning once.
+    """
+    passes = [each for report in reports for each in report.passes]
+    own = set[str]().union(*(each.keys_of_own() for each in passes))
+    varying = set[str]()
+    if any(each.sums is not None for each in passes):
+        varying.update(varying_metrics([report.sums for report in reports]))
+        varying -= own
+    varying |= own.intersection(varying_results([each.metrics for each in passes]))
+    for name in sorted(varying):
+        warnings.warn(
+            f"the metric {name!r} is not the same on all batches and workers, and cannot be"
+            " averaged: the result holds one worker's. Numbers are averaged, and tensors and"
+            " arrays of numbers that keep one shape (up to 65,536 elements); for anything else"
+            " register a torchmetrics object (register_metrics), whose states are merged",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def _refuse_mixed_weights(reports: Sequence[Report]) -> None:

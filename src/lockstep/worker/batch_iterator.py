@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lockstep.data import RayDatasetShard
+from lockstep.data.batch_rows import rows_of
 from lockstep.operator.batch_refusals import refuse_borrowed_batch
 from lockstep.operator.custom_loop_refusals import refuse_skipped_batch
 from lockstep.operator.global_batch_context import GlobalBatchContext
@@ -42,6 +43,10 @@ class BatchIterator:
         purpose: "train" or "validation", part of every seed.
         rollback: remembers what a step changes until it is committed; None for validation.
         first_index: the number of the first batch in its pass; 0 unless the pass was interrupted.
+
+    Attributes:
+        num_delivered: global batches so far.
+        num_borrowed_samples: samples of another worker that a loop of the user's own was given.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class BatchIterator:
             reduction, purpose, read_ahead=self._read_ahead
         )
         self.num_delivered = 0
+        self.num_borrowed_samples = 0
         self.is_epoch_over = False
         total = cursor.source.steps_per_epoch
         rest = None if total is None else total - cursor.step
@@ -205,8 +211,11 @@ class BatchIterator:
         self._reduction.is_borrowed = global_batch.is_borrowed
         if not is_joint:
             return global_batch
-        if training and global_batch.is_borrowed:
-            refuse_borrowed_batch(self._operator)
+        if global_batch.is_borrowed:
+            asked = read.parts[0].num_asked
+            self.num_borrowed_samples += rows_of(shards[0].batch) or 0 if asked is None else asked
+            if training:
+                refuse_borrowed_batch(self._operator)
         if sync is not None:
             weight = self._weight_of_plain_backward(sync, shards[0])
             miscount = shards[0].miscount if training and self._reduction.averages else None

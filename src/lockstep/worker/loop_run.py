@@ -18,7 +18,7 @@ from lockstep.keys import (
     USE_FP16,
 )
 from lockstep.operator import TrainingOperator
-from lockstep.operator.custom_loop_refusals import refuse_late_reduction
+from lockstep.operator.custom_loop_refusals import refuse_late_reduction, warn_of_borrowed_counts
 from lockstep.operator.default_loops import require_metrics, step_batch_schedulers
 from lockstep.operator.mixed_tensors import explain_mixed_tensors
 from lockstep.operator.nan_origin import explain_non_finite_error
@@ -265,6 +265,7 @@ class LoopRun:
         cursor.refuse_unread()
         batches.commit()
         samples = committed.samples - sum(each.samples for each in self._passes)
+        warn_of_borrowed_counts(operator, metrics, samples, batches.num_borrowed_samples)
         over_call = self._state.names_over_call & metrics.keys()
         self._passes.append(PassResult(metrics, self._state.pass_sums, samples, over_call))
         self._pass_began = committed.steps

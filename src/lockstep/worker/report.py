@@ -6,8 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from torch import Tensor
+
 from lockstep.keys import NUM_SAMPLES
 from lockstep.metrics import AverageMeterCollection, merge
+from lockstep.metrics.metric_values import is_same_value
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -86,12 +90,12 @@ class PassResult:
 
 
 def _is_same_value(before: Any, after: Any) -> bool:
-    # NaN is not equal to itself, and comparing tensors of several elements gives no answer.
+    # NaN is not equal to itself.
     if before is after:
         return True
     if isinstance(before, float) and isinstance(after, float):
         return before == after or (before != before and after != after)
-    return type(before) is type(after) and isinstance(after, int | str) and before == after
+    return isinstance(after, int | str | Tensor | np.ndarray) and is_same_value(before, after)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ compares the ranks.
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
@@ -59,6 +60,49 @@ def test_a_stream_can_be_resumed() -> None:
     for start in (1, 3, 5):
         rest = by_shard(share_out(make, 3, 1, start_step=start))
         assert rest == {key: value for key, value in whole.items() if key[0] >= start}
+
+
+class Noise:
+    """An augmentation with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+
+class Noisy(IterableDataset):
+    def __init__(self) -> None:
+        self.steps = [Noise()]
+
+    def __iter__(self) -> object:
+        return (torch.tensor([n, int(self.steps[0].rng.integers(10**6))]) for n in range(23))
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_generator_within_a_stream_is_seeded_for_each_epoch(start: int) -> None:
+    """A resume in a later epoch drew the first epoch's numbers, and so did a worker that joins."""
+
+    def make() -> DataLoader:
+        return DataLoader(Noisy(), batch_size=2)
+
+    kept = make()
+    epochs = [by_shard(share_out(lambda: kept, 3, 1, epoch=epoch)) for epoch in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2]
+    rest = by_shard(share_out(make, 3, 1, epoch=2, start_step=start))
+    assert rest == {key: value for key, value in epochs[2].items() if key[0] >= start}
+
+
+def test_a_generator_within_a_stream_is_not_disturbed_by_other_draws() -> None:
+    loader = DataLoader(Noisy(), batch_size=2)
+    sharded = ShardedLoader(loader, ALONE, parts=BatchParts.JOINT)
+    undisturbed = [plain(step.parts[0].batch) for step in sharded.batches(1)]
+    outside = loader.dataset.steps[0].rng
+    drawn = [outside.integers(10**6) for _ in sharded.batches(1)]
+    assert drawn == np.random.default_rng(0).integers(10**6, size=12).tolist()
+    disturbed = []
+    for step in sharded.batches(1):
+        disturbed.append(plain(step.parts[0].batch))
+        outside.integers(10**6)
+    assert disturbed == undisturbed
 
 
 def test_only_a_workers_own_part_is_collated() -> None:

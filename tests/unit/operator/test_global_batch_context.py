@@ -71,8 +71,10 @@ def test_a_batch_that_was_only_moved_keeps_the_samples_that_were_delivered():
 
 def test_a_batch_whose_samples_cannot_be_counted_is_not_cut():
     context = step(ShardBatch(ROWS, 2, seed=1), is_joint=True)
-    with pytest.raises(WeightError, match=r"of the batch .* is 3, and it holds 2 samples"):
-        context.shards_in(ROWS[:2])
+    with pytest.raises(WeightError, match=r"each of the 2 samples .*\n.* leading lengths \[3\]"):
+        context.shards_in(ROWS[:, :1])
+    (shorter,) = context.shards_in(ROWS[:1])  # one time step of both
+    assert shorter.num_samples == 2
 
 
 @pytest.mark.parametrize("made_from", [lambda batch: batch, lambda batch: batch * 2])
@@ -176,6 +178,11 @@ def test_batches_read_ahead_count_their_rows_where_rows_are_samples():
     for batch in (ROWS, ROWS.clone(), short.batch, short.batch.clone(), ROWS[:1]):
         (shard,) = context.shards_in(batch)
         assert shard.num_samples == len(batch)
+    (shard,) = context.shards_in((torch.ones(7, 3, 4), torch.ones(3)))  # time steps first
+    assert shard.num_samples == 3
+    for unknown in (torch.ones(7, 2), (torch.ones(3), torch.ones(2)), torch.ones(4, 2)):
+        with pytest.raises(WeightError, match="reads ahead"):
+            context.shards_in(unknown)
 
 
 def test_batches_read_ahead_whose_rows_are_no_samples_are_exact_or_refused():

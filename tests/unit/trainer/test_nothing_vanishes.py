@@ -70,6 +70,7 @@ REFUSED = {
     "config": r"config=\.\.\.",
     "world_rank": r"read self\.world_rank",
     "local_rank": r"read self\.local_rank",
+    "is_borrowed_batch": r"read self\.is_borrowed_batch",
     "use_gpu": r"TorchTrainer\(\.\.\., use_gpu=",
     "use_fp16": r"TorchTrainer\(\.\.\., use_fp16=",
     "use_tqdm": r"TorchTrainer\(\.\.\., use_tqdm=",

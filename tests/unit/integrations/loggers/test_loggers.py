@@ -38,7 +38,7 @@ class Regression(TrainingOperator):
 
     def compute_loss(self, batch, batch_info):
         loss = super().compute_loss(batch, batch_info)
-        return loss, {"diverged": torch.tensor(float("nan")), "note": "a", "rows": batch[0]}
+        return loss, {"diverged": torch.tensor(float("nan")), "note": "a", "rows": batch[0][0]}
 
 
 CUT_OFF = '{"time": 1.5, "ph'

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics that are no single number: `lockstep.metrics.metric_values` averages them, or a warning
+names them."""
+
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import TorchTrainer, TrainingOperator
+from lockstep.keys import BATCH_SIZE
+from lockstep.metrics import AverageMeterCollection, merge, merge_user_results
+from lockstep.metrics.merge_over_workers import varying_metrics, varying_results
+
+CLASSES = torch.tensor([0, 1, 2, 2, 1, 0, 2, 2, 2, 1])
+
+
+def collected(*updates):
+    meters = AverageMeterCollection()
+    for value, samples in updates:
+        meters.update({"m": value}, n=samples)
+    return pickle.loads(pickle.dumps(meters.state()))
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array])
+def test_tensors_and_arrays_of_one_shape_are_averaged_element_by_element(kind):
+    """The result held rank 0's last batch."""
+    states = [
+        collected((kind([1, 2]), 3), (kind([5, 0]), 1)),
+        collected((kind([0, 4]), 2)),
+    ]
+    result = merge(states)
+    assert type(result["m"]) is type(kind([1.0]))
+    assert result["m"].tolist() == [pytest.approx(8 / 6), pytest.approx(14 / 6)]
+    assert result["last_m"].tolist() == [5, 0]
+    assert varying_metrics(states) == []
+    own = merge_user_results([{"m": kind([1.0, 2.0])}, {"m": kind([4.0, 8.0])}], [1, 2])
+    assert own["m"].tolist() == [3, 6]
+
+
+def test_the_callers_array_may_be_written_to_afterwards():
+    for value in (torch.ones(2), np.ones(2)):
+        meters = AverageMeterCollection()
+        meters.update({"m": value})
+        value += 1
+        assert meters.summary()["m"].tolist() == meters.summary()["last_m"].tolist() == [1, 1]
+
+
+LARGE = torch.zeros(257, 256)
+SAME = [("a", "a"), ([1, 2], [1, 2]), (None, None), (LARGE, LARGE), (1.0, None)]
+OTHER = [
+    ("a", "b"),
+    ([1], [2]),
+    ([torch.ones(2)], [torch.ones(2)]),
+    (torch.ones(2), torch.ones(3)),
+    (torch.ones(1), torch.ones(3)),
+    (LARGE, LARGE + 1),
+    (torch.ones(2, dtype=torch.complex64), torch.zeros(2, dtype=torch.complex64)),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), SAME)
+def test_what_is_the_same_everywhere_is_passed_through(one, other):
+    on_two = [collected((each, 1)) for each in (one, other)]
+    for states in ([collected((one, 1), (other, 1))], on_two):
+        assert varying_metrics(states) == []
+        found = merge(states)["m"]
+        assert torch.equal(found, one) if one is LARGE else found == one
+    assert varying_results([{"m": one}, {"m": other}, {}]) == []
+
+
+@pytest.mark.parametrize(("one", "other"), OTHER)
+def test_what_differs_is_named(one, other):
+    assert varying_metrics([collected((one, 1), (other, 1))]) == ["m"]
+    assert varying_results([{"m": one}, {"m": other}]) == ["m"]
+    states = [collected((each, 1)) for each in (one, other)]
+    assert varying_metrics(states) == ["m"]
+    assert "m" in merge(states)
+
+
+class Confusion(TrainingOperator):
+    def setup(self, config):
+        model = nn.Linear(1, 1)
+        self.model, self.optimizer = self.register(
+            models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1)
+        )
+        data = DataLoader(TensorDataset(torch.ones(10, 1), CLASSES), config[BATCH_SIZE])
+        self.register_data(train_loader=data, validation_loader=data)
+
+    def compute_loss(self, batch, batch_info):
+        x, y = batch
+        counts = torch.bincount(y, minlength=3) / len(y)
+        return self.model(x).mean(), {"share": counts, "name": "x", **self.further(y)}
+
+    def further(self, y):
+        return {}
+
+
+class Predicts(Confusion):
+    def further(self, y):
+        return {"preds": y.tolist()}
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("call", ["train", "validate"])
+def test_a_result_is_over_all_batches_and_shards(call, num_shards):
+    config = {BATCH_SIZE: 4}
+    with TorchTrainer(training_operator_cls=Confusion, num_shards=num_shards, config=config) as one:
+        result = getattr(one, call)()
+    torch.testing.assert_close(result["share"], torch.bincount(CLASSES) / 10, check_dtype=False)
+    assert result["name"] == "x"
+
+
+@pytest.mark.parametrize("batch", [4, 10])
+def test_a_list_that_differs_is_named_with_what_to_write(batch):
+    """With ten samples in a batch, of which there is one, its two shards differ."""
+    config = {BATCH_SIZE: batch}
+    with (
+        TorchTrainer(training_operator_cls=Predicts, num_shards=2, config=config) as one,
+        pytest.warns(UserWarning, match=r"'preds' is not the same .*register_m") as noted,
+    ):
+        assert one.train()["preds"]
+    assert len(noted) == 1
+    with (
+        TorchTrainer(training_operator_cls=Predicts, num_shards=2, config=config) as one,
+        warnings.catch_warnings(record=True) as noted,
+    ):
+        warnings.simplefilter("default")
+        one.train()
+        one.train()
+    assert len(noted) == 1
