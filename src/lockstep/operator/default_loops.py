@@ -107,7 +107,7 @@ def train_epoch(
     operator: Operator, iterator: Iterable[Any], info: dict[str, Any]
 ) -> dict[str, Any]:
     state = operator._lockstep
-    state.step_actions.set_training(registered_parts(operator), True)
+    state.step_actions.set_training(registered_parts(operator))
     state.ran_default_epoch = True
     refuse_optimizers(operator)
     recorder = _MetricsRecorder(state)
@@ -463,8 +463,8 @@ def backward(operator: Operator, loss: torch.Tensor, weight: float | None) -> No
 
 def validate(operator: Operator, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
     state = operator._lockstep
-    state.step_actions.set_training(registered_parts(operator), False)
-    with state.in_validation(), torch.no_grad(), operator.timers.record("validation"):
+    evaluating, timing = registered_parts(operator).in_evaluation(), operator.timers
+    with evaluating, state.in_validation(), torch.no_grad(), timing.record("validation"):
         recorder = _MetricsRecorder(state)
         for batch_idx, batch in enumerate(iterator):
             result = operator.validate_batch(batch, {**info, "batch_idx": batch_idx})

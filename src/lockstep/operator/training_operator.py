@@ -108,6 +108,9 @@ class TrainingOperator:
     def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         """Train on every batch of `iterator`; returns metrics, weighted by samples.
 
+        Puts the modules that hold an optimizer's parameters into training mode. All others, as a
+        frozen teacher, keep the mode that they have.
+
         Override for a loop of your own. `info` is the dict given to `trainer.train`, with
         `NUM_STEPS`, `USE_FP16`, `SCHEDULER_STEP` and ``"epoch_idx"`` (from 0) added.
         """
@@ -137,7 +140,10 @@ class TrainingOperator:
         """
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate every batch without gradients; returns metrics, weighted by samples."""
+        """Evaluate every batch without gradients; returns metrics, weighted by samples.
+
+        Every module is in evaluation mode meanwhile, and in its former mode afterwards.
+        """
         return default_loops.validate(self, val_iterator, info)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:

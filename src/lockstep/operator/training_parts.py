@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -12,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from lockstep._torch_compat import compiled_from
 from lockstep.errors import UnknownParameterError
 from lockstep.sync import DataParallelModel, is_local, named_local_tensors
-from lockstep.sync.optimizer_inspection import optimizers_with_state
+from lockstep.sync.optimizer_inspection import optimizer_parameters, optimizers_with_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -193,8 +194,23 @@ class TrainingParts:
         return (parameter for parameter in self.parameters() if not is_local(parameter))
 
     def set_training(self, training: bool) -> None:
+        """Set the modes of the modules that optimizers train; for evaluation, those of all."""
+        # The mode of a frozen teacher or of a loss network is the user's.
+        trained = {id(each) for one in self.optimizers for each in optimizer_parameters(one)}
         for module in self.modules():
-            module.train(training)
+            if not training or any(id(each) in trained for each in module.parameters()):
+                module.train(training)
+
+    @contextmanager
+    def in_evaluation(self) -> Iterator[None]:
+        """Inside, modules are in evaluation mode; afterwards each is in its former mode."""
+        modes = [(each, each.training) for module in self.modules() for each in module.modules()]
+        self.set_training(False)
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
 
 
 def without_wrapper(model: nn.Module) -> nn.Module:

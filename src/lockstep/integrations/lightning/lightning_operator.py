@@ -237,7 +237,6 @@ class LightningOperator(TrainingOperator):
         first_index, step_in_epoch = place_in_epoch(iterator)
         self._first_index = step_in_epoch - first_index
         update_view(self._view, current_epoch=epoch, training=True, validating=False)
-        self._step_hooks.set_training(registered_parts(self), True)
         with self._logging.capturing("train"):
             self._begin_fit()
             if self._started_epoch != epoch:
@@ -384,8 +383,7 @@ class LightningOperator(TrainingOperator):
         module = self.module
         _, self._first_index = place_in_epoch(val_iterator)
         update_view(self._view, training=False, validating=True)
-        self._step_hooks.set_training(registered_parts(self), False)
-        with self._logging.capturing("validation"):
+        with registered_parts(self).in_evaluation(), self._logging.capturing("validation"):
             if self._first_index == 0:
                 self._logging.begin_epoch()
                 module.on_validation_start()
