@@ -33,7 +33,7 @@ from lockstep.operator.default_forward import (
     require_single,
 )
 from lockstep.operator.default_loop_refusals import refuse_optimizers, warn_of_optimizers_left
-from lockstep.operator.loop_protocols import Operator, PassIterator, rank_and_step
+from lockstep.operator.loop_protocols import Operator, place_in_epoch, rank_and_step
 from lockstep.operator.preserved_state import preserve_state
 from lockstep.operator.registration import registered_parts, step_schedulers
 from lockstep.operator.shadow import ShardComputation
@@ -112,8 +112,7 @@ def train_epoch(
     refuse_optimizers(operator)
     recorder = _MetricsRecorder(state)
     with operator.timers.record("train_epoch"):
-        first_index = iterator.first_index if isinstance(iterator, PassIterator) else 0
-        for batch_idx, batch in enumerate(iterator, first_index):
+        for batch_idx, batch in enumerate(iterator, place_in_epoch(iterator)):
             batch_info = {**info, "batch_idx": batch_idx, "global_step": operator.global_step}
             _record_shards(state, batch, batch_info)
             result = operator.train_batch(batch, batch_info)
@@ -466,7 +465,7 @@ def validate(operator: Operator, iterator: Iterable[Any], info: dict[str, Any]) 
     evaluating, timing = registered_parts(operator).in_evaluation(), operator.timers
     with evaluating, state.in_validation(), torch.no_grad(), timing.record("validation"):
         recorder = _MetricsRecorder(state)
-        for batch_idx, batch in enumerate(iterator):
+        for batch_idx, batch in enumerate(iterator, place_in_epoch(iterator)):
             result = operator.validate_batch(batch, {**info, "batch_idx": batch_idx})
             recorder.add(require_metrics(operator, "validate_batch", result))
         return recorder.summary()

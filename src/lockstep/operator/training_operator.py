@@ -126,7 +126,8 @@ class TrainingOperator:
 
         Args:
             batch: one item of the loader.
-            batch_info: `info` with ``"batch_idx"`` and ``"global_step"``.
+            batch_info: `info` with ``"batch_idx"``, the batch's number in its epoch (from 0,
+                whichever call of `trainer.train` comes to it), and ``"global_step"``.
         """
         return default_loops.train_batch(self, batch, batch_info)
 

@@ -255,7 +255,6 @@ class LoopRun:
             limit=left,
             purpose=purpose,
             rollback=self._rollback,
-            first_index=first_index,
         )
         self._batches = batches
         # What is drawn before the first batch: alike on all ranks, and again where a pass goes on.
