@@ -143,8 +143,8 @@ def step_batch_schedulers(state: OperatorState, info: Mapping[str, Any]) -> None
         info.get(SCHEDULER_STEP) == SCHEDULER_STEP_BATCH
         and global_batch.closes_window
         and run is not None
-        # A step that the scale of "fp16" left out, or a `train_batch` around the default one.
-        and (global_batch.stepped_optimizers or not global_batch.num_train_batch_calls)
+        # Gradients that wait are of a window of the loop's own, or of a step that was left out.
+        and (global_batch.stepped_optimizers or not run.has_gradients)
     ):
         step_schedulers(run.schedulers)
 

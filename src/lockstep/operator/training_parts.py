@@ -157,6 +157,11 @@ class TrainingParts:
         # Each parameter once: clipping would count a parameter that modules share twice.
         yield from dict.fromkeys(p for module in self.modules() for p in module.parameters())
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient."""
+        return any(parameter.grad is not None for parameter in self.parameters())
+
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """`parameters()` by their names, behind the position of the module among `modules()`."""
         names: dict[nn.Parameter, str] = {}

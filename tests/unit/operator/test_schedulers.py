@@ -25,7 +25,7 @@ from lockstep.errors import ConfigurationError, NonFiniteError
 def scheduled(make):
     class Scheduled(TrainingOperator):
         def setup(self, config):
-            model = linear()
+            model = self.model = linear()
             self.optimizer = sgd(model)
             back = self.register(
                 models=model,
@@ -354,3 +354,36 @@ def test_a_loop_that_steps_no_optimizer_has_its_schedule():
     with trainer(StepsByHand, scheduler_step_freq="batch") as one:
         one.train()
         assert one.state_dict()["schedulers"] == [{"steps": 4}]
+
+
+class AccumulatesByHand(scheduled(halves)):
+    """One optimizer step for the four batches of an epoch."""
+
+    def train_batch(self, batch, batch_info):
+        loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
+        loss.backward()
+        if batch_info["batch_idx"] == 3:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return {"train_loss": loss.item()}
+
+
+class ScalesByHand(AccumulatesByHand):
+    """A step for each batch; the scaler leaves out the first."""
+
+    def train_batch(self, batch, batch_info):
+        self.scaler = getattr(self, "scaler", None) or torch.amp.GradScaler("cpu", init_scale=2.0)
+        self.optimizer.zero_grad()
+        loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
+        factor = float("inf") if batch_info["batch_idx"] == 0 else 1.0
+        self.scaler.scale(loss * factor).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return {"train_loss": loss.item()}
+
+
+@pytest.mark.parametrize(("operator", "steps"), [(AccumulatesByHand, 1), (ScalesByHand, 3)])
+def test_a_schedule_by_batch_steps_with_the_optimizer_of_a_loop_of_ones_own(operator, steps):
+    with trainer(operator, scheduler_step_freq="batch") as one:
+        one.train()
+        assert learning_rate(one) == pytest.approx(0.1 * 0.5**steps, rel=1e-12)
