@@ -80,6 +80,8 @@ class TrainingParts:
         trained_after_setup: which parameters train when `setup` has ended; None before.
         buffers_after_setup: the shapes of persistent buffers when `setup` has ended, for each of
             `lockstep.operator.buffer_values.labelled_modules`.
+        stepped_by_loop: schedulers and GradScalers among the operator's attributes, which a loop of
+            the user's own steps. They are saved and undone as `schedulers` are.
     """
 
     models: list[nn.Module]
@@ -96,6 +98,7 @@ class TrainingParts:
     whole_places: dict[nn.Module, tuple[int, str]] = field(default_factory=dict)
     trained_after_setup: TrainedParameters | None = None
     buffers_after_setup: dict[str, BufferShapes] = field(default_factory=dict)
+    stepped_by_loop: list[Any] = field(default_factory=list)
 
     def leave_group(self) -> None:
         """Leave a group that has broken, so that another one can be joined."""
