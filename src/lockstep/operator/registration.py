@@ -6,6 +6,7 @@ It also attaches the synchronisation of gradients (`sync_setup`).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from lockstep._torch_compat import buffers_of, is_persistent, schedulers_within
@@ -47,6 +48,9 @@ class _DefaultReduction(str):
 
     __slots__ = ()
 
+
+_METRICS: Final = {"metric", "metrics"}
+"""The parameters of a scheduler's `step` that take what is given to `trainer.update_scheduler`."""
 
 DEFAULT_MEAN: Final = _DefaultReduction("mean")
 
@@ -201,9 +205,12 @@ def _parse_schedulers(schedulers: Any, step_freq: str | None) -> list[Any]:
                 expected="a torch.optim.lr_scheduler object, or a list of them",
                 got=f"{type(item).__name__}: {item!r:.80}",
             )
-        if isinstance(item, ReduceLROnPlateau) and step_freq not in (None, SCHEDULER_STEP_MANUAL):
+        needed = _needed_by_step(item)
+        if needed and step_freq not in (None, SCHEDULER_STEP_MANUAL):
+            if not needed <= _METRICS:
+                raise _unknown_argument_error(item, needed, step_freq)
             raise ConfigurationError(
-                "ReduceLROnPlateau needs a metric, so it cannot step by itself",
+                f"{type(item).__name__} needs a metric, so it cannot step by itself",
                 got=f"scheduler_step_freq={step_freq!r}",
                 fix='TorchTrainer(..., scheduler_step_freq="manual") and'
                 " trainer.update_scheduler(metric) after each validate()",
@@ -445,9 +452,40 @@ def step_schedulers(schedulers: Sequence[Any]) -> None:
 
 
 def update_schedulers(schedulers: Sequence[Any], metric: float) -> None:
-    """Step all schedulers, those that take a metric with `metric`."""
+    """Step all schedulers, those whose `step` has a parameter of that name with `metric`.
+
+    Raises:
+        ConfigurationError: a `step` needs something else; none has stepped.
+    """
     for scheduler in schedulers:
-        takes_no_metric = isinstance(scheduler, LRScheduler) and not isinstance(
-            scheduler, ReduceLROnPlateau
-        )
-        scheduler.step() if takes_no_metric else scheduler.step(metric)
+        if not (needed := _needed_by_step(scheduler)) <= _METRICS:
+            raise _unknown_argument_error(scheduler, needed, SCHEDULER_STEP_MANUAL)
+    for scheduler in schedulers:
+        scheduler.step(**dict.fromkeys(_METRICS & _parameters_of_step(scheduler).keys(), metric))
+
+
+def _parameters_of_step(scheduler: Any) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(scheduler.step).parameters
+    except ValueError:  # written in C
+        return {}
+
+
+def _needed_by_step(scheduler: Any) -> set[str]:
+    """The parameters without a default of a scheduler's `step`."""
+    parameters = _parameters_of_step(scheduler).values()
+    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {p.name for p in parameters if p.default is p.empty and p.kind not in open_ended}
+
+
+def _unknown_argument_error(
+    scheduler: Any, needed: set[str], step_freq: str | None
+) -> ConfigurationError:
+    kind = type(scheduler).__name__
+    return ConfigurationError(
+        f"{kind} needs {', '.join(f'`{name}`' for name in sorted(needed))} to step",
+        expected="a `step` without arguments, or one that takes `metric` or `metrics`",
+        got=f"{kind}.step{inspect.signature(scheduler.step)}, scheduler_step_freq={step_freq!r}",
+        fix='scheduler_step_freq="manual", and a call of it in a train_epoch of your own, with'
+        ' info["epoch_idx"] for the epoch; or a subclass whose step() counts itself',
+    )

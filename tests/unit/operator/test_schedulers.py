@@ -453,3 +453,35 @@ def test_what_a_loop_of_ones_own_steps_goes_back_with_the_step_that_failed():
             one.train()
         one.train()
         assert schedule_of(one)[:2] == (7, 2.0 * 2**2)
+
+
+class ByEpochNumber(Foreign):
+    """As timm's schedulers."""
+
+    def step(self, epoch, metric=None):
+        self.steps = epoch
+
+
+class ByMetric(Foreign):
+    def step(self, epoch=None, metric=None):
+        self.steps = (epoch, metric)
+
+
+def test_a_metric_goes_to_the_parameter_of_that_name():
+    def several(optimizer):
+        return [Foreign(optimizer), ByMetric(optimizer), halves(optimizer)]
+
+    with trainer(scheduled(several), scheduler_step_freq="manual") as one:
+        one.train()
+        one.update_scheduler(0.25)
+        assert one.state_dict()["schedulers"][:2] == [{"steps": 1}, {"steps": (None, 0.25)}]
+
+
+def test_a_step_that_needs_something_else_is_refused_where_it_would_be_called():
+    with pytest.raises(ConfigurationError, match=r"ByEpochNumber needs `epoch`"):
+        trainer(scheduled(ByEpochNumber), scheduler_step_freq="epoch")
+    both = scheduled(lambda optimizer: [halves(optimizer), ByEpochNumber(optimizer)])
+    with trainer(both, scheduler_step_freq="manual") as one:
+        with pytest.raises(ConfigurationError, match=r"ByEpochNumber needs `epoch`"):
+            one.update_scheduler(0.25)
+        assert learning_rate(one) == 0.1
