@@ -21,7 +21,11 @@ from lockstep._torch_compat import buffers_of, is_persistent, schedulers_within
 from lockstep.errors import ConfigurationError, UnknownParameterError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator.buffer_values import buffer_shapes, labelled_modules
-from lockstep.operator.custom_loop_refusals import refuse_assigned_methods, refuse_late_reduction
+from lockstep.operator.custom_loop_refusals import (
+    refuse_assigned_methods,
+    refuse_kept_parts,
+    refuse_late_reduction,
+)
 from lockstep.operator.mixed_precision import members_of
 from lockstep.operator.shadow import refuse_local_tensors
 from lockstep.operator.sync_setup import attach, check_shard_size, is_in_units
@@ -296,6 +300,7 @@ def conclude_setup(operator: Operator, registered: TrainingParts, returned: Any)
         refuse_local_tensors(registered.plain_modules())
     refuse_assigned_methods(operator)
     refuse_late_reduction(operator)
+    refuse_kept_parts(operator)
     _take_schedulers(operator, registered)
     registered.trained_after_setup = registered.trained_parameters()
     modules = labelled_modules(registered)

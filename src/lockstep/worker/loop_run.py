@@ -18,7 +18,7 @@ from lockstep.keys import (
     USE_FP16,
 )
 from lockstep.operator import TrainingOperator
-from lockstep.operator.custom_loop_refusals import refuse_late_reduction
+from lockstep.operator.custom_loop_refusals import refuse_kept_parts, refuse_late_reduction
 from lockstep.operator.default_loops import require_metrics, step_batch_schedulers
 from lockstep.operator.mixed_tensors import explain_mixed_tensors
 from lockstep.operator.nan_origin import explain_non_finite_error
@@ -222,6 +222,7 @@ class LoopRun:
             The operator's loop, and one exchange before a group's first step of an epoch.
         """
         refuse_late_reduction(self._operator)
+        refuse_kept_parts(self._operator)
         self._shards = self._state.context.shard_assignment.shards
         averages = self._operator.loss_reduction == "mean"
         reduction = ReductionContext(self._state.context.group, averages=averages)
