@@ -7,9 +7,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.errors import ConfigurationError
+from lockstep.errors import ConfigurationError, NotShardableError
 from lockstep.keys import NUM_SAMPLES
 from lockstep.operator.loop_protocols import Operator, rank_and_step
+from lockstep.operator.mixed_precision import members_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,6 +63,29 @@ def refuse_late_reduction(operator: Operator) -> None:
             fix=f'loss_reduction = "{reduction}" in the class, or'
             f' self.register(..., loss_reduction="{reduction}")',
         )
+
+
+def refuse_kept_parts(operator: Operator) -> None:
+    """Raise if the operator keeps this rank's part of a loader, as `shard_loader` makes it.
+
+    After a worker's death nobody would read the part of the lost rank, and no checkpoint holds its
+    position. A part that a loop makes and reads to its end is right.
+
+    Raises:
+        NotShardableError: it would outlive the ranks for which it was cut.
+    """
+    if not operator._lockstep.context.options.add_dist_sampler:
+        return  # the workers stay the same, and the user's parts are read
+    for name, value in vars(operator).items():
+        if any(getattr(each, "is_already_sharded", False) for each in members_of(value)):
+            raise NotShardableError(
+                f"self.{name} is one rank's part of a loader",
+                where=type(operator).__name__,
+                cause="with another number of workers rows would come twice, or not at all",
+                fix="self.register_data(train_loader=DataLoader(StackDataset(...), ...)) for pairs"
+                " of samples, ConcatDataset for one after the other; or call shard_loader in the"
+                " loop that reads all of it",
+            )
 
 
 def refuse_assigned_methods(operator: Operator) -> None:

@@ -111,12 +111,12 @@ def train_epoch(
     operator: Operator, iterator: Iterable[Any], info: dict[str, Any]
 ) -> dict[str, Any]:
     state = operator._lockstep
-    state.step_actions.set_training(registered_parts(operator), True)
+    state.step_actions.set_training(registered_parts(operator))
     state.ran_default_epoch = True
     refuse_optimizers(operator)
     recorder = _MetricsRecorder(state)
     with operator.timers.record("train_epoch"):
-        for batch_idx, batch in enumerate(iterator, place_in_epoch(iterator)[0]):
+        for batch_idx, batch in enumerate(iterator, place_in_epoch(iterator)):
             batch_info = {**info, "batch_idx": batch_idx, "global_step": operator.global_step}
             _record_shards(state, batch, batch_info)
             result = operator.train_batch(batch, batch_info)
@@ -147,8 +147,8 @@ def step_batch_schedulers(state: OperatorState, info: Mapping[str, Any]) -> None
         info.get(SCHEDULER_STEP) == SCHEDULER_STEP_BATCH
         and global_batch.closes_window
         and run is not None
-        # A step that the scale of "fp16" left out, or a `train_batch` around the default one.
-        and (global_batch.stepped_optimizers or not global_batch.num_train_batch_calls)
+        # Gradients that wait are of a window of the loop's own, or of a step that was left out.
+        and (global_batch.stepped_optimizers or not run.has_gradients)
     ):
         step_schedulers(run.schedulers)
 
@@ -461,10 +461,10 @@ def backward(operator: Operator, loss: torch.Tensor, weight: float | None) -> No
 
 def validate(operator: Operator, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
     state = operator._lockstep
-    state.step_actions.set_training(registered_parts(operator), False)
-    with state.in_validation(), torch.no_grad(), operator.timers.record("validation"):
+    evaluating, timing = registered_parts(operator).in_evaluation(), operator.timers
+    with evaluating, state.in_validation(), torch.no_grad(), timing.record("validation"):
         recorder = _MetricsRecorder(state)
-        for batch_idx, batch in enumerate(iterator):
+        for batch_idx, batch in enumerate(iterator, place_in_epoch(iterator)):
             result = operator.validate_batch(batch, {**info, "batch_idx": batch_idx})
             recorder.add(require_metrics(operator, "validate_batch", result))
         return recorder.summary()

@@ -78,10 +78,6 @@ class PassIterator(Protocol):
     """
 
     @property
-    def first_index(self) -> int:
-        """The number of the first batch in its pass; 0 unless the pass was interrupted."""
-
-    @property
     def step_in_epoch(self) -> int:
         """Committed global batches of this epoch, those of earlier calls included."""
 
@@ -92,15 +88,13 @@ class PassIterator(Protocol):
     def __iter__(self) -> Iterator[Any]: ...
 
 
-def place_in_epoch(iterator: Iterable[Any]) -> tuple[int, int]:
-    """The number of a loop's first batch in its pass, and in its epoch."""
-    if isinstance(iterator, PassIterator):
-        return iterator.first_index, iterator.step_in_epoch
-    return 0, 0
+def place_in_epoch(iterator: Iterable[Any]) -> int:
+    """The number of a loop's next batch in its epoch; an iterable of the user's own is an epoch."""
+    return iterator.step_in_epoch if isinstance(iterator, PassIterator) else 0
 
 
 def is_epoch_over(iterator: Iterable[Any]) -> bool:
-    """Whether a loop has come to the epoch's end; an iterable of the user's own is an epoch."""
+    """Whether a loop has come to the epoch's end, as behind an iterable of the user's own."""
     return iterator.is_epoch_over if isinstance(iterator, PassIterator) else True
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -13,7 +14,6 @@ from lockstep.phases import Phase, in_phase
 from lockstep.sync.optimizer_inspection import optimizer_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
@@ -111,7 +111,7 @@ class Precision:
             holders: have scalers as attributes, or in lists, tuples and dicts.
         """
         values = (value for each in holders for value in vars(each).values())
-        for scaler in (self._scaler, *chain.from_iterable(map(_members, values))):
+        for scaler in (self._scaler, *chain.from_iterable(map(members_of, values))):
             if isinstance(scaler, torch.amp.GradScaler):
                 # One that has never scaled has nothing to forget, and raises AssertionError.
                 with suppress(AssertionError):
@@ -125,8 +125,8 @@ class Precision:
             self._scaler.load_state_dict(state)
 
 
-def _members(value: Any) -> Iterable[Any]:
-    """What a list, a tuple or a dict holds; of anything else, itself."""
-    if isinstance(value, dict):
+def members_of(value: Any) -> Iterable[Any]:
+    """What a list, a tuple or a mapping holds; of anything else, itself."""
+    if isinstance(value, Mapping):
         return value.values()
     return value if isinstance(value, list | tuple) else [value]

@@ -61,7 +61,7 @@ def _description(registered: TrainingParts) -> list[str]:
             if shared:
                 held = ", ".join(names.get(id(p), "?") for p in shared)
                 lines.append(f"optimizer {number}: {_comparable_settings(group)} for {held}")
-    for number, scheduler in enumerate(registered.schedulers):
+    for number, scheduler in enumerate((*registered.schedulers, *registered.stepped_by_loop)):
         known = isinstance(scheduler, LRScheduler)
         lines.append(
             f"scheduler {number}: {type(scheduler).__name__}"

@@ -6,19 +6,27 @@ It also attaches the synchronisation of gradients (`sync_setup`).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.amp import GradScaler
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from lockstep._torch_compat import buffers_of, is_persistent, schedulers_within
 from lockstep.errors import ConfigurationError, UnknownParameterError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator.buffer_values import buffer_shapes, labelled_modules
-from lockstep.operator.custom_loop_refusals import refuse_assigned_methods, refuse_late_reduction
+from lockstep.operator.custom_loop_refusals import (
+    refuse_assigned_methods,
+    refuse_kept_parts,
+    refuse_late_reduction,
+)
+from lockstep.operator.mixed_precision import members_of
 from lockstep.operator.shadow import refuse_local_tensors
 from lockstep.operator.sync_setup import attach, check_shard_size, is_in_units
 from lockstep.operator.training_parts import TrainingParts
@@ -44,6 +52,9 @@ class _DefaultReduction(str):
 
     __slots__ = ()
 
+
+_METRICS: Final = {"metric", "metrics"}
+"""The parameters of a scheduler's `step` that take what is given to `trainer.update_scheduler`."""
 
 DEFAULT_MEAN: Final = _DefaultReduction("mean")
 
@@ -198,9 +209,12 @@ def _parse_schedulers(schedulers: Any, step_freq: str | None) -> list[Any]:
                 expected="a torch.optim.lr_scheduler object, or a list of them",
                 got=f"{type(item).__name__}: {item!r:.80}",
             )
-        if isinstance(item, ReduceLROnPlateau) and step_freq not in (None, SCHEDULER_STEP_MANUAL):
+        needed = _needed_by_step(item)
+        if needed and step_freq not in (None, SCHEDULER_STEP_MANUAL):
+            if not needed <= _METRICS:
+                raise _unknown_argument_error(item, needed, step_freq)
             raise ConfigurationError(
-                "ReduceLROnPlateau needs a metric, so it cannot step by itself",
+                f"{type(item).__name__} needs a metric, so it cannot step by itself",
                 got=f"scheduler_step_freq={step_freq!r}",
                 fix='TorchTrainer(..., scheduler_step_freq="manual") and'
                 " trainer.update_scheduler(metric) after each validate()",
@@ -238,7 +252,7 @@ def _refuse_duplicates(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 def _refuse_foreign_schedulers(registered: TrainingParts) -> None:
     """Refuse schedulers of optimizers that were not registered: the run would ignore them."""
     # Compare groups and not optimizers: a wrapper of an optimizer shares its groups.
-    groups = {id(group) for each in registered.optimizers for group in each.param_groups}
+    groups = _ids_of_groups(registered)
     for number, scheduler in enumerate(registered.schedulers):
         optimizer = getattr(scheduler, "optimizer", None)
         held = getattr(optimizer, "param_groups", None)
@@ -251,6 +265,10 @@ def _refuse_foreign_schedulers(registered: TrainingParts) -> None:
                 " learning rate of the run would never change",
                 fix="make the scheduler from the optimizer that is registered",
             )
+
+
+def _ids_of_groups(registered: TrainingParts) -> set[int]:
+    return {id(group) for each in registered.optimizers for group in each.param_groups}
 
 
 def _refuse_scaling_by_frequency(registered: TrainingParts) -> None:
@@ -267,8 +285,9 @@ def _refuse_scaling_by_frequency(registered: TrainingParts) -> None:
 
 
 def conclude_setup(operator: Operator, registered: TrainingParts, returned: Any) -> None:
-    """Refuse a value that `setup` returned, and a model whose shards have no shadow; take over a
-    scheduler that it left in `self`, and note which parameters train and what buffers there are."""
+    """Refuse a value that `setup` returned, and a model whose shards have no shadow; take over
+    schedulers and GradScalers that it left in `self`, and note which parameters train and what
+    buffers there are."""
     if returned is not None:
         raise WrongTypeError(
             "setup returned something, which nobody reads",
@@ -281,16 +300,18 @@ def conclude_setup(operator: Operator, registered: TrainingParts, returned: Any)
         refuse_local_tensors(registered.plain_modules())
     refuse_assigned_methods(operator)
     refuse_late_reduction(operator)
-    _take_scheduler(operator, registered)
+    refuse_kept_parts(operator)
+    _take_schedulers(operator, registered)
     registered.trained_after_setup = registered.trained_parameters()
     modules = labelled_modules(registered)
     registered.buffers_after_setup = {name: buffer_shapes(each) for name, each in modules.items()}
 
 
-def _take_scheduler(operator: Operator, registered: TrainingParts) -> None:
+def _take_schedulers(operator: Operator, registered: TrainingParts) -> None:
     """Step, save and load `self.scheduler` as if it had been registered: RaySGD stepped it.
 
-    A scheduler of another name is refused, unless a loop of the user's own may step it.
+    A scheduler of another name is refused, unless a loop of the user's own may step it. Then it is
+    saved, loaded and undone like a GradScaler, which such a loop steps as well.
 
     Raises:
         ConfigurationError: nothing says when it steps, or the default loop was left a scheduler
@@ -324,15 +345,31 @@ def _take_scheduler(operator: Operator, registered: TrainingParts) -> None:
             ' TorchTrainer(..., scheduler_step_freq="epoch"), "batch", or "manual" if code of your'
             " own steps it",
         )
+    registered.stepped_by_loop = _with_state(operator, registered, [each for _, each in left])
+
+
+def _with_state(
+    operator: Operator, registered: TrainingParts, schedulers: Sequence[Any]
+) -> list[Any]:
+    """Those of `schedulers` that can be saved with their optimizer, and the GradScalers."""
+    groups = _ids_of_groups(registered)
+    held = [
+        each
+        for each in schedulers
+        if hasattr(each, "state_dict")
+        and any(id(group) in groups for group in each.optimizer.param_groups)
+    ]
+    values = vars(operator).values()
+    members = chain.from_iterable(map(members_of, values))
+    scalers = [each for each in members if isinstance(each, GradScaler)]
+    return [*{id(each): each for each in (*held, *scalers)}.values()]
 
 
 def _schedulers_in(value: Any, optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
-    """The schedulers of `optimizers` in an attribute, which may be a list, tuple or dict."""
-    items = value.values() if isinstance(value, Mapping) else value
-    items = items if isinstance(value, list | tuple | Mapping) else [value]
+    """The schedulers of `optimizers` in an attribute."""
     return [
         item
-        for item in items
+        for item in members_of(value)
         if isinstance(item, LRScheduler)
         # Schedulers of other packages do not derive from torch's class.
         or (
@@ -420,9 +457,40 @@ def step_schedulers(schedulers: Sequence[Any]) -> None:
 
 
 def update_schedulers(schedulers: Sequence[Any], metric: float) -> None:
-    """Step all schedulers, those that take a metric with `metric`."""
+    """Step all schedulers, those whose `step` has a parameter of that name with `metric`.
+
+    Raises:
+        ConfigurationError: a `step` needs something else; none has stepped.
+    """
     for scheduler in schedulers:
-        takes_no_metric = isinstance(scheduler, LRScheduler) and not isinstance(
-            scheduler, ReduceLROnPlateau
-        )
-        scheduler.step() if takes_no_metric else scheduler.step(metric)
+        if not (needed := _needed_by_step(scheduler)) <= _METRICS:
+            raise _unknown_argument_error(scheduler, needed, SCHEDULER_STEP_MANUAL)
+    for scheduler in schedulers:
+        scheduler.step(**dict.fromkeys(_METRICS & _parameters_of_step(scheduler).keys(), metric))
+
+
+def _parameters_of_step(scheduler: Any) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(scheduler.step).parameters
+    except ValueError:  # written in C
+        return {}
+
+
+def _needed_by_step(scheduler: Any) -> set[str]:
+    """The parameters without a default of a scheduler's `step`."""
+    parameters = _parameters_of_step(scheduler).values()
+    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {p.name for p in parameters if p.default is p.empty and p.kind not in open_ended}
+
+
+def _unknown_argument_error(
+    scheduler: Any, needed: set[str], step_freq: str | None
+) -> ConfigurationError:
+    kind = type(scheduler).__name__
+    return ConfigurationError(
+        f"{kind} needs {', '.join(f'`{name}`' for name in sorted(needed))} to step",
+        expected="a `step` without arguments, or one that takes `metric` or `metrics`",
+        got=f"{kind}.step{inspect.signature(scheduler.step)}, scheduler_step_freq={step_freq!r}",
+        fix='scheduler_step_freq="manual", and a call of it in a train_epoch of your own, with'
+        ' info["epoch_idx"] for the epoch; or a subclass whose step() counts itself',
+    )

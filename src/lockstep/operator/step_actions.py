@@ -24,8 +24,8 @@ class StepActions:
     of them.
     """
 
-    def set_training(self, run: TrainingParts, training: bool) -> None:
-        run.set_training(training)
+    def set_training(self, run: TrainingParts) -> None:
+        run.set_training(True)
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()

@@ -113,6 +113,9 @@ class TrainingOperator:
     def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         """Train on every batch of `iterator`; returns metrics, weighted by samples.
 
+        Puts the modules that hold an optimizer's parameters into training mode. All others, as a
+        frozen teacher, keep the mode that they have.
+
         Override for a loop of your own. `info` is the dict given to `trainer.train`, with
         `NUM_STEPS`, `USE_FP16`, `SCHEDULER_STEP` and ``"epoch_idx"`` (from 0) added. Leave out of
         what it counts the batches for which `is_borrowed_batch` is true.
@@ -133,7 +136,8 @@ class TrainingOperator:
 
         Args:
             batch: one item of the loader.
-            batch_info: `info` with ``"batch_idx"`` and ``"global_step"``.
+            batch_info: `info` with ``"batch_idx"``, the batch's number in its epoch (from 0,
+                whichever call of `trainer.train` comes to it), and ``"global_step"``.
         """
         return default_loops.train_batch(self, batch, batch_info)
 
@@ -147,7 +151,10 @@ class TrainingOperator:
         """
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate every batch without gradients; returns metrics, weighted by samples."""
+        """Evaluate every batch without gradients; returns metrics, weighted by samples.
+
+        Every module is in evaluation mode meanwhile, and in its former mode afterwards.
+        """
         return default_loops.validate(self, val_iterator, info)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from lockstep._torch_compat import compiled_from
 from lockstep.error_texts import first_of
 from lockstep.errors import UnknownParameterError
 from lockstep.sync import DataParallelModel, is_local, named_local_tensors
-from lockstep.sync.optimizer_inspection import optimizers_with_state
+from lockstep.sync.optimizer_inspection import optimizer_parameters, optimizers_with_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -81,6 +81,8 @@ class TrainingParts:
         trained_after_setup: which parameters train when `setup` has ended; None before.
         buffers_after_setup: the shapes of persistent buffers when `setup` has ended, for each of
             `lockstep.operator.buffer_values.labelled_modules`.
+        stepped_by_loop: schedulers and GradScalers among the operator's attributes, which a loop of
+            the user's own steps. They are saved and undone as `schedulers` are.
     """
 
     models: list[nn.Module]
@@ -97,6 +99,7 @@ class TrainingParts:
     whole_places: dict[nn.Module, tuple[int, str]] = field(default_factory=dict)
     trained_after_setup: TrainedParameters | None = None
     buffers_after_setup: dict[str, BufferShapes] = field(default_factory=dict)
+    stepped_by_loop: list[Any] = field(default_factory=list)
 
     def leave_group(self) -> None:
         """Leave a group that has broken, so that another one can be joined."""
@@ -157,6 +160,11 @@ class TrainingParts:
         # Each parameter once: clipping would count a parameter that modules share twice.
         yield from dict.fromkeys(p for module in self.modules() for p in module.parameters())
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient."""
+        return any(parameter.grad is not None for parameter in self.parameters())
+
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """`parameters()` by their names, behind the position of the module among `modules()`."""
         names: dict[nn.Parameter, str] = {}
@@ -197,8 +205,12 @@ class TrainingParts:
         return (parameter for parameter in self.parameters() if not is_local(parameter))
 
     def set_training(self, training: bool) -> None:
+        """Set the modes of the modules that optimizers train; for evaluation, those of all."""
+        # The mode of a frozen teacher or of a loss network is the user's.
+        trained = {id(each) for one in self.optimizers for each in optimizer_parameters(one)}
         for module in self.modules():
-            module.train(training)
+            if not training or any(id(each) in trained for each in module.parameters()):
+                module.train(training)
 
     @contextmanager
     def in_evaluation(self) -> Iterator[None]:

@@ -142,13 +142,14 @@ def load_state(stepper: Any, state: Mapping[str, Any], *, of_same_weights: bool 
     would not be what it was.
 
     Args:
-        stepper: an optimizer or a scheduler.
+        stepper: an optimizer, a scheduler or a GradScaler.
         state: of its ``state_dict``; an optimizer keeps its tensors.
         of_same_weights: whether the parameters had the dtypes that they have now; if so, each
             tensor keeps the dtype that it has in `state`.
     """
     if not isinstance(stepper, torch.optim.Optimizer):
-        stepper.load_state_dict(state)
+        if state:  # that of a GradScaler that was not enabled is empty, and one that is refuses it
+            stepper.load_state_dict(state)
         return
     inner = inner_optimizers(stepper)
     sharing = [each for each in inner if each.state is stepper.state]

@@ -338,7 +338,7 @@ class TorchTrainer:
         return order_predictions(self._workers.call(predict.with_args(loader)), loader)
 
     def update_scheduler(self, metric: float) -> None:
-        """Step every registered scheduler, giving `metric` to those that take one."""
+        """Step every registered scheduler, with `metric` where its `step` has that parameter."""
         self._workers.refuse_without_schedulers()
         self._workers.call(Worker.update_scheduler.with_args(metric))
 

@@ -42,7 +42,6 @@ class BatchIterator:
         limit: global batches to deliver at most; None for the rest of the epoch.
         purpose: "train" or "validation", part of every seed.
         rollback: remembers what a step changes until it is committed; None for validation.
-        first_index: the number of the first batch in its pass; 0 unless the pass was interrupted.
 
     Attributes:
         num_delivered: global batches so far.
@@ -59,7 +58,6 @@ class BatchIterator:
         limit: int | None,
         purpose: str,
         rollback: Rollback | None,
-        first_index: int,
     ) -> None:
         self._operator = operator
         self._state = operator._lockstep
@@ -69,7 +67,6 @@ class BatchIterator:
         self._limit = limit
         self._purpose = purpose
         self._rollback = rollback
-        self.first_index = first_index
         self._num_open_samples: int | None = None
         own_loop = purpose == "train" and operator._lockstep_overrides(Operator.train_epoch)
         self._read_ahead: ReadAheadBatches | None = None

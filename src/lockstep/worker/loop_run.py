@@ -18,7 +18,11 @@ from lockstep.keys import (
     USE_FP16,
 )
 from lockstep.operator import TrainingOperator
-from lockstep.operator.custom_loop_refusals import refuse_late_reduction, warn_of_borrowed_counts
+from lockstep.operator.custom_loop_refusals import (
+    refuse_kept_parts,
+    refuse_late_reduction,
+    warn_of_borrowed_counts,
+)
 from lockstep.operator.default_loops import require_metrics, step_batch_schedulers
 from lockstep.operator.mixed_tensors import explain_mixed_tensors
 from lockstep.operator.nan_origin import explain_non_finite_error
@@ -28,6 +32,7 @@ from lockstep.reduction_context import ReductionContext, activate
 from lockstep.worker.batch_iterator import BatchIterator
 from lockstep.worker.committed_counts import CommittedCounts
 from lockstep.worker.report import LoopCounts, PassResult, Report
+from lockstep.worker.validation_start import ValidationStart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -143,6 +148,7 @@ class LoopRun:
         self._state.begin_call(request.purpose)
         # A validation that is interrupted is begun again. Of training `Rollback` marks each step.
         self._counts_before = [] if request.purpose == "train" else self._state.mark_counts()
+        self._start: ValidationStart | None = None
         operator.timers.reset()
         operator.timers.enable() if request.profile else operator.timers.disable()
 
@@ -201,8 +207,15 @@ class LoopRun:
         sums = self._state.meters.state()
         self.counted = LoopCounts(self.committed.samples, sums)
 
+    def keep_start(self) -> None:
+        """Copy what a validation of the user's own may change, for `rewind`."""
+        if self._operator._lockstep_overrides_validation():
+            self._start = ValidationStart(self._operator)
+
     def rewind(self) -> None:
-        """Move a validation back to the position and the counts with which it began."""
+        """Move a validation back to the position, counts and models with which it began."""
+        if self._start is not None:
+            self._start.restore()
         self.cursor.move_to(self.first_epoch, self.first_step)
         self._state.restore_counts(self._counts_before)
 
@@ -213,6 +226,7 @@ class LoopRun:
             The operator's loop, and one exchange before a group's first step of an epoch.
         """
         refuse_late_reduction(self._operator)
+        refuse_kept_parts(self._operator)
         self._shards = self._state.context.shard_assignment.shards
         averages = self._operator.loss_reduction == "mean"
         reduction = ReductionContext(self._state.context.group, averages=averages)
@@ -221,6 +235,7 @@ class LoopRun:
             try:
                 while not self.is_over:
                     self.is_over = self._run_pass(reduction)
+                self._start = None
             finally:
                 if self._state.sync is not None:
                     # That of the last batch is not that of what the user computes between calls.
@@ -255,7 +270,6 @@ class LoopRun:
             limit=left,
             purpose=purpose,
             rollback=self._rollback,
-            first_index=first_index,
         )
         self._batches = batches
         # What is drawn before the first batch: alike on all ranks, and again where a pass goes on.

@@ -49,10 +49,10 @@ class LayersCopy:
 
 
 class SettingsCopy(LayersCopy):
-    """Also schedulers' states, and the optimizers' settings.
+    """Also the states of schedulers and of the loop's own GradScalers, and optimizers' settings.
 
     Args:
-        run: its schedulers and optimizers.
+        run: has them.
         parameters, layers: see `LayersCopy`.
     """
 
@@ -64,7 +64,8 @@ class SettingsCopy(LayersCopy):
     ) -> None:
         super().__init__(parameters, layers)
         self._run = run
-        self._schedulers = [copy.deepcopy(each.state_dict()) for each in run.schedulers]
+        self._schedulers = [*run.schedulers, *run.stepped_by_loop]
+        self._states = [copy.deepcopy(each.state_dict()) for each in self._schedulers]
         self._groups = [
             [{key: value for key, value in group.items() if key != "params"} for group in groups]
             for groups in (optimizer.param_groups for optimizer in run.optimizers)
@@ -83,7 +84,7 @@ class SettingsCopy(LayersCopy):
 
     def restore(self) -> None:
         super().restore()
-        for scheduler, state in zip(self._run.schedulers, self._schedulers, strict=True):
+        for scheduler, state in zip(self._schedulers, self._states, strict=True):
             scheduler.load_state_dict(state)
         for optimizer, groups in zip(self._run.optimizers, self._groups, strict=True):
             # The step calls `add_param_group` again when it is repeated.

@@ -50,7 +50,10 @@ _AVERAGES: Final = "ema"
 _INNER: Final = "inner_optimizers"
 """The key of the optimizers within optimizers. States of earlier versions lack them."""
 
-OPTIONAL: Final = (_AVERAGES, _INNER)
+_STEPPED_BY_LOOP: Final = "stepped_by_loop"
+"""The key of `TrainingParts.stepped_by_loop`. States of earlier versions lack it."""
+
+OPTIONAL: Final = (_AVERAGES, _INNER, _STEPPED_BY_LOOP)
 """The keys of parts that a state may lack."""
 
 OPTIMIZER_CLASSES: Final = "optimizer_classes"
@@ -66,6 +69,7 @@ def parts_of(run: TrainingParts) -> dict[str, tuple[str, Sequence[Any]]]:
         "optimizers": ("optimizer", run.optimizers),
         _INNER: ("inner optimizer", run.inner_optimizers()),
         "schedulers": ("scheduler", run.schedulers),
+        _STEPPED_BY_LOOP: ("scheduler or GradScaler in self", run.stepped_by_loop),
     }
 
 

@@ -23,7 +23,11 @@ from lockstep.worker.state_dict import OPTIMIZER_CLASSES, OPTIONAL, parts_of
 if TYPE_CHECKING:
     from lockstep.operator.training_parts import TrainingParts
 
-_PLURALS: Final = {"ema": "averages (ema)", "inner_optimizers": "inner optimizers"}
+_PLURALS: Final = {
+    "ema": "averages (ema)",
+    "inner_optimizers": "inner optimizers",
+    "stepped_by_loop": "schedulers and GradScalers in self",
+}
 
 
 def refuse_unfit_state(run: TrainingParts, state: Mapping[str, Any]) -> None:

@@ -30,12 +30,17 @@ class UserStateCopy:
         self._rest: Any = None
 
     @staticmethod
-    def is_needed(operator: TrainingOperator) -> bool:
+    def is_possible(operator: TrainingOperator) -> bool:
         """Whether the operator has a state of its own, and can take it back."""
         own = operator._lockstep_overrides
+        return own(TrainingOperator.state_dict) and own(TrainingOperator.load_state_dict)
+
+    @staticmethod
+    def is_needed(operator: TrainingOperator) -> bool:
+        """Whether it is possible, and the state is undone with each step."""
         # A call of the user's own `train_epoch` is undone as a whole, with a state from before it.
-        is_copied = own(TrainingOperator.state_dict) and not own(TrainingOperator.train_epoch)
-        return is_copied and own(TrainingOperator.load_state_dict)
+        has_own_epoch = operator._lockstep_overrides(TrainingOperator.train_epoch)
+        return UserStateCopy.is_possible(operator) and not has_own_epoch
 
     def take(self) -> None:
         """Copy what the operator's `state_dict` returns now."""

@@ -465,6 +465,8 @@ class Worker(StateAccess):
             state = self.operator._lockstep
             if state.step_log is not None:
                 state.step_log.begin_call(state.committed, request.rows_known)
+        elif self._rollback is not None and self.memory is None:
+            call.keep_start()
         if training or self._rollback is not None:
             call.committed.before_batch = self._before_batch
         return call

@@ -4,7 +4,8 @@
 import pytest
 from tests.unit.trainer.programs import Regression, loader, trainer
 
-from lockstep.errors import ConfigurationError, DataOrderError
+import lockstep
+from lockstep.errors import ConfigurationError, DataOrderError, NotShardableError
 
 
 class SumsLater(Regression):
@@ -100,3 +101,34 @@ def test_a_batch_size_that_changes_between_epochs_is_refused():
         one.get_local_operator().loader.batch_sampler.batch_size *= 2
         with pytest.raises(DataOrderError, match="batch size has changed"):
             one.train()
+
+
+class ReadsTwo(Regression):
+    """A second loader, of which each worker reads the part that was its own when it was made."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.keep(config.get("kept"))
+
+    def keep(self, kept):
+        if kept is not None:
+            self.others = kept(lockstep.shard_loader(loader()))
+
+    def train_epoch(self, iterator, info):
+        self.keep(info.get("kept"))
+        (self.seen,) = [len(list(zip(iterator, lockstep.shard_loader(loader()), strict=True)))]
+        return {}
+
+
+@pytest.mark.parametrize("kept", [lambda each: each, lambda each: {"others": [each]}["others"]])
+def test_a_part_of_a_loader_must_not_outlive_the_ranks_that_it_was_cut_for(kept):
+    with pytest.raises(NotShardableError, match=r"(?s)self\.others.*StackDataset"):
+        trainer(ReadsTwo, config={"kept": kept})
+    with trainer(ReadsTwo) as one:
+        one.train()  # one that is made and read within a loop is right
+        assert one.get_local_operator().seen == 4
+        one.train(info={"kept": kept})
+        with pytest.raises(NotShardableError, match=r"self\.others"):
+            one.train()
+    with trainer(ReadsTwo, config={"kept": kept}, add_dist_sampler=False) as one:
+        one.train()

@@ -277,3 +277,68 @@ def test_precisions_of_the_default_loop_train():
             losses = [one.train()["train_loss"] for _ in range(4)]
             assert one.get_local_operator().dtype == dtype
         assert losses[-1] < losses[0]
+
+
+class Distilled(TrainingOperator):
+    """A student beside a frozen teacher, through a criterion that drops inputs while it trains."""
+
+    def setup(self, config):
+        self.model, self.teacher = linear(), normalised_teacher()
+        self.criterion = nn.Sequential(nn.Dropout(0.5), nn.Flatten(0)).eval()
+        self.optimizer = sgd(self.model)
+        self.register(
+            models=[self.model, self.teacher], optimizers=self.optimizer, criterion=self.criterion
+        )
+        self.register_data(train_loader=loader(), validation_loader=loader())
+
+    def compute_loss(self, batch, batch_info):
+        output = self.model(batch[0])
+        return distance(self.criterion, output, self.teacher(batch[0]))
+
+
+def normalised_teacher():
+    teacher = nn.Sequential(linear(seed=1), nn.BatchNorm1d(2, dtype=torch.float64))
+    teacher[1].running_mean.fill_(0.5)
+    return teacher.requires_grad_(False).eval()
+
+
+def distance(criterion, output, target):
+    return criterion(output - target).square().mean()
+
+
+def test_what_no_optimizer_trains_keeps_its_mode():
+    model, teacher, dropout = linear(), normalised_teacher(), nn.Identity()
+    optimizer = sgd(model)
+    for _ in range(2):
+        for features, _ in loader():
+            optimizer.zero_grad()
+            distance(dropout, model(features), teacher(features)).backward()
+            optimizer.step()
+    with trainer(Distilled) as one:
+        one.train()
+        one.validate()
+        one.train()
+        models = one.get_model()
+    assert same(weights(models[0]), weights(model))
+    assert torch.equal(models[1][1].running_mean, teacher[1].running_mean)
+
+
+class ValidatesInBatches(Normalised):
+    """Validates in the middle of an epoch, as evaluation every few steps does."""
+
+    def train_batch(self, batch, batch_info):
+        self.modes = [*getattr(self, "modes", []), self.model.training]
+        metrics = super().train_batch(batch, batch_info)
+        self.validate(loader(), {})
+        return metrics
+
+
+def test_a_validation_leaves_the_modes_as_it_found_them():
+    with trainer(ValidatesInBatches) as one:
+        one.train()
+        operator = one.get_local_operator()
+        assert operator.modes == [True] * 4
+        operator.model.eval()
+        operator.model[0].train()
+        one.validate()
+        assert [each.training for each in operator.model] == [True, False]

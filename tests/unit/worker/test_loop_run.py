@@ -301,5 +301,34 @@ def test_epoch_index_and_global_step_count_epochs_and_steps():
         assert operator.global_step == 6
     epochs, batches, steps = zip(*operator.seen, strict=True)
     assert epochs == (0, 0, 0, 0, 1, 1)
-    assert batches == (0, 1, 2, 0, 0, 1)
+    assert batches == (0, 1, 2, 3, 0, 1)
     assert list(steps) == list(itertools.islice(itertools.count(), 6))
+
+
+class Numbered(Watching):
+    """A learning rate from the place in the epoch, as MAE, DINO and timm set it."""
+
+    def train_batch(self, batch, batch_info):
+        self.optimizer.param_groups[0]["lr"] = 0.1 / (1 + batch_info["batch_idx"])
+        return super().train_batch(batch, batch_info)
+
+    def validate_batch(self, batch, batch_info):
+        self.validated = [*getattr(self, "validated", []), batch_info["batch_idx"]]
+        return super().validate_batch(batch, batch_info)
+
+
+def test_a_batchs_number_is_its_place_in_the_epoch_however_calls_are_cut(tmp_path):
+    with trainer(Numbered) as one:
+        one.train()
+        undisturbed = weights(one.get_model())
+    with trainer(Numbered) as one:
+        one.train(num_steps=3)
+        one.validate(num_steps=1)
+        one.validate(num_steps=2)
+        assert one.get_local_operator().validated == [0, 1, 2]
+        path = one.save(tmp_path / "state")
+    with trainer(Numbered) as one:
+        one.load(path)
+        one.train()
+        assert one.get_local_operator().seen == [(0, 3, 3)]
+        assert torch.equal(weights(one.get_model()), undisturbed)

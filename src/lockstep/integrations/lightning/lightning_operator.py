@@ -192,7 +192,6 @@ class LightningOperator(TrainingOperator):
         self._started_epoch = -1
         self._num_ended_epochs = 0
         self._validated: set[str] = set()  # the names that a validation has logged
-        self._first_index = 0
         self._outputs: list[Output] = []
         self._batch_end_hook = BatchEndHook(self, module, self._logging)
 
@@ -232,12 +231,7 @@ class LightningOperator(TrainingOperator):
 
     def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         module, epoch = self.module, int(info["epoch_idx"])
-        # The loop's `batch_idx` starts at the iterator's `first_index`; this offset makes it the
-        # batch's number in the epoch.
-        first_index, step_in_epoch = place_in_epoch(iterator)
-        self._first_index = step_in_epoch - first_index
         update_view(self._view, current_epoch=epoch, training=True, validating=False)
-        self._step_hooks.set_training(registered_parts(self), True)
         with self._logging.capturing("train"):
             self._begin_fit()
             if self._started_epoch != epoch:
@@ -305,7 +299,7 @@ class LightningOperator(TrainingOperator):
             self._scheduler_stepper.after_metrics(epoch, metrics, epoch_over=is_behind)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        index = self._batch_index(batch_info)
+        index = batch_info["batch_idx"]
         self._outputs = []
         self._logging.step = self.global_step
         state = self._lockstep
@@ -359,7 +353,7 @@ class LightningOperator(TrainingOperator):
     def compute_loss(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
         if self._manual is not None:  # asked to explain a NaN
             raise NotAvailableError("a training_step that steps its optimizers has no loss alone")
-        module, index = self.module, self._batch_index(batch_info)
+        module, index = self.module, batch_info["batch_idx"]
         num_samples = 0 if self._lockstep.counts_nothing else _current_num_samples()
         self._step_hooks.shard_samples = num_samples
         with self._logging.discarding_outside_passes():
@@ -376,17 +370,11 @@ class LightningOperator(TrainingOperator):
         self._step_hooks.clear_once()
         return loss, metrics
 
-    def _batch_index(self, batch_info: Mapping[str, Any]) -> int:
-        """The batch's number in its epoch, which an earlier call of `train` may have begun."""
-        return self._first_index + int(batch_info["batch_idx"])
-
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         module = self.module
-        _, self._first_index = place_in_epoch(val_iterator)
         update_view(self._view, training=False, validating=True)
-        self._step_hooks.set_training(registered_parts(self), False)
-        with self._logging.capturing("validation"):
-            if self._first_index == 0:
+        with registered_parts(self).in_evaluation(), self._logging.capturing("validation"):
+            if place_in_epoch(val_iterator) == 0:
                 self._logging.begin_epoch()
                 module.on_validation_start()
                 module.on_validation_epoch_start()
@@ -405,7 +393,7 @@ class LightningOperator(TrainingOperator):
         return {**metrics, **logged}
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        state, index = self._lockstep, self._batch_index(batch_info)
+        state, index = self._lockstep, batch_info["batch_idx"]
         self._logging.step = index
         per_shard = is_computed_per_shard(self, batch)
         results = ShardResults(self, "validation")

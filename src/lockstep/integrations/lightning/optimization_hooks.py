@@ -46,7 +46,6 @@ class OptimizationHooks(StepActions):
         self._has_batches = True
         self._to_clear: torch.optim.Optimizer | None = None
         self._losses: list[tuple[torch.Tensor, float]] = []  # of the window, with their weights
-        self._modes: dict[torch.nn.Module, bool] | None = None
 
     def begin(self, index: int, *, has_batches: bool) -> None:
         """Begin a step on batch `index` of the epoch.
@@ -57,20 +56,8 @@ class OptimizationHooks(StepActions):
         """
         self._index, self._has_batches = index, has_batches
 
-    def set_training(self, run: TrainingParts, training: bool) -> None:
-        """Switch the layers' modes for validation, and back for training.
-
-        Training leaves each layer in the mode that the module chose (a frozen backbone in eval
-        mode, say).
-        """
-        if training:
-            for layer, mode in (self._modes or {}).items():
-                layer.training = mode
-            self._modes = None
-        else:
-            if self._modes is None:
-                self._modes = {layer: layer.training for layer in self._module.modules()}
-            run.set_training(False)
+    def set_training(self, run: TrainingParts) -> None:
+        """Leave each layer in the mode that the module chose: a frozen backbone evaluates."""
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         # As in Lightning, `clear_once` clears the gradients after training_step. A worker without

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a `validate` of the user's own has changed when it fails goes back with it.
+
+`lockstep.worker.validation_start` in whole runs.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from unit.trainer.programs import Regression, loader, sgd, trainer, weights
+
+
+def copies(operator):
+    """Weights that are written over the model's, and back."""
+    with torch.no_grad():
+        for parameter, average in zip(operator.model.parameters(), operator.averages, strict=True):
+            held = parameter.clone()
+            parameter.copy_(average)
+            average.copy_(held)
+
+
+def exchanges(operator):
+    """Memory that the model's parameters and the averages take from each other."""
+    for parameter, average in zip(operator.model.parameters(), operator.averages, strict=True):
+        parameter.data, average.data = average.data, parameter.data
+
+
+def calibrates(operator):
+    """Statistics, modes and flags of the model itself."""
+    operator.model.train().requires_grad_(not operator.model[0].weight.requires_grad)
+    operator.model[0].running_mean.add_(1)
+
+
+class Swaps(Regression):
+    """Evaluates the averages of its weights, whose swap no ``finally`` undoes."""
+
+    how = staticmethod(copies)
+
+    def setup(self, config):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
+        self.optimizer = sgd(self.model)
+        self.register(models=self.model, optimizers=self.optimizer, criterion=nn.MSELoss())
+        self.register_data(train_loader=loader(), validation_loader=loader())
+        self.averages = [each.detach().clone() for each in self.model.parameters()]
+
+    def after_step(self):
+        for average, parameter in zip(self.averages, self.model.parameters(), strict=True):
+            average.lerp_(parameter, 0.1)
+
+    def validate(self, iterator, info):
+        self.how(self)
+        result = super().validate(iterator, info)
+        self.how(self)
+        return result
+
+    def validate_batch(self, batch, batch_info):
+        if batch_info.get("fails"):
+            raise LookupError
+        return super().validate_batch(batch, batch_info)
+
+    def state_dict(self):
+        return {"averages": self.averages}
+
+    def load_state_dict(self, state):
+        for average, saved in zip(self.averages, state["averages"], strict=True):
+            average.copy_(saved)
+
+
+class Exchanges(Swaps):
+    how = staticmethod(exchanges)
+
+
+class Calibrates(Swaps):
+    how = staticmethod(calibrates)
+
+
+def finished(run):
+    found = [run.train()["train_loss"], run.validate()["val_loss"]]
+    operator = run.get_local_operator()
+    modes = [(each.training, each.weight.requires_grad) for each in operator.model]
+    tensors = [weights(run.get_model()), *operator.averages, *operator.model.buffers()]
+    return found, modes, [each.detach().clone() for each in tensors]
+
+
+@pytest.mark.parametrize("operator", [Swaps, Exchanges, Calibrates])
+def test_a_run_ends_as_one_whose_validation_did_not_fail(operator):
+    with trainer(operator) as run:
+        run.train(num_steps=3)
+        found, modes, expected = finished(run)
+    with trainer(operator) as run:
+        run.train(num_steps=3)
+        memory = [each.data_ptr() for each in run.get_local_operator().model.parameters()]
+        for _ in range(3):
+            with pytest.raises(LookupError):
+                run.validate(info={"fails": True})
+        got = finished(run)
+        held = run.get_local_operator().model.parameters()
+        assert [each.data_ptr() for each in held] == memory
+    assert got[:2] == (found, modes)
+    assert all(torch.equal(one, other) for one, other in zip(got[2], expected, strict=True))
