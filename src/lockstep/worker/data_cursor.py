@@ -84,6 +84,7 @@ class Cursor:
         self._ahead: Step | None = None
         self._unread: Exception | None = None
         self._agreed_in: Group | None = None
+        self._agrees_at_read: Group | None = None
         # How the present epoch began, by `StepSource.first_items`, and the one before it, into
         # which a step may be undone.
         self._first_items: dict[int, str] = {}
@@ -133,6 +134,27 @@ class Cursor:
             raise _other_size_error(place, here)
         return found
 
+    def agree_at_read(self, group: Group) -> None:
+        """Let the next `take`, or `agree_if_unread`, `agree`.
+
+        Until then the loop may set what the epoch reads, and in which order. A source whose length
+        follows from the agreement agrees at once.
+        """
+        if isinstance(self.source, ShardedLoader):
+            self._agrees_at_read = group
+        else:
+            self.agree(group)
+
+    def agree_if_unread(self) -> None:
+        """Answer the peers of a rank whose loop has ended before its first `take`.
+
+        Collective:
+            As `agree`, unless the first `take` has agreed.
+        """
+        if self._agrees_at_read is not None:
+            self.agree(self._agrees_at_read)
+            self._agrees_at_read = None
+
     def agree(self, group: Group) -> None:
         """Check that all ranks read by the same plan, unless they have in this group and epoch.
 
@@ -149,7 +171,7 @@ class Cursor:
 
     def forget_agreement(self) -> None:
         """Let the next `agree` check again; all ranks of a group forget together."""
-        self._agreed_in = None
+        self._agreed_in = self._agrees_at_read = None
 
     def move_to(self, epoch: int, step: int) -> None:
         if (epoch, step) != (self.epoch, self.step):  # else the undo of a call that has failed
@@ -183,7 +205,12 @@ class Cursor:
 
     @in_phase(Phase.READING)
     def take(self) -> Step | None:
-        """Read the global batch at the position; None at the end of the epoch."""
+        """Read the global batch at the position; None at the end of the epoch.
+
+        Collective:
+            As `agree`, for the first one after `agree_at_read`.
+        """
+        self.agree_if_unread()
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None
             return ahead

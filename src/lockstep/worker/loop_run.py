@@ -223,7 +223,8 @@ class LoopRun:
         """Make one pass for each epoch that the call touches, until `num_steps` or the epoch's end.
 
         Collective:
-            The operator's loop, and one exchange before a group's first step of an epoch.
+            The operator's loop, and one exchange before a group's first step of an epoch: when the
+            loop first reads, in training.
         """
         refuse_late_reduction(self._operator)
         refuse_kept_parts(self._operator)
@@ -246,19 +247,14 @@ class LoopRun:
         """Make one pass over (the rest of) an epoch; return whether it was the call's last pass."""
         operator, cursor, committed = self._operator, self.cursor, self.committed
         purpose, num_steps = self.request.purpose, self.limit
-        first_index, group = committed.steps - self._pass_began, self._state.context.group
+        first_index = committed.steps - self._pass_began
         left = None if num_steps is None else num_steps - committed.steps
-        # A peer that has made as many steps as this rank may have returned from the call already,
-        # and would not answer.
-        agrees = left is None or left > 0
-        if agrees:
-            # First: where the epoch ends may be what the ranks agree on.
-            cursor.agree(group)
+        # First: where the epoch ends may be what the ranks agree on.
+        self._agree(left)
         # A pass that was interrupted behind its last step comes to its own end.
         if not first_index and cursor.step and cursor.ends_before(cursor.step):
             self._end_epoch()
-            if agrees:
-                cursor.agree(group)
+            self._agree(left)
         self._state.begin_pass()
         if self._rollback is not None:
             self._rollback.begin_pass(cursor)
@@ -276,6 +272,7 @@ class LoopRun:
         place = purpose, "pass", cursor.epoch, cursor.step - first_index
         seed_all(derive_seed(self._state.context.shard_assignment.seed, *place))
         metrics = self._run_operators_loop(batches)
+        cursor.agree_if_unread()
         cursor.refuse_unread()
         batches.commit()
         samples = committed.samples - sum(each.samples for each in self._passes)
@@ -288,6 +285,20 @@ class LoopRun:
         finished = num_steps is None or committed.steps >= num_steps
         is_empty = not first_index and batches.num_delivered == 0
         return finished or not batches.is_epoch_over or is_empty
+
+    def _agree(self, left: int | None) -> None:
+        """Let the ranks agree on what the pass reads, of which `left` steps are to be made."""
+        # A peer that has made as many steps as this rank may have returned from the call already,
+        # and would not answer.
+        if left is not None and left <= 0:
+            return
+        group = self._state.context.group
+        # Which rank reads is the loop's affair in a validation, and without synchronised gradients:
+        # one that reads may have peers that wait for it in a collective of the user's.
+        if self.request.purpose == "train" and self._state.sync is not None:
+            self.cursor.agree_at_read(group)
+        else:
+            self.cursor.agree(group)
 
     def _run_operators_loop(self, batches: PassIterator) -> dict[str, Any]:
         operator = self._operator
