@@ -108,6 +108,9 @@ def _as_never_cleared(track: SharedTrack, steps: int) -> Finding:
         f"{track.first.optimizer}{at}: in each of the steps 2 to {steps + 1} backward added to the "
         "gradients that the step before had used: they are those of all batches so far, and grow",
         "call `optimizer.zero_grad()` once a step, unless they are added up on purpose",
+        rank=track.ranks,
+        step=2,  # which a long run may have dropped
         evidence={"steps": steps},
-        **at_step(track, 1, where=where),
+        where=where,
+        optimizer=track.first.key_of_all,
     )
