@@ -81,8 +81,8 @@ def test_what_was_frozen_after_its_backward_is_averaged(having):
 
 
 def test_refusals():
-    sparse = nn.Embedding(3, 2, sparse=True)
-    replicas = [[experts(), nn.Embedding(3, 2)], [experts(), sparse]]
+    tables = [reset(nn.Embedding(3, 2, sparse=sparse), seed=6) for sparse in (False, True)]
+    replicas = [[experts(), table] for table in tables]
 
     def body(group):
         model, table = replicas[group.rank]
@@ -134,7 +134,7 @@ def test_what_weighs_nothing_contributes_nothing_even_where_it_is_nan():
 @pytest.mark.parametrize("counts", [(60_001, 60_001), (60_001, 1)])
 def test_many_tokens_do_not_overflow_a_low_precision(counts):
     def body(group):
-        model = nn.Linear(2, 1, bias=False).half()
+        model = reset(nn.Linear(2, 1, bias=False), seed=3).half()
         model.weight.grad = torch.full_like(model.weight, 3.0)
         average_gradients(model, weight=counts[group.rank], group=group)
         return model.weight.grad.tolist()
@@ -166,5 +166,43 @@ def test_nothing_but_local_parameters_is_refused():
     def body(group):
         with pytest.raises(ConfigurationError, match="each rank's own"):
             average_gradients(local(nn.Linear(4, 3)), group=group)
+
+    run_ranks(2, body)
+
+
+def step(model, optimizer, group):
+    optimizer.zero_grad()
+    model[0](X[group.rank :: 2]).square().mean().backward()
+    average_gradients(model, weight=len(X[group.rank :: 2]), group=group)
+    optimizer.step()
+
+
+def test_models_that_were_built_without_a_seed_are_refused_before_gradients_move():
+    replicas = [experts(), experts()]
+    reset(replicas[1][2], seed=6)  # the part that has no gradient, too
+
+    def body(group):
+        model = replicas[group.rank]
+        for _ in range(2):  # also when the program goes on
+            with pytest.raises(ReplicasDifferError, match=r"rank 1 (.|\n)*`2.weight`"):
+                step(model, torch.optim.SGD(model.parameters(), lr=0.1), group)
+        return all(map(torch.equal, model.parameters(), experts().parameters()))
+
+    assert run_ranks(2, body) == [True, False]
+
+
+def test_a_model_that_is_compared_on_one_rank_only_is_compared_by_all():
+    """One rank has loaded its model anew; what a rank may have of its own is not compared."""
+    replicas = [experts() for _ in range(2)]
+    for rank, model in enumerate(replicas):
+        model.own = local(reset(nn.Linear(4, 3), seed=rank))
+
+    def body(group):
+        model = replicas[group.rank]
+        step(model, torch.optim.SGD(model.parameters(), lr=0.1), group)
+        if group.rank == 1:
+            model[0].load_state_dict(reset(nn.Linear(4, 3), seed=9).state_dict(), assign=True)
+        with pytest.raises(ReplicasDifferError, match=r"`0.weight`, `0.bias`\n"):
+            step(model, torch.optim.SGD(model.parameters(), lr=0.1), group)
 
     run_ranks(2, body)

@@ -117,12 +117,8 @@ class GradientSync:
         fix = "gradients.detach() of that GradientSync; of a TorchTrainer's: trainer.shutdown()"
         optimizer_guard.refuse_attached(self._found.parameters, fix)
         self._cap_bytes = int(bucket_cap_mb * 2**20)
-        self._settings = {
-            "bucket_cap_mb": bucket_cap_mb,
-            "buffers": buffers,
-            "averages": averages,
-            **(settings or {}),
-        }
+        own = {"bucket_cap_mb": bucket_cap_mb, "buffers": buffers, "averages": averages}
+        self._settings = {**own, **(settings or {})}
         number = compare_structures(group, self._found, self._settings)
         self._owns_group = owns_group
         self._buffers = BufferBroadcast(self._found.buffers.values())
@@ -142,7 +138,8 @@ class GradientSync:
             after_round=self.broadcast_buffers if buffers == "after_backward" else None,
         )
         # A trainer compares the weights itself, and a worker that joins later has no first round.
-        self._rounds.digest = RoundDigest(group.size, number, parameters if owns_group else ())
+        compared = (parameters, self._rounds.late.take_buffers) if owns_group else ()
+        self._rounds.digest = RoundDigest(group.size, number, *compared)
         optimizer_guard.protect(self._rounds)
 
     def _prepare(self, group: Group) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`LateParameters`: parameters that a program adds to a synchronised model, which stay unreduced.
 
-Torch calls a hook for every parameter and module that is registered anywhere; a look at the model's
+Also buffers, which are not made equal to rank 0's. Torch calls a hook for every parameter, buffer
+and module that is registered anywhere; a look at the model's
 tree after each backward would cost more than the backward's hooks. The models are asked only after
 something was registered in them.
 """
@@ -13,12 +14,15 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 
+from lockstep._torch_compat import buffers_of, is_persistent
 from lockstep.compiler_disable import disable_dynamo
-from lockstep.sync.local_parameters import is_local
+from lockstep.sync.local_parameters import is_local, is_local_buffer
+from lockstep.tensor_copies import is_block
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -41,6 +45,8 @@ class LateParameters:
         # Those that were left out on purpose (local ones) stay left out.
         self._known |= {id(param) for param in self._parameters()}
         self._members = self._ids()
+        self._buffers = set(self._buffer_places())
+        self._late_buffers: list[tuple[torch.nn.Module, str]] = []  # not asked for yet
         self._has_changed = False
         self._found: list[tuple[str, torch.nn.Parameter]] = []
         _listeners.add(self)
@@ -49,6 +55,23 @@ class LateParameters:
         """Note that a parameter or module was registered in `module`."""
         if id(module) in self._members:
             self._has_changed = True
+
+    def note_buffer(self, module: torch.nn.Module, key: str) -> None:
+        """Note that a buffer was registered in `module`; a known one may be at every forward."""
+        if (module, key) not in self._buffers:
+            self.note_registration(module)
+
+    def take_buffers(self) -> list[torch.Tensor]:
+        """The buffers that were added since the last call, unless they are no state or local."""
+        self._look()
+        late, self._late_buffers = self._late_buffers, []
+        found = [(owner, key, buffers_of(owner).get(key)) for owner, key in late]
+        return [
+            buffer
+            for owner, key, buffer in found
+            if buffer is not None and is_block(buffer)
+            if is_persistent(owner, key) and not is_local_buffer(owner, key)
+        ]
 
     def has_trainable(self) -> bool:
         """Whether a late parameter could get a gradient."""
@@ -76,6 +99,9 @@ class LateParameters:
                 for name, param in module.named_parameters()
                 if id(param) not in self._known
             ]
+            late = [place for place in self._buffer_places() if place not in self._buffers]
+            self._late_buffers += late
+            self._buffers.update(late)
 
     def release(self) -> None:
         """Stop looking for late parameters."""
@@ -83,6 +109,10 @@ class LateParameters:
 
     def _parameters(self) -> list[torch.Tensor]:
         return [param for module in self._modules for param in module.parameters()]
+
+    def _buffer_places(self) -> list[tuple[torch.nn.Module, str]]:
+        parts = [part for module in self._modules for part in module.modules()]
+        return [(part, key) for part in parts for key in buffers_of(part)]
 
     def _ids(self) -> set[int]:
         return {id(part) for module in self._modules for part in module.modules()}
@@ -107,6 +137,7 @@ class _Listeners:
             if not self._handles:
                 tell = disable_dynamo(self._tell)
                 self._handles = [
+                    register_module_buffer_registration_hook(disable_dynamo(self._tell_buffer)),
                     register_module_parameter_registration_hook(tell),
                     register_module_module_registration_hook(tell),
                 ]
@@ -123,6 +154,11 @@ class _Listeners:
         with self._lock:
             for one in list(self._all):
                 one.note_registration(module)
+
+    def _tell_buffer(self, module: torch.nn.Module, key: str, _: Any) -> None:
+        with self._lock:
+            for one in list(self._all):
+                one.note_buffer(module, key)
 
 
 _listeners = _Listeners()

@@ -81,6 +81,7 @@ class ReductionRounds:
         local: the gradients of this rank's own parameters.
         is_paused: inside `no_sync`.
         has_added: see `watch_gradients`.
+        late: what was added to the modules since.
         has_accumulated: the program left `no_sync` since the last optimizer step.
         digest: of this sync among those of the group.
     """
@@ -101,10 +102,8 @@ class ReductionRounds:
         self.num_shards = num_shards
         self.weights = BatchWeights(group, num_shards, averages=averages)
         self.num_rounds, self.last_full_round, self.digest = 0, 0, RoundDigest(1, 0)
-        self.slots = [
-            Slot(number, name, param, self)
-            for number, (name, param) in enumerate(found.parameters.items())
-        ]
+        named = enumerate(found.parameters.items())
+        self.slots = [Slot(number, name, param, self) for number, (name, param) in named]
         self.is_paused = self.has_accumulated = self.has_added = False
         self._group: Group | None = group
         self._after_round = after_round
@@ -116,7 +115,7 @@ class ReductionRounds:
         self._grad_watch = AutogradGradWatch(self.slots)
         self.local = LocalGradients(found.local)
         self._outside = LeavesOutside([*found.local, *found.parameters.values()], self.place)
-        self._late = LateParameters(modules, found.parameters.values())
+        self.late = LateParameters(modules, found.parameters.values())
         self._new_window()
         self.transport = make_transport(self, self.slots, found.signature(), cap_bytes)
         self.listener = BackwardListener(
@@ -335,7 +334,7 @@ class ReductionRounds:
         if self._window.kind == WEIGHTED:
             contribution.weight = self._window.total_weight
             self.local.close_window(contribution.weight if self.weights.averages else 1.0)
-        unknown = self._late.names_with_gradient()
+        unknown = self.late.names_with_gradient()
         try:
             result = finish([Fault.of("added_parameter", unknown)] if unknown else [])
         except BaseException:
@@ -442,7 +441,7 @@ class ReductionRounds:
         """Take the hooks off and forget the group; returns it, if there was one to forget."""
         reduction_context.set_batch_weight(None)
         self.listener.release()
-        self._late.release()
+        self.late.release()
         self.transport.close()
         self._reset()
         self.local.begin_batch(is_borrowed=False)
@@ -493,8 +492,8 @@ class ReductionRounds:
     @property
     def has_late_parameters(self) -> bool:
         """Whether parameters were added later: only some ranks may have their gradients."""
-        return self._late.has_trainable()
+        return self.late.has_trainable()
 
     def is_in_modules(self, param: torch.Tensor) -> bool:
         """Whether `param` is in the synchronised modules now."""
-        return self._late.is_in_modules(param)
+        return self.late.is_in_modules(param)

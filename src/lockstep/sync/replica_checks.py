@@ -98,16 +98,17 @@ def compare_values(
     group: Group,
     parameters: Mapping[str, torch.Tensor],
     *,
-    have_stepped: bool,
+    have_stepped: bool | None,
     shard_size: int = 1,
 ) -> None:
-    """Compare the ranks' values, which were equal after the broadcast, by their bits.
+    """Compare the ranks' values by their bits.
 
     Args:
         group: the ranks.
         parameters: by name, the same on every rank; of shards, this rank's rows.
         shard_size: so many ranks hold different rows, and the next ones the same again.
-        have_stepped: optimizers have, since the broadcast; for the error's words.
+        have_stepped: optimizers have, since the broadcast; for the error's words. None: there was
+            no broadcast.
 
     Collective:
         Every rank. Two small all-gathers.
@@ -126,7 +127,7 @@ def compare_values(
         if any(everyone[rank][place] != everyone[first][place] for rank, first in pairs)
     ]
     firsts = sorted({first for _, first in pairs})
-    what, cause, fix = _AFTER_STEPS if have_stepped else _BEFORE_STEPS
+    what, cause, fix = _TEXTS[have_stepped]
     raise ReplicasDifferError(
         what,
         where=f"rank {', '.join(str(rank) for rank, _ in pairs)} against rank"
@@ -137,18 +138,26 @@ def compare_values(
     )
 
 
-_BEFORE_STEPS: Final = (
-    "the ranks' weights differ before the first step",
-    "they were changed after they had been made equal, on some ranks only: weights loaded on rank 0"
-    " after register()?",
-    "load them before register(), which sends rank 0's to all; or load them on every rank",
-)
-_AFTER_STEPS: Final = (
-    "the ranks' weights differ",
-    "a rank has changed gradients or weights by itself: noise or a clip of its own, a hook on one"
-    " rank, a learning rate that follows a local loss, weights loaded on some ranks",
-    "compute it on all ranks from the same numbers (lockstep.gather, a seed without the rank)",
-)
+_TEXTS: Final = {
+    None: (
+        "the ranks' weights differ",
+        "nothing has made them equal: a model built without a seed, or loaded on some ranks only",
+        "torch.manual_seed(0) before the model is built; or send rank 0's weights to all, as"
+        " lockstep.replicate(model) does",
+    ),
+    False: (
+        "the ranks' weights differ before the first step",
+        "they were changed after they had been made equal, on some ranks only: weights loaded on"
+        " rank 0 after register()?",
+        "load them before register(), which sends rank 0's to all; or load them on every rank",
+    ),
+    True: (
+        "the ranks' weights differ",
+        "a rank has changed gradients or weights by itself: noise or a clip of its own, a hook on"
+        " one rank, a learning rate that follows a local loss, weights loaded on some ranks",
+        "compute it on all ranks from the same numbers (lockstep.gather, a seed without the rank)",
+    ),
+}
 
 
 def _first_difference(expected: dict[str, Any], got: dict[str, Any]) -> tuple[str, str]:

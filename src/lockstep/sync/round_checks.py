@@ -83,19 +83,23 @@ def _out_of_step_error(
     )
     if sums.digest != mine.digest * group.size and sums.check == mine.check * group.size:
         got = (
-            "that round of another replicate(), a first round with other weights, or gradients that"
-            " had left before a collective"
+            "that round of another replicate(), a first round with other weights, other values in"
+            " buffers that ranks have registered since the last round, or gradients that had left"
+            " before a collective"
         )
         cause = (
             "some ranks used models in another order; or weights were changed on some ranks after"
-            " replicate() (loaded on rank 0?); or a collective inside the backward"
+            " replicate() (loaded on rank 0?); or buffers that nobody makes equal, as they came"
+            " after replicate() (pruning, spectral_norm, a first forward), were computed from each"
+            " rank's own rows or random numbers; or a collective inside the backward"
             " (torch.distributed.nn, SyncBatchNorm) that earlier backwards did not have, beside a"
             " branch that some ranks left out"
         )
         fix = (
             "run the backwards of all models in one order on every rank, or hand the models to one"
-            " replicate([...]); load weights before replicate(), which sends rank 0's to all;"
-            " replicate(model, bucket_cap_mb=1e6) sends no gradient before the backward has ended"
+            " replicate([...]); load weights and register buffers before replicate(), which sends"
+            " rank 0's to all; replicate(model, bucket_cap_mb=1e6) sends no gradient before the"
+            " backward has ended"
         )
     return GradientNotReducedError(
         "the ranks reduced different rounds together",

@@ -16,7 +16,7 @@ import torch
 from lockstep.sync.tensor_bits import sum_of_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 PLAIN: Final = "plain"
 WEIGHTED: Final = "weighted"
@@ -39,17 +39,26 @@ class RoundDigest:
         number: of this sync among those of the group.
         weights: what ranks that make the sync together have made equal. The first round compares
             them as they are then: one rank may have loaded others meanwhile.
+        take_added: gives tensors that were added since its last call, for the next round.
     """
 
-    def __init__(self, size: int, number: int, weights: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self,
+        size: int,
+        number: int,
+        weights: Iterable[torch.Tensor] = (),
+        take_added: Callable[[], list[torch.Tensor]] = list,
+    ) -> None:
         self._size, self._number = size, number
-        self._weights = list(weights) if size > 1 else []
+        self._weights = list(weights)
+        self._take_added = take_added
 
     def of_round(self, earlier_rounds: int) -> int:
         """The digest of the round that follows so many rounds."""
         if earlier_rounds:
             self._weights = []
-        return digest_of(self._size, self._number, *map(sum_of_bits, self._weights))
+        compared = [*self._weights, *self._take_added()] if self._size > 1 else []
+        return digest_of(self._size, self._number, *map(sum_of_bits, compared))
 
 
 class Fault(NamedTuple):
