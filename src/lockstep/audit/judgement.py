@@ -49,13 +49,17 @@ def _one_for_each_line(findings: Iterable[Finding]) -> Iterator[Finding]:
     for one in findings:
         at = (one.code, one.severity, *one.where, *one.parameters)
         of_optimizers = alike.setdefault(at, {})
-        if one.optimizer in ("", "*", *of_optimizers):
+        if not one.where or one.optimizer in ("", "*", *of_optimizers):
             yield one
         else:
             of_optimizers[one.optimizer] = one
     for first, *others in (of.values() for of in alike.values() if of):
         also = [one.optimizer for one in others]
-        said = f" (and so for {len(also)} more optimizer{'s'[: len(also) > 1]})" if also else ""
+        said = (
+            f" (and so for {len(also)} more optimizer{'s' if len(also) > 1 else ''})"
+            if also
+            else ""
+        )
         evidence = {**first.evidence, "also": also} if also else first.evidence
         yield replace(first, message=first.message + said, evidence=evidence)
 

@@ -53,6 +53,8 @@ class GlobalBatchContext:
         has_empty_shards: a shard of the batch has no samples, and so maybe a worker none.
         read_ahead: the batches that the user's own `train_epoch` has read; None in all other loops,
             and without peers.
+        may_be_earlier: without peers, a batch of the user's own `train_epoch` may be made from one
+            that it has read before this one; of how many samples it is changes no peer's gradient.
         num_train_batch_calls: how often this batch went through the default `train_batch`.
         is_stepping: an optimizer's step of the default loop is running.
         has_scheduled: the schedulers have begun to step after this batch, if they step by batch.
@@ -74,6 +76,7 @@ class GlobalBatchContext:
     closes_window: bool = True
     has_empty_shards: bool = False
     read_ahead: ReadAheadBatches | None = None
+    may_be_earlier: bool = False
     counts_samples: Callable[[], bool] | None = None
     num_train_batch_calls: int = 0
     is_stepping: bool = False
@@ -91,6 +94,7 @@ class GlobalBatchContext:
             opens_window=self.opens_window,
             closes_window=self.closes_window,
             read_ahead=self.read_ahead,
+            may_be_earlier=self.may_be_earlier,
         )
 
     @property
@@ -151,6 +155,9 @@ class GlobalBatchContext:
         if joint_batch.is_borrowed:
             return replace(joint_batch, batch=batch)
         num_samples = count_kept_samples(batch, joint_batch.batch, joint_batch.num_samples)
+        if num_samples is None and self.may_be_earlier:
+            rows = {rows_of(leaf) for leaf in leaves_of(batch)} - {None}
+            num_samples = rows.pop() if len(rows) == 1 else None
         if num_samples is None:
             raise _unknown_samples_error(batch, joint_batch)
         if num_samples == joint_batch.num_samples:  # moved or augmented: it holds the same samples

@@ -68,12 +68,17 @@ class BatchIterator:
         self._purpose = purpose
         self._rollback = rollback
         self._num_open_samples: int | None = None
-        own_loop = purpose == "train" and operator._lockstep_overrides(Operator.train_epoch)
+        overrides = purpose == "train" and operator._lockstep_overrides(Operator.train_epoch)
+        may_read_ahead = overrides and cursor.source.joint
         self._read_ahead: ReadAheadBatches | None = None
-        if own_loop and cursor.source.joint and self._state.has_peers:
+        if may_read_ahead and self._state.has_peers:
             self._read_ahead = ReadAheadBatches(partial(rank_and_step, operator))
+        self._may_be_earlier = may_read_ahead and self._read_ahead is None
         self._state.global_batch = GlobalBatchContext(
-            reduction, purpose, read_ahead=self._read_ahead
+            reduction,
+            purpose,
+            read_ahead=self._read_ahead,
+            may_be_earlier=self._may_be_earlier,
         )
         self.num_delivered = 0
         self.num_borrowed_samples = 0
@@ -193,6 +198,7 @@ class BatchIterator:
             shards,
             is_joint,
             read_ahead=self._read_ahead,
+            may_be_earlier=self._may_be_earlier,
             has_empty_shards=read.has_empty_shards,
             counts_samples=self._counts_samples,
         )

@@ -167,8 +167,8 @@ BUFFERS_IN_USE = Rule((BUFFERS,), _look_at_buffers, (World.trains_own_models,))
 
 
 def _used_in_training(world: World) -> Finding | None:
-    """The first buffers that have gradients follow, and differ since ranks have changed them, or
-    differ from the beginning and never change: a random projection that each rank has drawn."""
+    """The first buffers that differ since ranks have changed them, if gradients follow from them;
+    or that differ from the beginning and never change, as random features that a rank has drawn."""
     if world.is_model_parallel() or not world.in_step:
         return None
     used_buffers = {rank: led.buffers_used for rank, led in world.ledgers.items()}
@@ -181,9 +181,12 @@ def _used_in_training(world: World) -> Finding | None:
             continue
         began, *later = ({r: of_rank[step] for r, of_rank in by_step.items()} for step in shared)
         at_home = _in_layers_at_home(world, first.names)
-        apart, norms = _names_and_norms(first, began, at_home)
-        if apart and first.trains and not any(map(_ever_changes, known.values())):
-            return _of_constant(first, apart, norms)
+        # A single number may be the rank's own, or a count.
+        single = {n for n, count in zip(first.names, first.counts, strict=True) if count < 2}
+        drawn, norms = _names_and_norms(first, began, at_home | single)
+        if drawn and first.trains and not any(map(_ever_changes, known.values())):
+            return _of_constant(first, drawn, norms)
+        apart, _ = _names_and_norms(first, began, ())
         leave_out = {*apart, *set(first.names) - used, *at_home}
         for step, prints in zip(shared[1:], later, strict=True):
             names, norms = _names_and_norms(first, prints, leave_out)
@@ -201,9 +204,11 @@ def _ever_changes(buffers: UsedBuffers) -> bool:
 def _of_constant(buffers: UsedBuffers, names: list[str], norms: dict[int, float]) -> Finding:
     return BUFFERS.finding(
         f"the ranks train the same {buffers.module} with different {named(names)} from the first "
-        f"step on (norm of `{names[0]}`: {_said(norms)}): each gradient is that of another model",
+        f"step on (norm of `{names[0]}`: {_said(norms)}): where its forward uses them, each rank's "
+        "gradient is that of another model",
         "draw it from a generator with one seed on all ranks, or let DistributedDataParallel send "
         "rank 0's (broadcast_buffers=True). If it is meant to differ, `lockstep.local(module)`",
+        severity="warning",  # whether the forward uses them was not looked at
         rank=sorted(norms),
         optimizer="*",
         step=1,
