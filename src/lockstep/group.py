@@ -7,9 +7,9 @@ Two rules make it possible to leave a broken group and to form a new one in the 
   learn of a failure, only when the last reference is gone; an exception keeps the frames it
   passed through alive. So no frame below holds the process group or a torch ``Work`` in a
   local variable when it raises, and `close` drops the one reference there is.
-- Whatever goes wrong inside a collective becomes `PeerLostError` with the original as its
-  cause: gloo raises plain ``RuntimeError``, which a caller could not tell from a bug. But a
-  tensor on a device for which the process group has no backend is a `ConfigurationError`.
+- Whatever goes wrong inside a collective becomes `PeerLostError` with the original as its cause
+  (gloo's plain ``RuntimeError`` looks like a bug), and a tensor on a device without a backend a
+  `ConfigurationError`.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class Group:
         device: where metadata travels; by default the CPU, or the current CUDA device if the
             process group cannot carry CPU tensors (NCCL).
         can_be_given_up: False where nobody calls `give_up`; then `confirm` waits for nothing.
+        is_assumed: the rank is alone because there was no world group, and may get peers.
     """
 
     def __init__(
@@ -91,12 +92,13 @@ class Group:
         device: torch.device | None = None,
         *,
         can_be_given_up: bool = True,
+        is_assumed: bool = False,
     ) -> None:
         self._process_group = process_group
         self._can_be_given_up = can_be_given_up
+        self.is_assumed = is_assumed
         self._closed = False
-        self._is_given_up = False
-        self._has_failed = False
+        self._is_given_up = self._has_failed = False
         self._unconfirmed_on: torch.device | None = None
         self._start_counters: dict[torch.device, Callable[[], int] | None] = {}
         self.rank: int = 0 if process_group is None else process_group.rank()
@@ -495,4 +497,4 @@ def resolve_group(group: Any | Group | None = None) -> Group:
         return group
     group = default_process_group() if group is None else group
     # Torch ends the process itself where a collective of NCCL's fails.
-    return Group(require_process_group(group), can_be_given_up=False)
+    return Group(require_process_group(group), can_be_given_up=False, is_assumed=group is None)

@@ -32,6 +32,24 @@ def default_process_group() -> Any | None:
     return None
 
 
+def refuse_late_peers() -> None:
+    """Refuse to go on alone, where there was no world group and now there is one.
+
+    Raises:
+        WrongUseError: the world group has other ranks.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise WrongUseError(
+            "this process has peers, and works as if it were alone",
+            where=f"rank {dist.get_rank()}",
+            got=f"a process group of {dist.get_world_size()} ranks",
+            cause="init_process_group came after replicate() or shard_loader(): each rank trains by"
+            " itself",
+            fix="torch.distributed.init_process_group() before replicate() and shard_loader(); for"
+            " a process that is to be alone group=lockstep.group.Group(None)",
+        )
+
+
 def require_process_group(given: Any | None) -> Any | None:
     """`given`, a user's argument, if it is None or a process group that this rank is in.
 

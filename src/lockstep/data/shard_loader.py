@@ -19,6 +19,7 @@ from lockstep.data.shard_assignment import ShardAssignment
 from lockstep.data.sharded_loader import BatchParts, LoadedPart, ShardedLoader
 from lockstep.errors import CheckpointError
 from lockstep.group import Group, resolve_group
+from lockstep.process_group_argument import refuse_late_peers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -57,7 +58,9 @@ def shard_loader(loader: Any, *, group: Any = None, seed: int = 0) -> RankLoader
         rank, size = (each() if callable(each) else each for each in (group.rank, group.size))
         return RankLoader(loader, rank=rank, size=size, seed=seed)
     ranks = resolve_group(group)
-    made = RankLoader(loader, rank=ranks.rank, size=ranks.size, seed=seed)
+    made = RankLoader(
+        loader, rank=ranks.rank, size=ranks.size, seed=seed, is_assumed=ranks.is_assumed
+    )
     if ranks.size > 1:
         check_same_plan(ranks.exchange(made.fingerprint()))
     return made
@@ -73,13 +76,17 @@ class RankLoader:
         loader: the user's loader.
         rank, size: this process's rank, and the number of ranks that share the data.
         seed: the seed of the order and of augmentations.
+        is_assumed: there is one rank because there was no world group.
     """
 
     is_already_sharded = True
     """By this attribute the trainer refuses a loader that it would share out a second time."""
 
-    def __init__(self, loader: Any, *, rank: int, size: int, seed: int) -> None:
+    def __init__(
+        self, loader: Any, *, rank: int, size: int, seed: int, is_assumed: bool = False
+    ) -> None:
         self.loader = loader
+        self._is_assumed = is_assumed
         self._assignment = ShardAssignment(size, range(rank, rank + 1), seed)
         self._sharded = self._make_sharded_loader(None)
         self._epoch = 0  # the epoch that is read now, or will be read next
@@ -111,6 +118,8 @@ class RankLoader:
         return self._step + rest
 
     def __iter__(self) -> Iterator[Any]:
+        if self._is_assumed:
+            refuse_late_peers()
         if self._reader is not None:
             self._move_to(self._epoch + 1)
         self._reader = reader = object()

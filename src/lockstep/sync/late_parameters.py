@@ -22,6 +22,7 @@ from torch.nn.modules.module import (
 from lockstep._torch_compat import buffers_of, is_persistent
 from lockstep.compiler_disable import disable_dynamo
 from lockstep.sync.local_parameters import is_local, is_local_buffer
+from lockstep.sync.round_contribution import Fault
 from lockstep.tensor_copies import is_block
 
 if TYPE_CHECKING:
@@ -82,12 +83,13 @@ class LateParameters:
         """Whether `param` is in the modules now; looks at every module."""
         return any(one is param for one in self._parameters())
 
-    def names_with_gradient(self) -> list[str]:
-        """The names of late parameters that have got a gradient."""
+    def faults(self) -> list[Fault]:
+        """The reason to refuse a round, if late parameters have got a gradient."""
         self._look()
-        return [
+        names = [
             name for name, param in self._found if param.grad is not None and not is_local(param)
         ]
+        return [Fault.of("added_parameter", names)] if names else []
 
     def _look(self) -> None:
         if self._has_changed:

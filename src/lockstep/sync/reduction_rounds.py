@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep import reduction_context
+from lockstep.process_group_argument import refuse_late_peers
 from lockstep.sync import round_checks, round_error_texts
 from lockstep.sync.accumulation_window import AccumulationWindow
 from lockstep.sync.autograd_grad_watch import AutogradGradWatch
@@ -104,10 +105,9 @@ class ReductionRounds:
         self.num_rounds, self.last_full_round, self.digest = 0, 0, RoundDigest(1, 0)
         named = enumerate(found.parameters.items())
         self.slots = [Slot(number, name, param, self) for number, (name, param) in named]
-        self.is_paused = self.has_accumulated = self.has_added = False
+        self.is_paused = self.has_accumulated = self.has_added = self._has_failed = False
         self._group: Group | None = group
-        self._after_round = after_round
-        self._is_broken = self._has_failed = False
+        self._after_round, self._is_broken = after_round, False
         self.step = 0  # of the run, or of the optimizers, to which rounds belong
         self.steps_taken = self._numbers_of_steps = self._watched_from = 0
         self._unread: UnreadTotals | None = None
@@ -334,9 +334,8 @@ class ReductionRounds:
         if self._window.kind == WEIGHTED:
             contribution.weight = self._window.total_weight
             self.local.close_window(contribution.weight if self.weights.averages else 1.0)
-        unknown = self.late.names_with_gradient()
         try:
-            result = finish([Fault.of("added_parameter", unknown)] if unknown else [])
+            result = finish(self.late.faults())
         except BaseException:
             self._fail()
             raise
@@ -399,8 +398,7 @@ class ReductionRounds:
         self.listener.forget_tasks()
         self._new_window()
         self.local.close_window(1.0)  # of a window that no round has closed
-        self.listener.is_running = False
-        self._has_failed = has_failed
+        self.listener.is_running, self._has_failed = False, has_failed
 
     # ------------------------------------------------------------------ the group
 
@@ -410,9 +408,12 @@ class ReductionRounds:
         Raises:
             NotAvailableError: after `detach`.
             GradientNotReducedError: an earlier failure left the ranks at different places.
+            WrongUseError: there is a world group now, and was none.
         """
         if self._group is None:
             raise round_error_texts.detached_error(self.place)
+        if self._group.is_assumed:
+            refuse_late_peers()
         if self._is_broken:
             raise round_error_texts.broken_error(self.place)
         return self._group

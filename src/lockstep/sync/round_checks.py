@@ -89,9 +89,10 @@ def _out_of_step_error(
         )
         cause = (
             "some ranks used models in another order; or weights were changed on some ranks after"
-            " replicate() (loaded on rank 0?); or buffers that nobody makes equal, as they came"
-            " after replicate() (pruning, spectral_norm, a first forward), were computed from each"
-            " rank's own rows or random numbers; or a collective inside the backward"
+            " replicate() (loaded on rank 0? moved by a rank's own gradient, as in m-SAM?); or"
+            " buffers that nobody makes equal, as they came after replicate() (pruning,"
+            " spectral_norm, a first forward), were computed from each rank's own rows or random"
+            " numbers; or a collective inside the backward"
             " (torch.distributed.nn, SyncBatchNorm) that earlier backwards did not have, beside a"
             " branch that some ranks left out"
         )
