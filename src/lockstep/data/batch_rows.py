@@ -10,6 +10,7 @@ rows without a word.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -144,7 +145,8 @@ def count_kept_samples(batch: Any, delivered: Any, num_samples: int) -> int | No
 
     A loop may move, augment, transpose, repeat, collate or cut samples. The first dimension of one
     tensor is a guess (it may be time), so all samples are there until every tensor, or every list
-    of samples, shows that there are fewer.
+    of samples, shows that there are fewer. A tensor with exactly `num_samples` rows, whatever the
+    rows are, means all.
 
     Args:
         num_samples: of `delivered`; a made batch cannot have more.
@@ -185,21 +187,44 @@ def _count_kept_rows(batch: Any, delivered: Any, num_samples: int) -> int | None
     lengths, lengths_before = ({shape[0] for shape in each} for each in (shapes, before))
     if num_samples in map(rows_of, leaves_of(batch)):
         return num_samples
-    # A second dimension of so many is that of the samples, behind the steps of time, unless it
-    # was there beside them: as many features, or channels.
-    tails = {shape[1:] for shape in before if shape[0] == num_samples}
-    is_second = [shape[1:2] == (num_samples,) and shape[1:] not in tails for shape in shapes]
+    is_second = _have_samples_second(shapes, before, num_samples)
     was_second = any(shape[1:2] == (num_samples,) for shape in before)
     is_uncut = lengths_before <= lengths if before else delivered is not None and not shapes
     if (is_uncut and not was_second) or (shapes and all(is_second)):
         return num_samples
     if len(lengths) != 1:
         return num_samples if any(is_second) else None
+    # Rows that were nodes or steps of time show nothing by their number.
+    if lengths_before != {num_samples} or any(is_second):
+        return None
     (length,) = lengths
     if length < num_samples:
-        return length if before and not any(is_second) else None
-    has_views = lengths_before == {num_samples} and length % num_samples == 0
-    return num_samples if has_views else None
+        return length
+    return num_samples if length % num_samples == 0 else None  # views of each sample
+
+
+def _have_samples_second(
+    shapes: list[tuple[int, ...]], before: list[tuple[int, ...]], num_samples: int
+) -> list[bool]:
+    """Which of `shapes` have the samples in their second dimension, behind the steps of time.
+
+    A second dimension of so many may be features or channels that were there beside the samples,
+    or tokens that a cut has left by chance. So the first one shows the steps: they were there
+    before, are too many to be kept samples, or stand in front of a delivered tensor's whole shape.
+    """
+    firsts = {length for shape in before for length in shape[:2]}
+    is_deeper = max(map(len, shapes), default=0) > max(map(len, before), default=0)
+
+    def has_steps_first(first: int, tail: tuple[int, ...]) -> bool:
+        is_in_front = is_deeper and tail in before
+        return not before or first > num_samples or first in firsts or is_in_front
+
+    return [
+        shape[1:2] == (num_samples,)
+        and (num_samples, *shape[1:]) not in before
+        and has_steps_first(shape[0], shape[1:])
+        for shape in shapes
+    ]
 
 
 def count_samples_of_any(batch: Any, counts: Collection[int], *, are_rows: bool) -> int | None:
@@ -222,13 +247,16 @@ def count_samples_of_any(batch: Any, counts: Collection[int], *, are_rows: bool)
 def _shapes_with_rows(batch: Any) -> list[tuple[int, ...]]:
     """The shapes of the tensors and arrays in `batch`; the lengths of other rows if it has none.
 
-    Those without a single row (graphs without edges) only where no other has one.
+    Those without a single row (graphs without edges) only where no other has one; those of one
+    element (the share of a mixup) only where no other has several rows.
     """
     leaves = list(leaves_of(batch))
     arrays = [each for each in leaves if isinstance(each, (torch.Tensor, np.ndarray))]
     shapes = [tuple(each.shape) for each in arrays if each.ndim]
     shapes += [(rows_of(each) or 0,) for each in leaves if isinstance(each, PackedSequence)]
     shapes = shapes or [(rows,) for each in leaves if (rows := rows_of(each)) is not None]
+    if any(shape[0] > 1 for shape in shapes):
+        shapes = [shape for shape in shapes if math.prod(shape) != 1]
     return [shape for shape in shapes if shape[0]] or shapes
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.keys import BATCH_COUNT, NUM_SAMPLES, WEIGHT
 from lockstep.metrics.merge_over_workers import merge
-from lockstep.metrics.metric_values import addable, as_summand, is_same_value, shape_of
+from lockstep.metrics.metric_values import addable, as_summand, is_array, is_same_value, shape_of
 from lockstep.metrics.weighted_mean import WeightedMean, as_weight, read_means
 
 if TYPE_CHECKING:
@@ -151,21 +151,27 @@ class AverageMeterCollection:
 
     def _count(self, name: str, value: Any, weight: float) -> None:
         summand, mean = as_summand(value), self._means.get(name)
-        holds_arrays = mean is not None and shape_of(mean.total) != ()
         # A number beside None now and then is averaged; an array, only among its like.
-        is_mixed = holds_arrays or (shape_of(summand) != () and name in self._others)
-        if mean is not None and summand is not None:
-            is_mixed = shape_of(mean.total) != shape_of(summand)
+        if mean is None:
+            is_mixed = shape_of(summand) != () and name in self._others
+        else:
+            is_mixed = shape_of(summand) != shape_of(mean.total)
         if summand is not None and not is_mixed and name not in self._varied:
             self._means[name].add(summand, weight, self._step)
             return
         if isinstance(value, Tensor):
             value = value.detach()
-        if is_mixed or not is_same_value(self._others.get(name, value), value):
+        if name not in self._varied and (is_mixed or self._is_another_array(name, value)):
             self._varied.add(name)
         if is_mixed:
             self._means.pop(name, None)
         self._others[name] = value
+
+    def _is_another_array(self, name: str, value: Any) -> bool:
+        # Of other values the latest is what a loop means to tell: the rates of a schedule, the name
+        # of a file.
+        before = self._others.get(name, value)
+        return (is_array(before) or is_array(value)) and not is_same_value(before, value)
 
     def state(self) -> dict[str, Any]:
         """This worker's sums, which `merge` divides, as plain Python numbers on the CPU.
@@ -175,7 +181,8 @@ class AverageMeterCollection:
         Returns:
             ``batch_count``, ``num_samples``; ``sums``, a `WeightedMean` for each metric;
             ``others``, the latest value of each metric that cannot be averaged; ``varied``, the
-            names of those whose value was not always the same.
+            names of those that were other arrays or shapes before, or not the same in all parts of
+            a batch.
         """
         return {
             BATCH_COUNT: self._batch_count,

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import ConfigurationError
 from lockstep.keys import BATCH_COUNT, NUM_SAMPLES, WEIGHT
-from lockstep.metrics.metric_values import as_summand, is_same_value, read_numbers, shape_of
+from lockstep.metrics.metric_values import (
+    as_summand,
+    is_array,
+    is_same_value,
+    read_numbers,
+    shape_of,
+)
 from lockstep.metrics.weighted_mean import as_weight, merge_means, weighted_mean
 
 if TYPE_CHECKING:
@@ -50,6 +56,8 @@ def merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def varying_metrics(states: Sequence[Mapping[str, Any]]) -> list[str]:
     """The metrics that cannot be averaged and are not the same on all batches and workers.
 
+    Of values that are no tensors or arrays, the latest of the workers are compared.
+
     Args:
         states: as of `merge`.
     """
@@ -62,9 +70,16 @@ def varying_metrics(states: Sequence[Mapping[str, Any]]) -> list[str]:
     return sorted(varied | (_varying([state["others"] for state in states]) - averaged))
 
 
-def varying_results(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """As `varying_metrics`, of what loops of the user's own returned."""
-    return sorted(_varying(results))
+def varying_results(passes: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
+    """As `varying_metrics`, of what loops of the user's own returned.
+
+    Args:
+        passes: for each pass the results of the workers that ran it.
+    """
+    varying = set[str]().union(*map(_varying, passes))
+    results = [result for each in passes for result in each]
+    arrays = {key for result in results for key, value in result.items() if is_array(value)}
+    return sorted(varying | (_varying(results) & arrays))
 
 
 def _varying(results: Sequence[Mapping[str, Any]]) -> set[str]:

@@ -56,22 +56,29 @@ def count_targets(call: CriterionCall) -> float | None:
     return float(weight.to(target.device, torch.float64)[target[counted]].sum())
 
 
-def targets_per_sample(calls: Sequence[CriterionCall]) -> float | None:
+def targets_per_sample(calls: Sequence[CriterionCall], num_samples: int) -> float | None:
     """The number of targets of each sample, of which the mean of every one of `calls` is.
+
+    Args:
+        num_samples: of the shard for which the calls were; 0 where it is borrowed.
 
     Returns:
         1 where the means are over samples; None where some mean leaves targets out, counts them by
-        their class, or is of samples with another number of targets.
+        their class, or is of samples with another number of targets; and where a target is longer
+        than there are samples: flattened, it does not show which targets are one sample's.
     """
     found: set[float] = set()
     for criterion, target in calls:
         settings = _settings(criterion)
         if settings is None or not isinstance(target, torch.Tensor) or target.is_floating_point():
             found.add(1.0)
-        elif settings[0] is not None or not bool(is_counted(criterion, target).all()):
+            continue
+        length = len(target) if target.ndim else 1
+        is_flattened = 0 < num_samples < length
+        if settings[0] is not None or is_flattened or not bool(is_counted(criterion, target).all()):
             return None
-        elif target.numel():
-            found.add(target.numel() / (len(target) if target.ndim else 1))
+        if target.numel():
+            found.add(target.numel() / length)
     return found.pop() if len(found) == 1 else None
 
 

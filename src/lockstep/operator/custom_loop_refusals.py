@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of `TorchTrainer` that only the default loop applies, and their refusal elsewhere; and
-what a loop of one's own is told."""
+the warning about borrowed batches that a loop has counted."""
 
 from __future__ import annotations
 

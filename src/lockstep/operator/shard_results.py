@@ -99,7 +99,7 @@ class ShardResults:
         if not calls or has_own_wrapper:
             return shard.num_samples, BY_SAMPLES
         if len(calls) > 1:  # none of them is the loss
-            per_sample = targets_per_sample(calls)
+            per_sample = targets_per_sample(calls, shard.num_samples)
             if per_sample is None:
                 raise _several_calls_error(self._operator, len(calls))
             return shard.num_samples * per_sample, BY_SAMPLES
@@ -282,8 +282,8 @@ def _several_calls_error(operator: Operator, num_calls: int) -> WeightError:
         where=f"{type(operator).__name__}.compute_loss, {rank_and_step(operator)}",
         expected="means over all targets, of which each sample has the same number",
         cause="the criterion leaves some targets out (ignore_index) or counts them by their class"
-        " (weight=...), or the calls are of other targets: what their combination is a mean over,"
-        " none of them shows",
+        " (weight=...), or the calls are of other targets, or of targets of several samples in one"
+        " dimension: what their combination is a mean over, none of them shows",
         fix=f"return loss, {{{WEIGHT!r}: number_of_targets_that_it_is_a_mean_over}}",
     )
 

@@ -401,7 +401,8 @@ class TrainingOperator:
         A worker without samples in a step computes on samples of another worker, so that all run
         the same collectives. lockstep gives that batch no weight in the gradient and in the
         metrics of its own loops; sums, queues and lists of a `train_epoch` are for it to keep
-        clean. False between two batches.
+        clean. A loop that reads ahead gets the answer for the batch that it has read last, not for
+        the one that it computes: it keeps each answer beside its batch.
         """
         return self._lockstep.global_batch.is_borrowed
 

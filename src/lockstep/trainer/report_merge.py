@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from lockstep.error_texts import LOAD_LAST
@@ -36,7 +37,9 @@ def merge_reports(reports: Sequence[Report]) -> dict[str, Any]:
         ours = merge([report.sums for report in reports])
         result.update({key: ours[key] for key in ours if key not in own | left_out})
     over_call = set[str]().union(*(each.over_call for each in passes))
-    result.update(_merge_own(passes, own - over_call))
+    # Of what cannot be averaged, the latest pass of the lowest rank.
+    latest_first = [each for report in reports for each in reversed(report.passes)]
+    result.update(_merge_own(latest_first, own - over_call))
     for each in passes:  # the latest pass of a worker last
         result.update({key: each.metrics[key] for key in own & each.over_call})
     result.update(compute_merged([report.torchmetrics for report in reports]))
@@ -74,7 +77,7 @@ def warn_of_varying_metrics(reports: Sequence[Report]) -> None:
     if any(each.sums is not None for each in passes):
         varying.update(varying_metrics([report.sums for report in reports]))
         varying -= own
-    varying |= own.intersection(varying_results([each.metrics for each in passes]))
+    varying |= own.intersection(varying_results(_results_by_pass(reports)))
     for name in sorted(varying):
         warnings.warn(
             f"the metric {name!r} is not the same on all batches and workers, and cannot be"
@@ -84,6 +87,12 @@ def warn_of_varying_metrics(reports: Sequence[Report]) -> None:
             UserWarning,
             stacklevel=2,
         )
+
+
+def _results_by_pass(reports: Sequence[Report]) -> list[list[dict[str, Any]]]:
+    # From the end: a worker that joined late has not run the first ones.
+    rows = zip_longest(*(reversed(report.passes) for report in reports))
+    return [[each.metrics for each in row if each is not None] for row in rows]
 
 
 def _refuse_mixed_weights(reports: Sequence[Report]) -> None:

@@ -45,13 +45,29 @@ COLUMNS = (ones(5, 7, 4), ones(5, 1))
         ((ones(3, 5, 8, 8), ones(3)), (ones(5, 5, 8, 8), ones(5)), 3),
         (ones(0, 2), ones(5, 2), 0),
         (ones(3, 5), ones(5, 5), 3),
+        # Cut, and by chance as many tokens or features as there were samples.
+        (ones(3, 5), ones(5, 6), 3),
+        ((ones(3, 5), ones(3, 5)), (ones(5, 9), ones(5, 9)), 3),
+        ((ones(3, 5), ones(3)), (ones(5, 4), ones(5)), 3),
+        # Time first, or several views in front.
+        (ones(6, 5), ones(5, 6), 5),
+        (ones(3, 5), ones(5, 3), 5),
+        (ones(2, 5, 4), ones(5, 4), 5),
+        ((ones(2, 5, 4), ones(2, 5)), (ones(5, 4), ones(5)), 5),
+        # Beside them one number for all.
+        ((ones(3, 4), ones(3), ones(1)), (ones(5, 4), ones(5)), 3),
+        ((ones(3, 4), ones(3), ones(1)), (ones(5, 4), ones(5), ones(1)), 3),
+        ((ones(1, 4), ones(1, 1)), (ones(5, 4), ones(5, 1)), 1),
+        (ones(1, 1), ones(5, 1), 1),
+        # Cut rows that were no samples.
+        (ones(3, 4), (ones(40, 4), ones(2, 80), ones(5)), None),
+        (ones(10, 4), (ones(40, 4), ones(2, 80), ones(5)), None),
         ((ones(0, 2), ones(3)), (ones(5, 2), ones(5)), 3),
         (object(), object(), 5),
         # Some tensors say so, and others not; or more than there are.
         ((ones(3, 7, 4), ones(4, 1)), COLUMNS, None),
         ((ones(10), ones(3, 7)), (ones(5, 7), ones(5)), None),
         (ones(8, 2), ones(5, 2), None),
-        ((ones(3, 5), ones(3)), (ones(5, 4), ones(5)), None),
         # From a list of samples.
         (PAIRS, PAIRS, 5),
         (PAIRS[:3], PAIRS, 3),

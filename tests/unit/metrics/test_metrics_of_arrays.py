@@ -52,10 +52,23 @@ def test_the_callers_array_may_be_written_to_afterwards():
 
 LARGE = torch.zeros(257, 256)
 SAME = [("a", "a"), ([1, 2], [1, 2]), (None, None), (LARGE, LARGE), (1.0, None)]
-OTHER = [
+
+
+class Incomparable:
+    def __eq__(self, other):
+        raise AttributeError("dtype")
+
+    __hash__ = None
+
+
+OTHER_VALUES = [
     ("a", "b"),
     ([1], [2]),
     ([torch.ones(2)], [torch.ones(2)]),
+    (Incomparable(), Incomparable()),
+    (torch.eye(2).to_sparse(), torch.eye(2).to_sparse()),
+]
+OTHER_ARRAYS = [
     (torch.ones(2), torch.ones(3)),
     (torch.ones(1), torch.ones(3)),
     (LARGE, LARGE + 1),
@@ -70,13 +83,28 @@ def test_what_is_the_same_everywhere_is_passed_through(one, other):
         assert varying_metrics(states) == []
         found = merge(states)["m"]
         assert torch.equal(found, one) if one is LARGE else found == one
-    assert varying_results([{"m": one}, {"m": other}, {}]) == []
+    assert varying_results([[{"m": one}, {"m": other}, {}]]) == []
 
 
-@pytest.mark.parametrize(("one", "other"), OTHER)
-def test_what_differs_is_named(one, other):
+@pytest.mark.parametrize(("one", "other"), OTHER_ARRAYS)
+def test_an_array_that_differs_between_batches_or_passes_is_named(one, other):
     assert varying_metrics([collected((one, 1), (other, 1))]) == ["m"]
-    assert varying_results([{"m": one}, {"m": other}]) == ["m"]
+    assert varying_results([[{"m": one}], [{"m": other}]]) == ["m"]
+
+
+@pytest.mark.parametrize(("one", "other"), OTHER_VALUES[:-1])
+def test_the_latest_of_other_values_is_the_result(one, other):
+    """The rates of a schedule, or the file of the best epoch, are the same on all workers."""
+    states = [collected((one, 1), (other, 1))]
+    states = [*states, *states]
+    assert varying_metrics(states) == []
+    assert merge(states)["m"] is states[0]["others"]["m"]
+    assert varying_results([[{"m": one}, {"m": one}], [{"m": other}, {"m": other}]]) == []
+
+
+@pytest.mark.parametrize(("one", "other"), OTHER_ARRAYS + OTHER_VALUES)
+def test_what_differs_between_workers_is_named(one, other):
+    assert varying_results([[{"m": one}, {"m": other}]]) == ["m"]
     states = [collected((each, 1)) for each in (one, other)]
     assert varying_metrics(states) == ["m"]
     assert "m" in merge(states)
@@ -133,3 +161,23 @@ def test_a_list_that_differs_is_named_with_what_to_write(batch):
         one.train()
         one.train()
     assert len(noted) == 1
+
+
+class Names(Confusion):
+    """A loop of one's own that tells the file of its epoch."""
+
+    def train_epoch(self, iterator, info):
+        num_batches = len(list(iterator))
+        return {"best": f"e{info['epoch_idx']}.pt", "read": num_batches}
+
+
+def test_a_name_of_each_epoch_is_the_latest_without_a_warning():
+    config = {BATCH_SIZE: 10}
+    with (
+        TorchTrainer(training_operator_cls=Names, config=config) as one,
+        warnings.catch_warnings(record=True) as noted,
+    ):
+        warnings.simplefilter("always")
+        result = one.train(num_steps=3)
+    assert (result["best"], result["read"]) == ("e2.pt", 1)
+    assert not [each for each in noted if "best" in str(each.message)]

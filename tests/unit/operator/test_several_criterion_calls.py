@@ -31,7 +31,7 @@ class Scores(nn.Module):
 
 def parts(config):
     torch.manual_seed(0)
-    model = Scores(config["targets"].dim() == 2).double()
+    model = Scores(config["targets"].dim() == 2 and not config.get("is_flat")).double()
     return model, torch.optim.SGD(model.parameters(), lr=0.5)
 
 
@@ -65,6 +65,16 @@ class Mines(Chunks):
         whole = super(Chunks, self).compute_loss(batch, batch_info)
         hard = super(Chunks, self).compute_loss((x[:2], y[:2]), batch_info)
         return whole + 0 * hard
+
+
+class FlatSometimesTwice(Chunks):
+    """Two calls for a shard of eleven samples, and one for ten."""
+
+    def compute_loss(self, batch, batch_info):
+        x, y = batch
+        flat = x.flatten(0, 1)[:, None], y.flatten()
+        losses = [super(Chunks, self).compute_loss(flat, batch_info) for _ in range(1 + len(x) % 2)]
+        return sum(losses) / len(losses)
 
 
 class Weighed(Chunks):
@@ -116,3 +126,9 @@ def test_a_loss_of_several_calls_over_other_numbers_of_targets_has_to_say_its_we
     with pytest.raises(WeightError, match="called 3 times"):
         trained(Chunks, **config, **{BATCH_SIZE: ROWS})
     trained(Weighed, **config, **{BATCH_SIZE: ROWS})
+
+
+def test_flattened_targets_of_several_calls_have_to_say_their_weight():
+    """A shard with two calls counted for its samples, and one with a single call for its tokens."""
+    with pytest.raises(WeightError, match="called 2 times"):
+        trained(FlatSometimesTwice, targets=TOKENS, is_flat=True, **{BATCH_SIZE: ROWS})
