@@ -26,7 +26,8 @@ from lockstep.operator.custom_loop_refusals import (
 from lockstep.operator.default_loops import require_metrics, step_batch_schedulers
 from lockstep.operator.mixed_tensors import explain_mixed_tensors
 from lockstep.operator.nan_origin import explain_non_finite_error
-from lockstep.operator.registration import registered_parts, step_schedulers
+from lockstep.operator.registered_schedulers import step_schedulers
+from lockstep.operator.registration import registered_parts
 from lockstep.randomness import derive_seed, preserve_rng_state, seed_all
 from lockstep.reduction_context import ReductionContext, activate
 from lockstep.worker.batch_iterator import BatchIterator

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When registered schedulers step: every one of them, assigned to an attribute or not.
 
-`lockstep.operator.default_loops` steps them, `lockstep.operator.registration` finds them.
+`lockstep.operator.default_loops` steps them, `lockstep.operator.registered_schedulers` finds them.
 """
 
 import math
