@@ -4,15 +4,17 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Mapping, Sequence
-from itertools import chain
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep._torch_compat import schedulers_within
+from lockstep.checkpoint.plain_values import plain_state
 from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator.mixed_precision import members_of
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
     from lockstep.operator.loop_protocols import Operator
     from lockstep.operator.training_parts import TrainingParts
+
+_log = logging.getLogger("lockstep")
 
 _METRICS: Final = {"metric", "metrics"}
 """The parameters of a scheduler's `step` that take what is given to `trainer.update_scheduler`."""
@@ -118,24 +122,56 @@ def take_schedulers(operator: Operator, registered: TrainingParts) -> None:
             ' TorchTrainer(..., scheduler_step_freq="epoch"), "batch", or "manual" if code of your'
             " own steps it",
         )
-    registered.stepped_by_loop = _with_state(operator, registered, [each for _, each in left])
+    registered.stepped_by_loop = _with_state(operator, registered, left)
 
 
 def _with_state(
-    operator: Operator, registered: TrainingParts, schedulers: Sequence[Any]
+    operator: Operator, registered: TrainingParts, schedulers: Sequence[tuple[str, Any]]
 ) -> list[Any]:
-    """Those of `schedulers` that can be saved with their optimizer, and the GradScalers."""
+    """Those of `schedulers` that can be saved with their optimizer, and the GradScalers.
+
+    Args:
+        schedulers: each with the name of its attribute.
+    """
     groups = _ids_of_groups(registered)
     held = [
-        each
-        for each in schedulers
+        (name, each)
+        for name, each in schedulers
         if hasattr(each, "state_dict")
-        and any(id(group) in groups for group in each.optimizer.param_groups)
+        and hasattr(each, "load_state_dict")
+        and any(id(group) in groups for group in _groups_of(each))
     ]
-    values = vars(operator).values()
-    members = chain.from_iterable(map(members_of, values))
-    scalers = [each for each in members if isinstance(each, GradScaler)]
-    return [*{id(each): each for each in (*held, *scalers)}.values()]
+    held += [
+        (name, each)
+        for name, value in vars(operator).items()
+        for each in members_of(value)
+        if isinstance(each, GradScaler)
+    ]
+    distinct = {id(each): (name, each) for name, each in held}.values()
+    return [each for name, each in distinct if _has_plain_state(name, each)]
+
+
+def _groups_of(scheduler: Any) -> Iterable[Any]:
+    # A scheduler of the user's own may come without an optimizer.
+    groups: Iterable[Any] = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
+    return groups
+
+
+def _has_plain_state(name: str, stepper: Any) -> bool:
+    """Whether a checkpoint can hold its state; where not, a warning says that nothing keeps it."""
+    try:
+        # In this order: a model in a state is refused before it would be copied.
+        state = stepper.state_dict()
+        plain_state(state)
+        copy.deepcopy(state)
+    except Exception as error:  # of the user's `state_dict`, or of what is in it
+        _log.warning(
+            "self.%s (%s) is neither saved nor undone with a step that fails: its state_dict() is"
+            " not one that a checkpoint can hold (%s: %s)",
+            *(name, type(stepper).__name__, type(error).__name__, error),
+        )
+        return False
+    return True
 
 
 def _schedulers_in(value: Any, optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:

@@ -6,6 +6,7 @@
 
 import math
 import signal
+import threading
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     LinearLR,
+    LRScheduler,
     MultiStepLR,
     ReduceLROnPlateau,
     SequentialLR,
@@ -453,6 +455,37 @@ def test_what_a_loop_of_ones_own_steps_goes_back_with_the_step_that_failed():
             one.train()
         one.train()
         assert schedule_of(one)[:2] == (7, 2.0 * 2**2)
+
+
+class WithoutOptimizer(LRScheduler):
+    """An LRScheduler that keeps its optimizer under another name."""
+
+    def __init__(self, optimizer):
+        self.of = optimizer
+
+    def step(self):
+        self.of.param_groups[0]["lr"] *= 0.5
+
+
+class KeepsWhatNoFileHolds(StepsItsOwn):
+    def setup(self, config):
+        super().setup(config)
+        self.warm_up = halves(self.optimizer)
+        self.warm_up.writer = threading.Lock()
+        self.other = WithoutOptimizer(self.optimizer)
+
+
+def test_a_scheduler_whose_state_no_checkpoint_holds_is_left_out(tmp_path, caplog):
+    with trainer(KeepsWhatNoFileHolds) as one:
+        assert "self.warm_up (StepLR) is neither saved nor undone" in caplog.text
+        one.train(num_steps=6)
+        path = one.save(tmp_path / "state")
+        one.train(num_steps=3)
+        undisturbed = schedule_of(one)
+    with trainer(KeepsWhatNoFileHolds) as one:
+        one.load(path)
+        one.train(num_steps=3)
+        assert schedule_of(one) == undisturbed
 
 
 class ByEpochNumber(Foreign):
