@@ -151,7 +151,7 @@ def step_batch_schedulers(state: OperatorState, info: Mapping[str, Any]) -> None
         # Gradients that wait are of a window of the loop's own, or of a step that was left out.
         and (global_batch.stepped_optimizers or not run.has_gradients)
     ):
-        step_schedulers(run.schedulers)
+        step_schedulers(run.schedulers, SCHEDULER_STEP_BATCH)
 
 
 def require_metrics(operator: Operator, method: str, result: Any) -> dict[str, Any]:

@@ -16,13 +16,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep._torch_compat import schedulers_within
 from lockstep.checkpoint.plain_values import plain_state
 from lockstep.errors import ConfigurationError, WrongTypeError
-from lockstep.keys import SCHEDULER_STEP_MANUAL
+from lockstep.keys import SCHEDULER_STEP_EPOCH, SCHEDULER_STEP_MANUAL
+from lockstep.operator.loop_protocols import Operator
 from lockstep.operator.mixed_precision import members_of
 
 if TYPE_CHECKING:
     import torch
 
-    from lockstep.operator.loop_protocols import Operator
     from lockstep.operator.training_parts import TrainingParts
 
 _log = logging.getLogger("lockstep")
@@ -30,10 +30,27 @@ _log = logging.getLogger("lockstep")
 _METRICS: Final = {"metric", "metrics"}
 """The parameters of a scheduler's `step` that take what is given to `trainer.update_scheduler`."""
 
+_COUNTERS: Final = frozenset(
+    {"epoch", "epochs", "epoch_idx", "current_epoch", "cur_epoch", "last_epoch", "num_epochs"}
+    | {"step", "steps", "step_num", "num_steps", "global_step", "current_step", "step_idx"}
+    | {"update", "updates", "num_update", "num_updates", "n", "i", "t", "it", "iter", "iteration"}
+    | {"iterations", "batch", "batch_idx", "num_samples", "time"}
+)
+"""The parameters of a scheduler's `step` that count: no metric is meant for them."""
 
-def parse_schedulers(schedulers: Any, step_freq: str | None) -> list[Any]:
+
+def parse_schedulers(
+    schedulers: Any, step_freq: str | None, *, has_own_epoch: bool = False
+) -> list[Any]:
+    """`schedulers` as a list, checked to step when `step_freq` says.
+
+    Args:
+        has_own_epoch: `train_epoch` is overridden; then nothing steps them at an epoch's end.
+    """
     if schedulers is None:
         return []
+    steps_by_itself = step_freq not in (None, SCHEDULER_STEP_MANUAL)
+    steps_by_itself &= not (has_own_epoch and step_freq == SCHEDULER_STEP_EPOCH)
     items = list(schedulers) if isinstance(schedulers, Sequence) else [schedulers]
     for item in items:
         if isinstance(item, type) or not callable(getattr(item, "step", None)):
@@ -43,8 +60,8 @@ def parse_schedulers(schedulers: Any, step_freq: str | None) -> list[Any]:
                 got=f"{type(item).__name__}: {item!r:.80}",
             )
         needed = _needed_by_step(item)
-        if needed and step_freq not in (None, SCHEDULER_STEP_MANUAL):
-            if not needed <= _METRICS:
+        if needed and steps_by_itself:
+            if not (needed <= _METRICS or _takes_metric_by_place(item)):
                 raise _unknown_argument_error(item, needed, step_freq)
             raise ConfigurationError(
                 f"{type(item).__name__} needs a metric, so it cannot step by itself",
@@ -103,11 +120,14 @@ def take_schedulers(operator: Operator, registered: TrainingParts) -> None:
     ]
     step_freq = operator.scheduler_step_freq
     own_loop = operator._lockstep_overrides_loop()
+    has_own_epoch = operator._lockstep_overrides(Operator.train_epoch)
     if own_loop or step_freq is not None:
         for name, scheduler in found:
             if name == "scheduler":
                 registered.schedulers += (
-                    [scheduler] if step_freq is None else parse_schedulers(scheduler, step_freq)
+                    [scheduler]
+                    if step_freq is None
+                    else parse_schedulers(scheduler, step_freq, has_own_epoch=has_own_epoch)
                 )
         known = _ids_with_chained(registered.schedulers)
     left = [(name, scheduler) for name, scheduler in found if id(scheduler) not in known]
@@ -196,22 +216,58 @@ def _ids_with_chained(schedulers: Sequence[Any]) -> set[int]:
     return found
 
 
-def step_schedulers(schedulers: Sequence[Any]) -> None:
+def step_schedulers(schedulers: Sequence[Any], step_freq: str | None) -> None:
+    """Step all schedulers, as `step_freq` says.
+
+    Raises:
+        ConfigurationError: a `step` needs an argument.
+    """
     for scheduler in schedulers:
-        scheduler.step()
+        try:
+            scheduler.step()
+        except TypeError as error:
+            # A `train_epoch` of the user's own has called the default one.
+            if needed := _needed_by_step(scheduler):
+                raise _unknown_argument_error(scheduler, needed, step_freq) from error
+            raise
 
 
 def update_schedulers(schedulers: Sequence[Any], metric: float) -> None:
-    """Step all schedulers, those whose `step` has a parameter of that name with `metric`.
+    """Step all schedulers, with `metric` where their `step` takes one.
 
     Raises:
         ConfigurationError: a `step` needs something else; none has stepped.
     """
-    for scheduler in schedulers:
-        if not (needed := _needed_by_step(scheduler)) <= _METRICS:
+    by_place = [_takes_metric_by_place(scheduler) for scheduler in schedulers]
+    for scheduler, is_by_place in zip(schedulers, by_place, strict=True):
+        if not is_by_place and not (needed := _needed_by_step(scheduler)) <= _METRICS:
             raise _unknown_argument_error(scheduler, needed, SCHEDULER_STEP_MANUAL)
-    for scheduler in schedulers:
-        scheduler.step(**dict.fromkeys(_METRICS & _parameters_of_step(scheduler).keys(), metric))
+    for scheduler, is_by_place in zip(schedulers, by_place, strict=True):
+        if is_by_place:
+            scheduler.step(metric)
+        else:
+            named = _METRICS & _parameters_of_step(scheduler).keys()
+            scheduler.step(**dict.fromkeys(named, metric))
+
+
+def _takes_metric_by_place(scheduler: Any) -> bool:
+    """Whether the first argument of its `step` is a metric, by another name or without one.
+
+    Of schedulers that are not torch's: ``step(self, val_loss)``, ``step(self, *args)`` or
+    ``step(self, metric, /)``. What counts epochs or updates takes no metric.
+    """
+    if isinstance(scheduler, LRScheduler):
+        return False
+    parameters = list(_parameters_of_step(scheduler).values())
+    if not parameters or parameters[0].kind is inspect.Parameter.KEYWORD_ONLY:
+        return False
+    first, needed = parameters[0], _needed_by_step(scheduler)
+    if first.kind is inspect.Parameter.VAR_POSITIONAL:
+        return not needed and not _METRICS & {each.name for each in parameters}
+    is_nameless = first.kind is inspect.Parameter.POSITIONAL_ONLY
+    if first.name in _METRICS:
+        return is_nameless and needed <= {first.name}
+    return needed == {first.name} and first.name not in _COUNTERS
 
 
 def _parameters_of_step(scheduler: Any) -> Mapping[str, inspect.Parameter]:

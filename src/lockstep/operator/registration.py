@@ -142,6 +142,7 @@ def build_training_parts(
     schedulers: Any,
     sync_options: SyncOptions,
     ema: Any = None,
+    has_own_epoch: bool = False,
 ) -> TrainingParts:
     """Check, move to the device, and attach gradient synchronisation.
 
@@ -153,7 +154,9 @@ def build_training_parts(
     registered = TrainingParts(
         models=as_list(models, nn.Module, "models"),
         optimizers=as_list(optimizers, torch.optim.Optimizer, "optimizers"),
-        schedulers=parse_schedulers(schedulers, context.options.scheduler_step_freq),
+        schedulers=parse_schedulers(
+            schedulers, context.options.scheduler_step_freq, has_own_epoch=has_own_epoch
+        ),
         criterion=_require_criterion(criterion),
         models_given_alone=isinstance(models, nn.Module),
         sync=None,

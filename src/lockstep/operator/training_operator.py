@@ -266,6 +266,7 @@ class TrainingOperator:
             optimizers=optimizers,
             criterion=criterion,
             schedulers=schedulers,
+            has_own_epoch=self._lockstep_overrides(TrainingOperator.train_epoch),
             ema=ema,
             sync_options=self._lockstep_sync_options(ddp_args, shard, mp_policy, dp_shard_size),
         )

@@ -330,7 +330,7 @@ class LoopRun:
                 or not operator._lockstep_overrides(TrainingOperator.train_epoch)
             )
             if wanted and not has_scheduled:
-                step_schedulers(registered_parts(operator).schedulers)
+                step_schedulers(registered_parts(operator).schedulers, SCHEDULER_STEP_EPOCH)
             self._state.ran_default_epoch = False
         cursor.finish_epoch()
 
