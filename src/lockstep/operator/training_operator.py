@@ -439,6 +439,10 @@ class TrainingOperator:
         loops = (TrainingOperator.validate, TrainingOperator.validate_batch)
         return any(cls._lockstep_overrides(loop) for loop in loops)
 
+    def _lockstep_surrounds_validation(self) -> bool:
+        """Whether the user's code runs around a whole validation, and may swap weights there."""
+        return self._lockstep_overrides(TrainingOperator.validate)
+
     def _lockstep_predicting(self) -> AbstractContextManager[Any]:
         """Entered around all that this rank computes for `trainer.predict`."""
         return nullcontext()

@@ -210,7 +210,7 @@ class LoopRun:
 
     def keep_start(self) -> None:
         """Copy what a validation of the user's own may change, for `rewind`."""
-        if self._operator._lockstep_overrides_validation():
+        if self._operator._lockstep_surrounds_validation():
             self._start = ValidationStart(self._operator)
 
     def rewind(self) -> None:
