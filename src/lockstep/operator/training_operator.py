@@ -113,12 +113,12 @@ class TrainingOperator:
     def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         """Train on every batch of `iterator`; returns metrics, weighted by samples.
 
-        Puts the modules that hold an optimizer's parameters into training mode. All others, as a
-        frozen teacher, keep the mode that they have.
+        Puts the modules that hold an optimizer's parameters into training mode, and no others.
 
         Override for a loop of your own. `info` is the dict given to `trainer.train`, with
         `NUM_STEPS`, `USE_FP16`, `SCHEDULER_STEP` and ``"epoch_idx"`` (from 0) added. Leave out of
-        what it counts the batches for which `is_borrowed_batch` is true.
+        what it counts batches for which `is_borrowed_batch` is true. The first read of an epoch
+        waits for all workers: let every worker reach it before collectives of your own.
         """
         return default_loops.train_epoch(self, iterator, info)
 

@@ -294,8 +294,8 @@ class LoopRun:
         if left is not None and left <= 0:
             return
         group = self._state.context.group
-        # Which rank reads is the loop's affair in a validation, and without synchronised gradients:
-        # one that reads may have peers that wait for it in a collective of the user's.
+        # A validation may read on some ranks while others wait in the user's collective, so all
+        # ranks agree before it runs. So may a loop without synchronised gradients.
         if self.request.purpose == "train" and self._state.sync is not None:
             self.cursor.agree_at_read(group)
         else:
