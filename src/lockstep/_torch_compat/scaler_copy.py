@@ -27,7 +27,7 @@ class ScalerCopy:
     def __init__(self, scaler: GradScaler) -> None:
         self._scaler = scaler
         held = vars(scaler)  # one that is not enabled has no scale
-        self._settings = {name: held[name] for name in _SETTINGS if name in held}
+        self._settings: dict[str, Any] = {name: held[name] for name in _SETTINGS if name in held}
         self._tensors = {name: _cloned(held.get(name)) for name in _INITIAL}
 
     def restore(self) -> None:
