@@ -153,7 +153,7 @@ class TrainingOperator:
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate every batch without gradients; returns metrics, weighted by samples.
 
-        Every module is in evaluation mode meanwhile, and in its former mode afterwards.
+        Every registered module is in evaluation mode meanwhile, and in its former mode afterwards.
         """
         return default_loops.validate(self, val_iterator, info)
 
