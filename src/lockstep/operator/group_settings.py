@@ -70,7 +70,7 @@ def share_group_settings(
 
 
 def _numbers_in(settings: dict[str, Any]) -> dict[str, Any]:
-    numbers = {}
+    numbers: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             numbers[name] = value.item()

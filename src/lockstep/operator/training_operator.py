@@ -230,9 +230,8 @@ class TrainingOperator:
                 ``Sequential``), a list of module classes, or a function that says it of a module.
                 Parameters become torch's `DTensor`. "whole": weights stay whole on every rank.
             mp_policy: torch's `MixedPrecisionPolicy`, for models in units.
-            dp_shard_size: over how many workers a model in units is sharded; it divides
-                `num_workers`, and each further group of workers holds a replica (torch's HSDP).
-                By default over all of them: no replica.
+            dp_shard_size: over how many workers a model in units is sharded, by default all; it
+                divides `num_workers`; each further group of workers holds a replica (torch's HSDP).
             loss_reduction: "mean" or "sum"; if it is left out, the class's `loss_reduction`.
 
         Returns:

@@ -104,5 +104,6 @@ class SettingsCopy(LayersCopy):
 
 def _is_plain_scaler(stepper: object) -> bool:
     """Whether it is a GradScaler with no state but torch's."""
-    kind = type(stepper)
-    return isinstance(stepper, GradScaler) and kind.state_dict is GradScaler.state_dict
+    if not isinstance(stepper, GradScaler):
+        return False
+    return type(stepper).state_dict is GradScaler.state_dict
