@@ -7,17 +7,20 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
+from lockstep.data.shard_loader import RankLoader
 from lockstep.errors import ConfigurationError, NotShardableError
 from lockstep.keys import NUM_SAMPLES
 from lockstep.operator.loop_protocols import Operator, rank_and_step
-from lockstep.operator.mixed_precision import members_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from lockstep.operator.rank_context import Options
 
 _log = logging.getLogger(__name__)
+
+_MAX_MEMBERS: Final = 64
+"""Containers in `self` with more members are not searched for loaders."""
 
 CUSTOM_LOOP_FIXES: Final = {
     'precision="fp16"': "override compute_loss, or call super().train_batch(); or in your loop"
@@ -77,7 +80,7 @@ def refuse_kept_parts(operator: Operator) -> None:
     if not operator._lockstep.context.options.add_dist_sampler:
         return  # the workers stay the same, and the user's parts are read
     for name, value in vars(operator).items():
-        if any(getattr(each, "is_already_sharded", False) for each in members_of(value)):
+        if any(isinstance(each, RankLoader) for each in _few_members_of(value)):
             raise NotShardableError(
                 f"self.{name} is one rank's part of a loader",
                 where=type(operator).__name__,
@@ -86,6 +89,18 @@ def refuse_kept_parts(operator: Operator) -> None:
                 " of samples, ConcatDataset for one after the other; or call shard_loader in the"
                 " loop that reads all of it",
             )
+
+
+def _few_members_of(value: Any) -> Iterable[Any]:
+    """What `value` holds, if it is a small container of Python's; of anything else, itself.
+
+    Each call of `train` asks this of all attributes: a queue may be long, and a mapping a file.
+    """
+    if not isinstance(value, dict | list | tuple):
+        return [value]
+    if len(value) > _MAX_MEMBERS:
+        return []
+    return value.values() if isinstance(value, dict) else value
 
 
 def refuse_assigned_methods(operator: Operator) -> None:

@@ -39,7 +39,8 @@ from lockstep.operator.default_forward import (
 from lockstep.operator.default_loop_refusals import refuse_optimizers, warn_of_optimizers_left
 from lockstep.operator.loop_protocols import Operator, place_in_epoch, rank_and_step
 from lockstep.operator.preserved_state import preserve_state
-from lockstep.operator.registration import registered_parts, step_schedulers
+from lockstep.operator.registered_schedulers import step_schedulers
+from lockstep.operator.registration import registered_parts
 from lockstep.operator.shadow import ShardComputation
 from lockstep.operator.shard_buffers import BufferSnapshot, ShardBuffers
 from lockstep.operator.shard_results import BY_SAMPLES, ShardResults
@@ -150,7 +151,7 @@ def step_batch_schedulers(state: OperatorState, info: Mapping[str, Any]) -> None
         # Gradients that wait are of a window of the loop's own, or of a step that was left out.
         and (global_batch.stepped_optimizers or not run.has_gradients)
     ):
-        step_schedulers(run.schedulers)
+        step_schedulers(run.schedulers, SCHEDULER_STEP_BATCH)
 
 
 def require_metrics(operator: Operator, method: str, result: Any) -> dict[str, Any]:

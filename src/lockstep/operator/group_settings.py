@@ -7,12 +7,14 @@ not call it, and would step with other settings than its peers.
 
 from __future__ import annotations
 
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from lockstep.group import Group
 
@@ -68,17 +70,30 @@ def share_group_settings(
 
 
 def _numbers_in(settings: dict[str, Any]) -> dict[str, Any]:
-    numbers = {}
+    numbers: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             numbers[name] = value.item()
-        elif _are_numbers(value if isinstance(value, tuple | list) else [value]):
-            numbers[name] = value
+        elif isinstance(value, tuple | list):
+            plain = [_as_number(each) for each in value]
+            if None not in plain:
+                numbers[name] = plain
+        elif (number := _as_number(value)) is not None:
+            numbers[name] = number
     return numbers
 
 
-def _are_numbers(values: Iterable[Any]) -> bool:
-    return all(isinstance(each, bool | int | float) for each in values)
+def _as_number(value: Any) -> bool | int | float | None:
+    """A number as one of Python's, which the exchange can send; None for anything else."""
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else None
 
 
 def _set(settings: dict[str, Any], name: str, value: Any) -> None:
@@ -86,4 +101,5 @@ def _set(settings: dict[str, Any], name: str, value: Any) -> None:
     if isinstance(held, torch.Tensor):  # schedulers and compiled steps know the object
         held.fill_(value)
     else:
-        settings[name] = tuple(value) if isinstance(value, list) else value
+        is_tuple = isinstance(value, list) and not isinstance(held, list)
+        settings[name] = tuple(value) if is_tuple else value

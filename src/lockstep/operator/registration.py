@@ -6,27 +6,26 @@ It also attaches the synchronisation of gradients (`sync_setup`).
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
-from torch.amp import GradScaler
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from lockstep._torch_compat import buffers_of, is_persistent, schedulers_within
+from lockstep._torch_compat import buffers_of, is_persistent
 from lockstep.errors import ConfigurationError, UnknownParameterError, WrongTypeError
-from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator.buffer_values import buffer_shapes, labelled_modules
 from lockstep.operator.custom_loop_refusals import (
     refuse_assigned_methods,
     refuse_kept_parts,
     refuse_late_reduction,
 )
-from lockstep.operator.mixed_precision import members_of
+from lockstep.operator.registered_schedulers import (
+    parse_schedulers,
+    refuse_foreign_schedulers,
+    take_schedulers,
+)
 from lockstep.operator.shadow import refuse_local_tensors
 from lockstep.operator.sync_setup import attach, check_shard_size, is_in_units
 from lockstep.operator.training_parts import TrainingParts
@@ -52,9 +51,6 @@ class _DefaultReduction(str):
 
     __slots__ = ()
 
-
-_METRICS: Final = {"metric", "metrics"}
-"""The parameters of a scheduler's `step` that take what is given to `trainer.update_scheduler`."""
 
 DEFAULT_MEAN: Final = _DefaultReduction("mean")
 
@@ -146,6 +142,7 @@ def build_training_parts(
     schedulers: Any,
     sync_options: SyncOptions,
     ema: Any = None,
+    has_own_epoch: bool = False,
 ) -> TrainingParts:
     """Check, move to the device, and attach gradient synchronisation.
 
@@ -157,7 +154,9 @@ def build_training_parts(
     registered = TrainingParts(
         models=as_list(models, nn.Module, "models"),
         optimizers=as_list(optimizers, torch.optim.Optimizer, "optimizers"),
-        schedulers=_parse_schedulers(schedulers, context.options.scheduler_step_freq),
+        schedulers=parse_schedulers(
+            schedulers, context.options.scheduler_step_freq, has_own_epoch=has_own_epoch
+        ),
         criterion=_require_criterion(criterion),
         models_given_alone=isinstance(models, nn.Module),
         sync=None,
@@ -167,7 +166,7 @@ def build_training_parts(
     check_shard_size(sync_options, context)
     mark_copies(registered.modules())
     _refuse_duplicates(registered.optimizers)
-    _refuse_foreign_schedulers(registered)
+    refuse_foreign_schedulers(registered)
     for module in registered.modules():
         _refuse_buffers(module)
     if context.shard_assignment.num_shards > 1:
@@ -198,37 +197,6 @@ def _move(module: nn.Module, registered: TrainingParts, context: RankContext) ->
         initialise(module, units.values(), context.device)
 
 
-def _parse_schedulers(schedulers: Any, step_freq: str | None) -> list[Any]:
-    if schedulers is None:
-        return []
-    items = list(schedulers) if isinstance(schedulers, Sequence) else [schedulers]
-    for item in items:
-        if isinstance(item, type) or not callable(getattr(item, "step", None)):
-            raise WrongTypeError(
-                "register(schedulers=...) was given something that cannot step",
-                expected="a torch.optim.lr_scheduler object, or a list of them",
-                got=f"{type(item).__name__}: {item!r:.80}",
-            )
-        needed = _needed_by_step(item)
-        if needed and step_freq not in (None, SCHEDULER_STEP_MANUAL):
-            if not needed <= _METRICS:
-                raise _unknown_argument_error(item, needed, step_freq)
-            raise ConfigurationError(
-                f"{type(item).__name__} needs a metric, so it cannot step by itself",
-                got=f"scheduler_step_freq={step_freq!r}",
-                fix='TorchTrainer(..., scheduler_step_freq="manual") and'
-                " trainer.update_scheduler(metric) after each validate()",
-            )
-    if items and step_freq is None:
-        raise ConfigurationError(
-            "schedulers were registered, but nothing says when they step",
-            expected='scheduler_step_freq="batch", "epoch" or "manual"',
-            got="scheduler_step_freq=None",
-            fix='TorchTrainer(..., scheduler_step_freq="epoch")',
-        )
-    return items
-
-
 def _require_criterion(given: Any) -> Any:
     if given is None or (callable(given) and not isinstance(given, type)):
         return given
@@ -247,28 +215,6 @@ def _refuse_duplicates(optimizers: Sequence[torch.optim.Optimizer]) -> None:
             cause="it would step twice with the same gradients",
             fix="pass it once",
         )
-
-
-def _refuse_foreign_schedulers(registered: TrainingParts) -> None:
-    """Refuse schedulers of optimizers that were not registered: the run would ignore them."""
-    # Compare groups and not optimizers: a wrapper of an optimizer shares its groups.
-    groups = _ids_of_groups(registered)
-    for number, scheduler in enumerate(registered.schedulers):
-        optimizer = getattr(scheduler, "optimizer", None)
-        held = getattr(optimizer, "param_groups", None)
-        if held and not any(id(group) in groups for group in held):
-            raise ConfigurationError(
-                "a scheduler belongs to an optimizer that is not registered",
-                where=f"scheduler {number} ({type(scheduler).__name__})",
-                got=f"a {type(optimizer).__name__} that is none of register(optimizers=...)",
-                cause="the optimizer was made twice, or the scheduler's own one was left out: the"
-                " learning rate of the run would never change",
-                fix="make the scheduler from the optimizer that is registered",
-            )
-
-
-def _ids_of_groups(registered: TrainingParts) -> set[int]:
-    return {id(group) for each in registered.optimizers for group in each.param_groups}
 
 
 def _refuse_scaling_by_frequency(registered: TrainingParts) -> None:
@@ -301,90 +247,10 @@ def conclude_setup(operator: Operator, registered: TrainingParts, returned: Any)
     refuse_assigned_methods(operator)
     refuse_late_reduction(operator)
     refuse_kept_parts(operator)
-    _take_schedulers(operator, registered)
+    take_schedulers(operator, registered)
     registered.trained_after_setup = registered.trained_parameters()
     modules = labelled_modules(registered)
     registered.buffers_after_setup = {name: buffer_shapes(each) for name, each in modules.items()}
-
-
-def _take_schedulers(operator: Operator, registered: TrainingParts) -> None:
-    """Step, save and load `self.scheduler` as if it had been registered: RaySGD stepped it.
-
-    A scheduler of another name is refused, unless a loop of the user's own may step it. Then it is
-    saved, loaded and undone like a GradScaler, which such a loop steps as well.
-
-    Raises:
-        ConfigurationError: nothing says when it steps, or the default loop was left a scheduler
-            of another name.
-    """
-    known = _ids_with_chained(registered.schedulers)
-    found = [
-        (name, scheduler)
-        for name, value in vars(operator).items()
-        for scheduler in _schedulers_in(value, registered.optimizers)
-        if id(scheduler) not in known
-    ]
-    step_freq = operator.scheduler_step_freq
-    own_loop = operator._lockstep_overrides_loop()
-    if own_loop or step_freq is not None:
-        for name, scheduler in found:
-            if name == "scheduler":
-                registered.schedulers += (
-                    [scheduler] if step_freq is None else _parse_schedulers(scheduler, step_freq)
-                )
-        known = _ids_with_chained(registered.schedulers)
-    left = [(name, scheduler) for name, scheduler in found if id(scheduler) not in known]
-    if left and not own_loop:
-        name, scheduler = left[0]
-        raise ConfigurationError(
-            f"self.{name} is a learning-rate scheduler that nothing steps",
-            where=type(operator).__name__,
-            got=f"{type(scheduler).__name__}, not registered,"
-            f" and scheduler_step_freq={step_freq!r}",
-            fix="self.register(..., schedulers=...) in setup, and"
-            ' TorchTrainer(..., scheduler_step_freq="epoch"), "batch", or "manual" if code of your'
-            " own steps it",
-        )
-    registered.stepped_by_loop = _with_state(operator, registered, [each for _, each in left])
-
-
-def _with_state(
-    operator: Operator, registered: TrainingParts, schedulers: Sequence[Any]
-) -> list[Any]:
-    """Those of `schedulers` that can be saved with their optimizer, and the GradScalers."""
-    groups = _ids_of_groups(registered)
-    held = [
-        each
-        for each in schedulers
-        if hasattr(each, "state_dict")
-        and any(id(group) in groups for group in each.optimizer.param_groups)
-    ]
-    values = vars(operator).values()
-    members = chain.from_iterable(map(members_of, values))
-    scalers = [each for each in members if isinstance(each, GradScaler)]
-    return [*{id(each): each for each in (*held, *scalers)}.values()]
-
-
-def _schedulers_in(value: Any, optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
-    """The schedulers of `optimizers` in an attribute."""
-    return [
-        item
-        for item in members_of(value)
-        if isinstance(item, LRScheduler)
-        # Schedulers of other packages do not derive from torch's class.
-        or (
-            callable(getattr(item, "step", None))
-            and any(getattr(item, "optimizer", None) is each for each in optimizers)
-        )
-    ]
-
-
-def _ids_with_chained(schedulers: Sequence[Any]) -> set[int]:
-    """The ids of schedulers, and of the schedulers that a ``ChainedScheduler`` among them steps."""
-    found = set(map(id, schedulers))
-    for scheduler in schedulers:
-        found |= _ids_with_chained(schedulers_within(scheduler))
-    return found
 
 
 def _move_state(optimizer: torch.optim.Optimizer) -> None:
@@ -449,48 +315,3 @@ def registered_parts(operator: Operator) -> TrainingParts:
             fix="call self.register(models=..., optimizers=...) inside setup",
         )
     return run
-
-
-def step_schedulers(schedulers: Sequence[Any]) -> None:
-    for scheduler in schedulers:
-        scheduler.step()
-
-
-def update_schedulers(schedulers: Sequence[Any], metric: float) -> None:
-    """Step all schedulers, those whose `step` has a parameter of that name with `metric`.
-
-    Raises:
-        ConfigurationError: a `step` needs something else; none has stepped.
-    """
-    for scheduler in schedulers:
-        if not (needed := _needed_by_step(scheduler)) <= _METRICS:
-            raise _unknown_argument_error(scheduler, needed, SCHEDULER_STEP_MANUAL)
-    for scheduler in schedulers:
-        scheduler.step(**dict.fromkeys(_METRICS & _parameters_of_step(scheduler).keys(), metric))
-
-
-def _parameters_of_step(scheduler: Any) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(scheduler.step).parameters
-    except ValueError:  # written in C
-        return {}
-
-
-def _needed_by_step(scheduler: Any) -> set[str]:
-    """The parameters without a default of a scheduler's `step`."""
-    parameters = _parameters_of_step(scheduler).values()
-    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {p.name for p in parameters if p.default is p.empty and p.kind not in open_ended}
-
-
-def _unknown_argument_error(
-    scheduler: Any, needed: set[str], step_freq: str | None
-) -> ConfigurationError:
-    kind = type(scheduler).__name__
-    return ConfigurationError(
-        f"{kind} needs {', '.join(f'`{name}`' for name in sorted(needed))} to step",
-        expected="a `step` without arguments, or one that takes `metric` or `metrics`",
-        got=f"{kind}.step{inspect.signature(scheduler.step)}, scheduler_step_freq={step_freq!r}",
-        fix='scheduler_step_freq="manual", and a call of it in a train_epoch of your own, with'
-        ' info["epoch_idx"] for the epoch; or a subclass whose step() counts itself',
-    )

@@ -113,12 +113,12 @@ class TrainingOperator:
     def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         """Train on every batch of `iterator`; returns metrics, weighted by samples.
 
-        Puts the modules that hold an optimizer's parameters into training mode. All others, as a
-        frozen teacher, keep the mode that they have.
+        Puts the modules that hold an optimizer's parameters into training mode, and no others.
 
         Override for a loop of your own. `info` is the dict given to `trainer.train`, with
         `NUM_STEPS`, `USE_FP16`, `SCHEDULER_STEP` and ``"epoch_idx"`` (from 0) added. Leave out of
-        what it counts the batches for which `is_borrowed_batch` is true.
+        what it counts batches for which `is_borrowed_batch` is true. The first read of an epoch
+        waits for all workers: let every worker reach it before collectives of your own.
         """
         return default_loops.train_epoch(self, iterator, info)
 
@@ -153,7 +153,7 @@ class TrainingOperator:
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate every batch without gradients; returns metrics, weighted by samples.
 
-        Every module is in evaluation mode meanwhile, and in its former mode afterwards.
+        Every registered module is in evaluation mode meanwhile, and in its former mode afterwards.
         """
         return default_loops.validate(self, val_iterator, info)
 
@@ -230,9 +230,8 @@ class TrainingOperator:
                 ``Sequential``), a list of module classes, or a function that says it of a module.
                 Parameters become torch's `DTensor`. "whole": weights stay whole on every rank.
             mp_policy: torch's `MixedPrecisionPolicy`, for models in units.
-            dp_shard_size: over how many workers a model in units is sharded; it divides
-                `num_workers`, and each further group of workers holds a replica (torch's HSDP).
-                By default over all of them: no replica.
+            dp_shard_size: over how many workers a model in units is sharded, by default all; it
+                divides `num_workers`; each further group of workers holds a replica (torch's HSDP).
             loss_reduction: "mean" or "sum"; if it is left out, the class's `loss_reduction`.
 
         Returns:
@@ -266,6 +265,7 @@ class TrainingOperator:
             optimizers=optimizers,
             criterion=criterion,
             schedulers=schedulers,
+            has_own_epoch=self._lockstep_overrides(TrainingOperator.train_epoch),
             ema=ema,
             sync_options=self._lockstep_sync_options(ddp_args, shard, mp_policy, dp_shard_size),
         )
@@ -438,6 +438,10 @@ class TrainingOperator:
         """Whether a validation runs the user's code, which may change the state of the run."""
         loops = (TrainingOperator.validate, TrainingOperator.validate_batch)
         return any(cls._lockstep_overrides(loop) for loop in loops)
+
+    def _lockstep_surrounds_validation(self) -> bool:
+        """Whether the user's code runs around a whole validation, and may swap weights there."""
+        return self._lockstep_overrides(TrainingOperator.validate)
 
     def _lockstep_predicting(self) -> AbstractContextManager[Any]:
         """Entered around all that this rank computes for `trainer.predict`."""

@@ -151,9 +151,15 @@ class Cursor:
         Collective:
             As `agree`, unless the first `take` has agreed.
         """
-        if self._agrees_at_read is not None:
-            self.agree(self._agrees_at_read)
-            self._agrees_at_read = None
+        # Cleared first: a loop may read in two threads, of which one is to agree.
+        group, self._agrees_at_read = self._agrees_at_read, None
+        if group is None:
+            return
+        try:
+            self.agree(group)
+        except BaseException:
+            self._agrees_at_read = group  # a loop that goes on must not read what is not agreed on
+            raise
 
     def agree(self, group: Group) -> None:
         """Check that all ranks read by the same plan, unless they have in this group and epoch.

@@ -26,7 +26,8 @@ from lockstep.operator.custom_loop_refusals import (
 from lockstep.operator.default_loops import require_metrics, step_batch_schedulers
 from lockstep.operator.mixed_tensors import explain_mixed_tensors
 from lockstep.operator.nan_origin import explain_non_finite_error
-from lockstep.operator.registration import registered_parts, step_schedulers
+from lockstep.operator.registered_schedulers import step_schedulers
+from lockstep.operator.registration import registered_parts
 from lockstep.randomness import derive_seed, preserve_rng_state, seed_all
 from lockstep.reduction_context import ReductionContext, activate
 from lockstep.worker.batch_iterator import BatchIterator
@@ -209,7 +210,7 @@ class LoopRun:
 
     def keep_start(self) -> None:
         """Copy what a validation of the user's own may change, for `rewind`."""
-        if self._operator._lockstep_overrides_validation():
+        if self._operator._lockstep_surrounds_validation():
             self._start = ValidationStart(self._operator)
 
     def rewind(self) -> None:
@@ -293,8 +294,8 @@ class LoopRun:
         if left is not None and left <= 0:
             return
         group = self._state.context.group
-        # Which rank reads is the loop's affair in a validation, and without synchronised gradients:
-        # one that reads may have peers that wait for it in a collective of the user's.
+        # A validation may read on some ranks while others wait in the user's collective, so all
+        # ranks agree before it runs. So may a loop without synchronised gradients.
         if self.request.purpose == "train" and self._state.sync is not None:
             self.cursor.agree_at_read(group)
         else:
@@ -329,7 +330,7 @@ class LoopRun:
                 or not operator._lockstep_overrides(TrainingOperator.train_epoch)
             )
             if wanted and not has_scheduled:
-                step_schedulers(registered_parts(operator).schedulers)
+                step_schedulers(registered_parts(operator).schedulers, SCHEDULER_STEP_EPOCH)
             self._state.ran_default_epoch = False
         cursor.finish_epoch()
 

@@ -7,7 +7,9 @@ import copy
 from typing import TYPE_CHECKING
 
 import torch
+from torch.amp import GradScaler
 
+from lockstep._torch_compat.scaler_copy import ScalerCopy
 from lockstep.tensor_copies import TensorCopies
 
 if TYPE_CHECKING:
@@ -64,7 +66,9 @@ class SettingsCopy(LayersCopy):
     ) -> None:
         super().__init__(parameters, layers)
         self._run = run
-        self._schedulers = [*run.schedulers, *run.stepped_by_loop]
+        steppers = [*run.schedulers, *run.stepped_by_loop]
+        self._scalers = [ScalerCopy(each) for each in steppers if _is_plain_scaler(each)]
+        self._schedulers = [each for each in steppers if not _is_plain_scaler(each)]
         self._states = [copy.deepcopy(each.state_dict()) for each in self._schedulers]
         self._groups = [
             [{key: value for key, value in group.items() if key != "params"} for group in groups]
@@ -86,6 +90,8 @@ class SettingsCopy(LayersCopy):
         super().restore()
         for scheduler, state in zip(self._schedulers, self._states, strict=True):
             scheduler.load_state_dict(state)
+        for scaler in self._scalers:
+            scaler.restore()
         for optimizer, groups in zip(self._run.optimizers, self._groups, strict=True):
             # The step calls `add_param_group` again when it is repeated.
             del optimizer.param_groups[len(groups) :]
@@ -94,3 +100,10 @@ class SettingsCopy(LayersCopy):
                     del group[new]
                 group.update(settings)
         self._values.restore(self._tensors)
+
+
+def _is_plain_scaler(stepper: object) -> bool:
+    """Whether it is a GradScaler with no state but torch's."""
+    if not isinstance(stepper, GradScaler):
+        return False
+    return type(stepper).state_dict is GradScaler.state_dict

@@ -42,14 +42,15 @@ class UserStateCopy:
         has_own_epoch = operator._lockstep_overrides(TrainingOperator.train_epoch)
         return UserStateCopy.is_possible(operator) and not has_own_epoch
 
-    def take(self) -> None:
-        """Copy what the operator's `state_dict` returns now."""
+    def take(self) -> Any:
+        """Copy what the operator's `state_dict` returns now; returns that itself."""
         state = self._operator.state_dict()
         self._tensors.take(list(tensors_in(state)))
         try:
             self._rest = tree_map(_without_tensor, state)
         except TypeError as error:
             raise uncopied_state_error(self._operator, error) from error
+        return state
 
     def value(self) -> Any:
         """A copy of what the operator's `state_dict` returned at the last `take`."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ValidationStart:
-    """Copies of what an overridden `validate` or `validate_batch` may change, in device memory.
+    """Copies of what an overridden `validate` may change, in device memory.
 
     A validation swaps averaged weights in, or estimates running statistics anew. An error, or a
     peer's death, may end it before it has swapped them back.
@@ -34,10 +34,9 @@ class ValidationStart:
         self._values = TensorCopies()
         self._values.take(self._parameters)
         self._user_state = UserStateCopy(operator) if UserStateCopy.is_possible(operator) else None
-        if self._user_state is not None:
-            self._user_state.take()
+        own = operator.state_dict() if self._user_state is None else self._user_state.take()
         # A swap may let parameters and averages exchange their memory, and not the values in it.
-        tensors = [*self._parameters, *tensors_in(operator.state_dict())]
+        tensors = [*self._parameters, *tensors_in(own)]
         self._memory = [(tensor, tensor.data) for tensor in tensors]
 
     def restore(self) -> None:

@@ -17,7 +17,8 @@ from lockstep.operator.non_finite_check import add_non_finite_checks
 from lockstep.operator.optimizer_comparison import compare_optimizers
 from lockstep.operator.optimizer_step_hooks import OptimizerStepHooks, add_step_listeners
 from lockstep.operator.rank_context import RankContext
-from lockstep.operator.registration import conclude_setup, registered_parts, update_schedulers
+from lockstep.operator.registered_schedulers import update_schedulers
+from lockstep.operator.registration import conclude_setup, registered_parts
 from lockstep.randomness import derive_seed, preserve_rng_state
 from lockstep.worker.checkpoint_snapshot import SnapshotTaker
 from lockstep.worker.dataset_switch import DatasetSwitch

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `setup`, or code after it, sets in an operator too late, or with half an effect."""
 
+from collections.abc import Mapping
+from unittest.mock import MagicMock
+
 import pytest
 from tests.unit.trainer.programs import Regression, loader, trainer
 
@@ -131,4 +134,24 @@ def test_a_part_of_a_loader_must_not_outlive_the_ranks_that_it_was_cut_for(kept)
         with pytest.raises(NotShardableError, match=r"self\.others"):
             one.train()
     with trainer(ReadsTwo, config={"kept": kept}, add_dist_sampler=False) as one:
+        one.train()
+
+
+class NotRead(Mapping):
+    """A file of data sets, say."""
+
+    def __getitem__(self, key):
+        raise AssertionError("it was read")
+
+    def __iter__(self):
+        raise AssertionError("it was read")
+
+    def __len__(self):
+        return 1
+
+
+def test_what_is_no_loader_is_not_taken_for_one_or_walked_through():
+    with trainer(Regression) as one:
+        operator = one.get_local_operator()
+        operator.file, operator.mock = NotRead(), MagicMock()
         one.train()

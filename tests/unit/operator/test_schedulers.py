@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """When registered schedulers step: every one of them, assigned to an attribute or not.
 
-`lockstep.operator.default_loops` steps them, `lockstep.operator.registration` finds them.
+`lockstep.operator.default_loops` steps them, `lockstep.operator.registered_schedulers` finds them.
 """
 
-import math
 import signal
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from tests.unit.trainer.programs import linear, loader, sgd, trainer
 from torch import nn
 from torch.optim.lr_scheduler import (
-    CosineAnnealingLR,
     LinearLR,
     MultiStepLR,
     ReduceLROnPlateau,
@@ -389,99 +387,3 @@ def test_a_schedule_by_batch_steps_with_the_optimizer_of_a_loop_of_ones_own(oper
     with trainer(operator, scheduler_step_freq="batch") as one:
         one.train()
         assert learning_rate(one) == pytest.approx(0.1 * 0.5**steps, rel=1e-12)
-
-
-class StepsItsOwn(TrainingOperator):
-    """A loop with a schedule and a scale of its own, under names that lockstep does not know."""
-
-    def setup(self, config):
-        self.model, self.optimizer = self.register(
-            models=(model := linear()), optimizers=torch.optim.SGD(model.parameters(), lr=0.1)
-        )
-        self.lr_scheduler = CosineAnnealingLR(self.optimizer, 12)
-        self.kept = {"scaler": torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=2)}
-        self.register_data(train_loader=loader())
-
-    def train_batch(self, batch, batch_info):
-        scaler = self.kept["scaler"]
-        self.optimizer.zero_grad()
-        loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
-        scaler.scale(loss).backward()
-        scaler.step(self.optimizer)
-        self.lr_scheduler.step()
-        scaler.update()
-        return {"train_loss": loss.item()}
-
-
-def schedule_of(one):
-    operator = one.get_local_operator()
-    return operator.lr_scheduler.last_epoch, operator.kept["scaler"].get_scale(), learning_rate(one)
-
-
-def test_what_a_loop_of_ones_own_steps_is_saved_and_loaded_under_any_name(tmp_path):
-    with trainer(StepsItsOwn) as one:
-        one.train(num_steps=6)
-        path = one.save(tmp_path / "state")
-        one.train(num_steps=3)
-        undisturbed = schedule_of(one)
-    assert undisturbed == (9, 2.0 * 2**4, pytest.approx(0.05 * (1 + math.cos(math.pi * 9 / 12))))
-    with trainer(StepsItsOwn) as one:
-        one.load(path)
-        one.train(num_steps=3)
-        assert schedule_of(one) == undisturbed
-        earlier = one.state_dict()
-        del earlier["stepped_by_loop"]
-        one.load_state_dict(earlier)
-
-
-class FailsBeforeItsStep(StepsItsOwn):
-    fails_at = 2
-
-    def train_batch(self, batch, batch_info):
-        if self.global_step:
-            self.lr_scheduler.step()
-        if batch_info["batch_idx"] == self.fails_at:
-            self.kept["scaler"].update(1024.0)
-            self.fails_at = None
-            raise LookupError
-        return super().train_batch(batch, batch_info)
-
-
-def test_what_a_loop_of_ones_own_steps_goes_back_with_the_step_that_failed():
-    with trainer(FailsBeforeItsStep) as one:
-        with pytest.raises(LookupError):
-            one.train()
-        one.train()
-        assert schedule_of(one)[:2] == (7, 2.0 * 2**2)
-
-
-class ByEpochNumber(Foreign):
-    """As timm's schedulers."""
-
-    def step(self, epoch, metric=None):
-        self.steps = epoch
-
-
-class ByMetric(Foreign):
-    def step(self, epoch=None, metric=None):
-        self.steps = (epoch, metric)
-
-
-def test_a_metric_goes_to_the_parameter_of_that_name():
-    def several(optimizer):
-        return [Foreign(optimizer), ByMetric(optimizer), halves(optimizer)]
-
-    with trainer(scheduled(several), scheduler_step_freq="manual") as one:
-        one.train()
-        one.update_scheduler(0.25)
-        assert one.state_dict()["schedulers"][:2] == [{"steps": 1}, {"steps": (None, 0.25)}]
-
-
-def test_a_step_that_needs_something_else_is_refused_where_it_would_be_called():
-    with pytest.raises(ConfigurationError, match=r"ByEpochNumber needs `epoch`"):
-        trainer(scheduled(ByEpochNumber), scheduler_step_freq="epoch")
-    both = scheduled(lambda optimizer: [halves(optimizer), ByEpochNumber(optimizer)])
-    with trainer(both, scheduler_step_freq="manual") as one:
-        with pytest.raises(ConfigurationError, match=r"ByEpochNumber needs `epoch`"):
-            one.update_scheduler(0.25)
-        assert learning_rate(one) == 0.1

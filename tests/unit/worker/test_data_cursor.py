@@ -447,3 +447,17 @@ def test_an_epoch_that_ctrl_c_interrupts_as_it_ends_has_ended() -> None:
     with pytest.raises(KeyboardInterrupt):
         cursor.finish_epoch()
     assert cursor.place == {"epoch": 1, "step": 0}
+
+
+def test_of_two_threads_that_read_first_one_agrees(monkeypatch):
+    cursor = Cursor(ShardedLoader(by_sampler(8, 8), ALONE, parts=BatchParts.BY_SHARD))
+    calls = []
+
+    def agree(group):
+        calls.append(group)
+        cursor.agree_if_unread()  # as another thread would meanwhile
+
+    monkeypatch.setattr(cursor, "agree", agree)
+    cursor.agree_at_read(group := Group(None))
+    cursor.agree_if_unread()
+    assert calls == [group]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.worker import loop_run
 from unit.trainer.programs import Regression, loader, sgd, trainer, weights
 
 
@@ -74,6 +75,25 @@ class Exchanges(Swaps):
 
 class Calibrates(Swaps):
     how = staticmethod(calibrates)
+
+
+class AddsMetric(Swaps):
+    """The usual way to add a metric: nothing is copied for it."""
+
+    validate = Regression.validate
+
+    def validate_batch(self, batch, batch_info):
+        return {**super().validate_batch(batch, batch_info), "metric": 1.0}
+
+
+def test_only_where_code_runs_around_a_validation_is_anything_copied(monkeypatch):
+    copied = []
+    monkeypatch.setattr(loop_run, "ValidationStart", lambda operator: copied.append(operator))
+    for operator, count in ((AddsMetric, 0), (Swaps, 1)):
+        copied.clear()
+        with trainer(operator) as run:
+            run.validate()
+        assert len(copied) == count
 
 
 def finished(run):

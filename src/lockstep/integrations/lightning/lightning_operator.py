@@ -370,6 +370,11 @@ class LightningOperator(TrainingOperator):
         self._step_hooks.clear_once()
         return loss, metrics
 
+    def _lockstep_surrounds_validation(self) -> bool:
+        own = type(self).validate is not LightningOperator.validate
+        hooks = unsupported.AROUND_VALIDATION
+        return own or any(unsupported.overrides(self.module, hook) for hook in hooks)
+
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         module = self.module
         update_view(self._view, training=False, validating=True)

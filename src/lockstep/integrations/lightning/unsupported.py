@@ -37,6 +37,14 @@ _PREDICTION_HOOKS: Final = (
     "on_predict_model_eval",
 )
 
+AROUND_VALIDATION: Final = (
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_validation_end",
+)
+"""Hooks in which a module may swap other weights in for a validation."""
+
 _TRAINER_ARGUMENTS: Final = {
     "accelerator": "TorchTrainer(use_gpu=True or False)",
     "devices": "TorchTrainer(num_workers=...)",
