@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A local parameter's gradient is that of the mean over its own rank's samples, whoever weighs."""
 
+import gc
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -176,3 +178,77 @@ def test_a_layer_that_a_borrowed_batch_s_loop_unfreezes_gets_nothing():
     borrows, owns = run_ranks(2, body)
     assert all(grad is None for grad in borrows)
     assert all(grad is not None for grad in owns)
+
+
+@pytest.mark.parametrize("registered", ["before", "after"])
+@pytest.mark.parametrize("weight", [None, 1.0, 100.0])
+def test_hooks_of_the_user_s_see_the_gradient_of_the_mean(registered, weight):
+    """Also an optimizer in a hook, and in a window of two batches."""
+    replicas = [reset(Routed(), seed=3) for _ in range(2)]
+
+    def body(group):
+        model, seen = replicas[group.rank], []
+        own = local(model.router).weight
+
+        def add_hooks():
+            own.register_hook(lambda gradient: seen.append(gradient.clone()) or 2 * gradient)
+            own.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.clone()))
+
+        if registered == "before":
+            add_hooks()
+        sync = replicate(model, group=group)
+        if registered == "after":
+            add_hooks()
+        first, *window = batches_of(group.rank)
+        if weight is None:
+            sync.backward(model(first).mean())
+        else:
+            sync.backward(model(first).mean(), weight=weight * len(first))
+            for batch in window:
+                with sync.no_sync() if batch is window[0] else nullcontext():
+                    sync.backward(model(batch).mean(), weight=weight * len(batch))
+        torch.autograd.grad(model(first).mean(), own)
+        sync.detach()
+        model(first).mean().backward()
+        return seen
+
+    for rank, seen in enumerate(run_ranks(2, body)):
+        first, *window = batches_of(rank)
+        one, both = (true_gradients(rank, batches)[0] for batches in ([first], window))
+        held, true = 2 * one, [one, 2 * one]
+        if weight is not None:
+            held = held + 2 * both
+            true += [both, held]
+        true += [one, one, held + 2 * one]
+        assert len(seen) == len(true)
+        for mine, expected in zip(seen, true, strict=True):
+            assert (mine - expected).abs().max() < 1e-12
+
+
+def test_a_hook_that_raises_raises_after_the_round():
+    replicas = [reset(Routed(), seed=3) for _ in range(2)]
+
+    def body(group):
+        model = replicas[group.rank]
+        sync = replicate(model, group=group) if local(model.router) else None
+        if group.rank == 0:
+            handle = model.router.weight.register_hook(lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                sync.backward(model(X[:3]).mean(), weight=3)
+            handle.remove()
+        else:
+            sync.backward(model(X[:3]).mean(), weight=3)
+        sync.detach()
+
+    run_ranks(2, body)
+
+
+def test_a_model_with_hooks_on_local_parameters_is_freed_without_detach():
+    model = reset(Routed(), seed=3)
+    local(model.router).weight.register_post_accumulate_grad_hook(lambda _: None)
+    replicate(model).backward(model(X[:3]).mean(), weight=3)
+    freed = weakref.ref(model.router)
+    del model
+    gc.collect()
+    assert freed() is None
+    replicate(reset(Routed(), seed=3)).detach()  # takes away torch's hooks that the sync has left

@@ -17,8 +17,7 @@ Invariants:
   together, after the round's last collective, so that none waits for one that has raised.
 - Once a part of a round has been sent and the rest has not, the ranks are at different places:
   nothing more is reduced over this group (`mark_broken`).
-- After a refusal or a failure, gradients that earlier rounds have left are back in
-  ``parameter.grad``.
+- After a refusal or a failure, gradients of earlier rounds are back in ``parameter.grad``.
 """
 
 from __future__ import annotations
@@ -353,6 +352,7 @@ class ReductionRounds:
         self._note_round(result, earlier)
         if earlier.by_slot or self.listener.hooked or self._grad_watch.is_pending:
             self._add_to_earlier(result, earlier)
+        self.local.run_hooks()
 
     def _judge(self, sums: RoundTotals, mine: Contribution, *, together: bool) -> None:
         group = self.attached_group()
@@ -441,8 +441,8 @@ class ReductionRounds:
     def detach(self) -> Group | None:
         """Take the hooks off and forget the group; returns it, if there was one to forget."""
         reduction_context.set_batch_weight(None)
-        self.listener.release()
-        self.late.release()
+        for part in (self.listener, self.late, self.local):
+            part.release()
         self.transport.close()
         self._reset()
         self.local.begin_batch(is_borrowed=False)
