@@ -210,14 +210,16 @@ def _have_samples_second(
 
     A second dimension of so many may be features or channels that were there beside the samples,
     or tokens that a cut has left by chance. So the first one shows the steps: they were there
-    before, are too many to be kept samples, or stand in front of a delivered tensor's whole shape.
+    before, are too many to be kept samples, or stand in front of a delivered tensor's whole shape;
+    or what was delivered has no rows of samples either.
     """
     firsts = {length for shape in before for length in shape[:2]}
+    had_rows = any(shape[0] == num_samples for shape in before)
     is_deeper = max(map(len, shapes), default=0) > max(map(len, before), default=0)
 
     def has_steps_first(first: int, tail: tuple[int, ...]) -> bool:
         is_in_front = is_deeper and tail in before
-        return not before or first > num_samples or first in firsts or is_in_front
+        return first > num_samples or first in firsts or is_in_front or not had_rows
 
     return [
         shape[1:2] == (num_samples,)
