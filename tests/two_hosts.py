@@ -11,11 +11,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
+from benchmarks.network_namespaces import ADDRESSES, CABLE, joined
 from tests.ray_variables import without_ray_variables
 
-NEAR, FAR = "10.77.0.1", "10.77.0.2"
+NEAR, FAR = ADDRESSES
 PORT = 6399
 _RAY = Path(sys.executable).parent / "ray"
 
@@ -30,12 +32,6 @@ QUICK = json.dumps(
 )
 
 
-def are_possible():
-    """Whether this process may have network namespaces of its own."""
-    done = subprocess.run(["unshare", "--net", "ip", "link"], capture_output=True, check=False)
-    return done.returncode == 0
-
-
 class TwoHosts:
     """The driver's host and another one, with `cpus` CPUs of Ray's on each.
 
@@ -45,33 +41,25 @@ class TwoHosts:
     """
 
     def __init__(self, cpus=(2, 2), *, patient=True):
-        self._name = f"ls{os.getpid()}"
+        self._prefix = f"ls{os.getpid()}"
         self._cpus, self._patient = cpus, patient
         # Ray puts sockets below it, whose paths may not exceed about 100 characters.
         self.folder = Path(tempfile.mkdtemp(prefix="ls"))
 
     def __enter__(self):
-        near, far = self._namespaces()
-        try:
-            for name in (near, far):
-                _run("ip", "netns", "add", name)
-                _run("ip", "-n", name, "link", "set", "lo", "up")
-            _run("ip", "link", "add", "cable", "netns", near, "type", "veth", "peer", "name",
-                 "cable", "netns", far)  # fmt: skip
-            for name, address in ((near, NEAR), (far, FAR)):
-                _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "cable")
-                _run("ip", "-n", name, "link", "set", "cable", "up")
+        with ExitStack() as stack:
+            stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            self._names = stack.enter_context(joined(self._prefix))
+            near, far = self._names
             config = () if self._patient else ("--system-config", QUICK)
             self._start(near, NEAR, self._cpus[0], "--head", "--port", str(PORT), *config,
                         "--include-dashboard=false")  # fmt: skip
             self._start(far, FAR, self._cpus[1], "--address", f"{NEAR}:{PORT}")
-        except BaseException:
-            self.__exit__()
-            raise
+            self._leave = stack.pop_all().__exit__
         return self
 
-    def _namespaces(self):
-        return f"{self._name}near", f"{self._name}far"
+    def __exit__(self, *exception):
+        self._leave(*exception)
 
     def _start(self, name, address, cpus, *options):
         _run(
@@ -86,14 +74,14 @@ class TwoHosts:
             "RAY_TMPDIR": str(self.folder),
             "PYTHONPATH": os.pathsep.join(sys.path),
             "NEAR_ADDRESS": f"{NEAR}:{PORT}",
-            "FAR_NAMESPACE": self._namespaces()[1],
+            "FAR_NAMESPACE": self._names[1],
             "FOLDER": str(self.folder),
         }
 
     def told_by(self, program, *arguments, timeout_s):
         """What a program on the near host printed."""
         return subprocess.run(
-            ["ip", "netns", "exec", self._namespaces()[0], sys.executable, program, *arguments],
+            ["ip", "netns", "exec", self._names[0], sys.executable, program, *arguments],
             env=self._environment(),
             capture_output=True,
             text=True,
@@ -101,21 +89,11 @@ class TwoHosts:
             check=False,
         )
 
-    def __exit__(self, *_):
-        for name in self._namespaces():
-            found = subprocess.run(
-                ["ip", "netns", "pids", name], capture_output=True, text=True, check=False
-            )
-            if found.stdout.split():
-                subprocess.run(["kill", "-9", *found.stdout.split()], check=False)
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
 
 def set_link(is_up):
     """For a program on the near host: the cable of the far one."""
     state = "up" if is_up else "down"
-    _run("ip", "-n", os.environ["FAR_NAMESPACE"], "link", "set", "cable", state)
+    _run("ip", "-n", os.environ["FAR_NAMESPACE"], "link", "set", CABLE, state)
 
 
 def _run(*command, env=None):

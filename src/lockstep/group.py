@@ -33,22 +33,23 @@ from lockstep.group_errors import (
     peer_lost_error,
     step_after_failure_error,
 )
+from lockstep.hierarchical_all_reduce import HierarchicalAllReduce, HostGrid
 from lockstep.pending_collective import Pending
 from lockstep.phases import Phase, in_phase
 from lockstep.process_group_argument import default_process_group, require_process_group
 from lockstep.process_group_backend import (
+    StartedCollectives,
     abort_nccl,
     call_watcher,
     has_backend_for,
     metadata_device,
     receive_from_all,
-    start_counter_of,
     watch,
 )
 from lockstep.tensor_stash import TensorStash
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence, Set
+    from collections.abc import Callable, Sequence
 
     from lockstep.errors import PeerLostError
 
@@ -84,6 +85,9 @@ class Group:
             process group cannot carry CPU tensors (NCCL).
         can_be_given_up: False where nobody calls `give_up`; then `confirm` waits for nothing.
         is_assumed: the rank is alone because there was no world group, and may get peers.
+
+    Attributes:
+        started: how many collectives this rank has started over the process group.
     """
 
     def __init__(
@@ -100,11 +104,12 @@ class Group:
         self._closed = False
         self._is_given_up = self._has_failed = False
         self._unconfirmed_on: torch.device | None = None
-        self._start_counters: dict[torch.device, Callable[[], int] | None] = {}
+        self._over_hosts: HierarchicalAllReduce | None = None
         self.rank: int = 0 if process_group is None else process_group.rank()
         self.size: int = 1 if process_group is None else process_group.size()
         self.place = f"rank {self.rank} of {self.size}"  # as errors say where
         self.device = device or metadata_device(process_group)
+        self.started = StartedCollectives(process_group, self.device)
 
     def __repr__(self) -> str:
         return f"Group(rank={self.rank}, size={self.size}{', closed' if self._closed else ''})"
@@ -118,6 +123,18 @@ class Group:
     def is_closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
+
+    def use_hosts(self, hosts: Sequence[str]) -> None:
+        """From now on, sum large CPU tensors within each host before they cross to others.
+
+        Args:
+            hosts: by rank, `host_id` of each; the same argument on every rank. Where hosts have
+                different numbers of ranks, or one each, sums go by the backend's all-reduce.
+        """
+        grid = HostGrid.of(hosts)
+        if grid is not None and self._over_hosts is None:
+            self._over_hosts = HierarchicalAllReduce(grid, self.rank)
+            self.started.over_hosts = self._over_hosts
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = SUM) -> Pending:
         """Start to reduce `tensor` in place over all ranks.
@@ -134,7 +151,8 @@ class Group:
 
         Collective:
             Every rank, same order. Does not block. One all-reduce; for few numbers on few ranks'
-            CPUs one all-gather.
+            CPUs one all-gather; for a large tensor on several hosts' CPUs messages within the
+            hosts and between them (`use_hosts`).
 
         Raises:
             PeerLostError: the group is closed, or the collective could not be started.
@@ -145,6 +163,10 @@ class Group:
             parts = tensor.new_empty(self.size * tensor.numel())
             pending = self._start("all_reduce", ALL_GATHER_ONE, parts, tensor)
             return pending.then(partial(AllGatherSum, parts=parts, total=tensor))
+        if op is SUM and self._over_hosts is not None and self._over_hosts.takes(tensor):
+            total = self._over_hosts.start(self._process_group, tensor)
+            waited = partial(self._waited, "all_reduce", tensor.device)
+            return Pending(total, "all_reduce", None, waited, self._lost)
         options = dist.AllreduceOptions()
         options.reduceOp = op
         return self._start("all_reduce", "allreduce", [tensor], options)
@@ -370,27 +392,6 @@ class Group:
         if self._process_group is not None:
             watch(self._process_group, watcher)
 
-    def num_started(self, device: torch.device) -> int | None:
-        """How many collectives this rank has started over the backend for tensors on `device`.
-
-        Whoever starts them: also a program that calls ``torch.distributed`` with the process group.
-        None if the backend does not count them, or there is none for the device.
-        """
-        counters, process_group = self._start_counters, self._process_group
-        if device not in counters:
-            if process_group is None:
-                return 0
-            counters[device] = start_counter_of(process_group, device)
-        counter = counters[device]
-        return None if counter is None else counter()
-
-    def num_started_on(self, devices: Set[torch.device]) -> int:
-        """How many collectives this rank has started for tensors on `devices` and for metadata.
-
-        Those over backends that count none are left out.
-        """
-        return sum(self.num_started(device) or 0 for device in {self.device, *devices})
-
     def is_same_as(self, other: Group) -> bool:
         """Whether this object and `other` hold the same process group."""
         return self is other or (
@@ -399,11 +400,9 @@ class Group:
 
     def close(self) -> None:
         """Drop the process group; every later call raises `PeerLostError`. Idempotent."""
-        # The numbers stay, for a rank that undoes a step; a counter would keep the backend alive.
-        self._start_counters = {
-            device: None if counter is None else partial(int, counter())
-            for device, counter in list(self._start_counters.items())
-        }
+        self.started.freeze()
+        if self._over_hosts is not None:
+            self._over_hosts.close()
         self._process_group = None
         self._closed = True
 

@@ -8,6 +8,7 @@ run, messages between two ranks, and what is called before a collective.
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, WeakMethod
 
@@ -16,7 +17,9 @@ import torch
 from lockstep._torch_compat import backend_of, backend_timeout_s, devices_of, start_counter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Set
+
+    from lockstep.hierarchical_all_reduce import HierarchicalAllReduce
 
 _MONITORED_TAG: Final = 0x10C5
 
@@ -47,8 +50,55 @@ def timeout_s(process_group: Any) -> float:
     return backend_timeout_s(backend_of(process_group, "cpu"))
 
 
-def start_counter_of(process_group: Any, device: torch.device) -> Callable[[], int] | None:
-    """Reads how many collectives were started over the backend for tensors on `device`.
+class StartedCollectives:
+    """How many collectives this rank has started over a process group, whoever starts them.
+
+    A program that calls ``torch.distributed`` with the process group counts as well.
+
+    Args:
+        process_group: None for a rank alone.
+        metadata_device: where metadata travels.
+
+    Attributes:
+        over_hosts: sends messages that stand for all-reduces; None where there is none.
+    """
+
+    def __init__(self, process_group: Any | None, metadata_device: torch.device) -> None:
+        self._process_group = process_group
+        self._metadata_device = metadata_device
+        self._counters: dict[torch.device, Callable[[], int] | None] = {}
+        self.over_hosts: HierarchicalAllReduce | None = None
+
+    def on(self, device: torch.device) -> int | None:
+        """The number over the backend for tensors on `device`.
+
+        None if the backend does not count, or there is none for the device.
+        """
+        if device not in self._counters:
+            if self._process_group is None:
+                return 0
+            self._counters[device] = _start_counter_of(self._process_group, device)
+        counter = self._counters[device]
+        if counter is None or self.over_hosts is None or device.type != "cpu":
+            return None if counter is None else counter()
+        return self.over_hosts.count_collectives(counter)
+
+    def on_any_of(self, devices: Set[torch.device]) -> int:
+        """The number for tensors on `devices` and for metadata, over the backends that count."""
+        return sum(self.on(device) or 0 for device in {self._metadata_device, *devices})
+
+    def freeze(self) -> None:
+        """Let go of the process group. The numbers stay, for a rank that undoes a step."""
+        numbers = {device: self.on(device) for device in list(self._counters)}
+        self._counters = {
+            device: None if number is None else partial(int, number)
+            for device, number in numbers.items()
+        }
+        self.over_hosts = self._process_group = None
+
+
+def _start_counter_of(process_group: Any, device: torch.device) -> Callable[[], int] | None:
+    """Reads how many collectives the backend for tensors on `device` has started.
 
     It keeps the backend alive. None if the backend counts none, or there is none for the device.
     """

@@ -29,13 +29,14 @@ def weights(modules):
     }
 
 
-def compare(program, shares, *, way, cap_mb):
+def compare(program, shares, *, way, cap_mb, hosts=""):
     oracle = OneProcess(prepared(program))
     program.run(oracle)
     # Built before the ranks start: threads share the global random numbers.
     replicas = [prepared(program) for _ in shares]
 
     def one_rank(group):
+        group.use_hosts(hosts)
         modules = replicas[group.rank]
         world = OnRanks(modules, group, shares, way=way, cap_mb=cap_mb)
         copy.deepcopy(program).run(world)

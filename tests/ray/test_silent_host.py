@@ -5,8 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
+from benchmarks.network_namespaces import are_possible
 
-from two_hosts import TwoHosts, are_possible
+from two_hosts import TwoHosts
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "silent_host.py"
 PLACES = ("forward", "backward", "all-reduce", "step", "validation", "checkpoint")

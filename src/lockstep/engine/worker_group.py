@@ -31,6 +31,7 @@ from lockstep.engine.ray_errors import has_failed
 from lockstep.engine.rendezvous_store import LOOPBACK, open_store
 from lockstep.engine.spare_worker import Readiness, Spare
 from lockstep.engine.worker_handle import WorkerHandle
+from lockstep.hierarchical_all_reduce import HostGrid
 from lockstep.serialization import dumps_or_refuse
 from lockstep.worker import Rendezvous, Worker, arrival_key
 
@@ -133,6 +134,11 @@ class WorkerGroup:
     def all_workers(self) -> list[WorkerHandle]:
         """Members and spares, ready or not."""
         return [*self.members, *(spare.handle for spare in self.spares)]
+
+    @property
+    def hosts(self) -> HostGrid | None:
+        """The members by node: in which order large sums are computed follows from it."""
+        return HostGrid.of([member.node for member in self.members])
 
     @property
     def is_in_session(self) -> bool:

@@ -96,6 +96,7 @@ class RecoveringEngine:
         self._interrupted: RemoteCall[Worker, object] | None = None
         # Never True again: steps computed by fewer workers stay in the weights.
         self._has_same_bits = True
+        self._hosts_at_start = engine.workers.hosts
 
     @property
     def ended_by(self) -> BaseException | None:
@@ -385,7 +386,7 @@ class RecoveringEngine:
         """Log a recovery in the call of the method `name`, and record the incident."""
         lost_workers, spec = new_generation.lost_workers, self._engine.spec
         generation, size = self.workers.generation, len(self.workers.members)
-        is_whole = size == spec.num_workers
+        is_whole = size == spec.num_workers and self.workers.hosts == self._hosts_at_start
         self._has_same_bits &= spec.options.reproducible or is_whole
         if not lost_workers and (self._has_asked_to_leave or not has_failed):
             _log.info("generation %d has %d workers", generation, size)

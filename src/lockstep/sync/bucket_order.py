@@ -47,7 +47,7 @@ class BucketOrder:
     def __init__(self, group: Group, devices: Iterable[torch.device]) -> None:
         self.group = group
         self._devices = list({device.type: device for device in devices}.values())
-        self.is_known = all(group.num_started(device) is not None for device in self._devices)
+        self.is_known = all(group.started.on(device) is not None for device in self._devices)
         self.begin()
 
     def begin(self) -> None:
@@ -103,5 +103,5 @@ class BucketOrder:
     def _num_started(self) -> int:
         started = 0
         for device in self._devices:
-            started += self.group.num_started(device) or 0
+            started += self.group.started.on(device) or 0
         return started

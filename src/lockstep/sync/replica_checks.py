@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.error_texts import first_of
 from lockstep.errors import LostUpdateError, ReplicasDifferError, WrongTypeError
+from lockstep.hierarchical_all_reduce import host_id
 from lockstep.sync.tensor_bits import sum_of_bits
 
 if TYPE_CHECKING:
@@ -42,12 +43,13 @@ def compare_structures(group: Group, found: SyncedTensors, settings: Mapping[str
     global _last_number
     mine = {"refused": found.refused, "settings": {**settings}, "structure": found.structure()}
     digest = hashlib.blake2b(json.dumps(mine).encode(), digest_size=16).hexdigest()
-    told = group.exchange([_last_number, digest])
+    told = group.exchange([_last_number, digest, host_id()])
+    group.use_hosts([host for _, _, host in told])
     # Structures are long, and there are as many as ranks: they travel only to name a difference.
-    are_equal = len({one for _, one in told}) == 1
+    are_equal = len({one for _, one, _ in told}) == 1
     everyone = [mine] if are_equal else group.exchange(mine)
     # A process that has joined later has made fewer syncs; ranks that are threads share the count.
-    number: int = 1 + max(last for last, _ in told)
+    number: int = 1 + max(last for last, _, _ in told)
     _last_number = max(_last_number, number)
     if found.refused:
         raise WrongTypeError(

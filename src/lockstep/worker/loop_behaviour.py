@@ -141,7 +141,7 @@ class LoopBehaviour:
 
     def _num_collectives(self) -> int:
         # The default loop communicates by the gradients' reductions alone.
-        return self._state.context.group.num_started_on({self._device}) if self.is_own else 0
+        return self._state.context.group.started.on_any_of({self._device}) if self.is_own else 0
 
     def has_reused_gradients(self, opened: OpenStep) -> bool:
         """Whether an optimizer has used gradients of earlier steps in this step."""

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums within hosts first and then between them: the sum, the same bits, beside other collectives.
+
+Ranks are threads, and their hosts are names: what crosses a link between hosts is measured in
+`tests/ray/test_bytes_between_hosts.py`.
+"""
+
+import itertools
+import threading
+import time
+
+import pytest
+import torch
+
+from harness import assert_equal_on_all_ranks, assert_same, gradients, outcomes, run_ranks
+from lockstep import all_gather_sum, hierarchical_all_reduce
+from lockstep.errors import PeerLostError
+from lockstep.hierarchical_all_reduce import HostGrid, host_id
+from lockstep.sync import replicate
+from ranks.programs import PROGRAMS
+from ranks.test_replicate_exact import SHARES, compare
+
+LARGE = 400_000
+"""Doubles in a tensor that goes over the hosts, and in more than one piece."""
+
+
+@pytest.fixture
+def small_tensors_go_over_hosts(monkeypatch):
+    monkeypatch.setattr(hierarchical_all_reduce, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(all_gather_sum, "_MOST_BYTES", 0)
+
+
+def drawn(rank, size, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rows"),
+    [
+        ("aabb", ((0, 1), (2, 3))),
+        ("abab", ((0, 2), (1, 3))),
+        ("aabbcc", ((0, 1), (2, 3), (4, 5))),
+        ("aaa", None),  # one host
+        ("abc", None),  # one rank each
+        ("aab", None),  # another number on each
+    ],
+)
+def test_a_grid_has_equally_many_ranks_on_each_host(hosts, rows):
+    grid = HostGrid.of(hosts)
+    assert (None if grid is None else grid.rows) == rows
+
+
+def test_a_host_is_what_the_variable_of_nccl_says(monkeypatch):
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    found = host_id()
+    assert found
+    assert found == host_id()
+    monkeypatch.setenv("NCCL_HOSTID", "here")
+    assert host_id() == "here"
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "abab", "aabbcc", "aaabbb"])
+@pytest.mark.parametrize("size", [LARGE, LARGE + 7, 3_000_001])
+def test_the_sum_has_the_same_bits_on_every_rank(hosts, size):
+    true = sum(drawn(rank, size) for rank in range(len(hosts)))
+
+    def body(group):
+        group.use_hosts(hosts)
+        totals = [drawn(group.rank, size), drawn(group.rank, size).view(1, -1)]
+        for pending in [group.all_reduce(total) for total in totals]:
+            pending.wait()
+        return totals
+
+    results = run_ranks(len(hosts), body)
+    for first, second in results:
+        torch.testing.assert_close(first, true, rtol=0, atol=1e-12)
+        assert torch.equal(first, results[0][0])
+        assert torch.equal(second.view(-1), first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_of_every_dtype(dtype):
+    def body(group):
+        group.use_hosts("aabb")
+        total = torch.full((1 << 20,), group.rank + 1, dtype=dtype)
+        group.all_reduce(total).wait()
+        return total
+
+    for total in run_ranks(4, body):
+        assert torch.equal(total, torch.full_like(total, 10))
+
+
+def test_other_collectives_may_run_before_or_after_it_on_each_rank():
+    def body(group):
+        group.use_hosts("aabb")
+        total, other = drawn(group.rank, LARGE), torch.ones(LARGE, dtype=torch.float64)
+        pending = group.all_reduce(total) if group.rank % 2 else None
+        group.broadcast(other)
+        pending = pending or group.all_reduce(total)
+        group.broadcast(other)
+        pending.wait()
+        return total, other
+
+    true = sum(drawn(rank, LARGE) for rank in range(4))
+    for total, other in run_ranks(4, body):
+        torch.testing.assert_close(total, true, rtol=0, atol=1e-12)
+        assert torch.equal(other, torch.ones_like(other))
+
+
+def test_it_counts_as_one_collective():
+    def body(group):
+        group.use_hosts("aabb")
+        device = torch.device("cpu")
+        before = group.started.on(device)
+        group.all_reduce(drawn(0, LARGE)).wait()
+        group.all_reduce(drawn(0, 3)).wait()
+        after = group.started.on(device)
+        group.close()
+        return after - before, group.started.on(device) - after
+
+    assert run_ranks(4, body) == [(2, 0)] * 4
+
+
+@pytest.mark.usefixtures("small_tensors_go_over_hosts")
+@pytest.mark.parametrize("cap_mb", [25, 1e-4])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_gradients_are_those_of_one_process(program, cap_mb, monkeypatch):
+    started = []
+    start = hierarchical_all_reduce.HierarchicalAllReduce.start
+    monkeypatch.setattr(
+        hierarchical_all_reduce.HierarchicalAllReduce,
+        "start",
+        lambda self, *arguments: started.append(1) or start(self, *arguments),
+    )
+    compare(program(), SHARES["four"], way="weighted", cap_mb=cap_mb, hosts="abab")
+    assert started
+
+
+def test_a_model_asks_its_ranks_for_their_hosts(monkeypatch):
+    numbers = itertools.count()
+    monkeypatch.setattr("lockstep.sync.replica_checks.host_id", lambda: "ab"[next(numbers) % 2])
+    replicas = [torch.nn.Linear(400, 400).double() for _ in range(4)]
+
+    def body(group):
+        sync = replicate(replicas[group.rank], group=group)
+        sync.backward(replicas[group.rank](drawn(group.rank, 400)).sum(), weight=1)
+        sync.detach()
+        names = [one.name for one in threading.enumerate()]
+        return gradients(replicas[group.rank]), names
+
+    results = run_ranks(4, body)
+    assert_equal_on_all_ranks([seen for seen, _ in results])
+    rows = torch.stack([drawn(rank, 400) for rank in range(4)]).mean(0)
+    true = {"0.weight": rows.expand(400, 400), "0.bias": torch.ones(400).double()}
+    assert_same(results[0][0], true)
+    assert any(name.startswith("lockstep-all-reduce") for name in results[0][1])
+
+
+@pytest.mark.parametrize("lost", range(4))
+def test_a_rank_that_leaves_ends_the_waits_of_the_others(lost):
+    def body(group):
+        group.use_hosts("aabb")
+        group.all_reduce(drawn(group.rank, LARGE)).wait()
+        if group.rank == lost:
+            return 0.0
+        began = time.monotonic()
+        pending = [group.all_reduce(drawn(group.rank, LARGE)) for _ in range(3)]
+        for one in pending:
+            with pytest.raises(PeerLostError, match="all_reduce failed"):
+                one.wait()
+        with pytest.raises(PeerLostError):
+            group.confirm()
+        return time.monotonic() - began
+
+    assert max(run_ranks(4, body)) < 10  # the group's timeout is 20 seconds
+
+
+def test_a_rank_that_raises_with_a_sum_on_its_way_frees_the_others():
+    def body(group):
+        group.use_hosts("aabb")
+        pending = group.all_reduce(drawn(group.rank, LARGE))
+        if group.rank == 2:
+            raise ArithmeticError("of rank 2")
+        pending.wait()
+        group.all_reduce(drawn(group.rank, LARGE)).wait()
+
+    errors = outcomes(4, body)
+    assert isinstance(errors.pop(2), ArithmeticError)
+    assert all(isinstance(error, PeerLostError) for error in errors)
+
+
+def test_its_threads_end_with_the_group():
+    def body(group):
+        group.use_hosts("aabb")
+        group.all_reduce(drawn(group.rank, LARGE)).wait()
+
+    run_ranks(4, body)
+    for one in threading.enumerate():
+        if one.name.startswith("lockstep-all-reduce"):
+            one.join(5)
+            assert not one.is_alive()
