@@ -33,7 +33,7 @@ from lockstep.group_errors import (
     peer_lost_error,
     step_after_failure_error,
 )
-from lockstep.hierarchical_all_reduce import HierarchicalAllReduce, HostGrid
+from lockstep.hierarchical_sum import LEAST_BYTES, HierarchicalAllReduce, HostGrid
 from lockstep.pending_collective import Pending
 from lockstep.phases import Phase, in_phase
 from lockstep.process_group_argument import default_process_group, require_process_group
@@ -124,16 +124,17 @@ class Group:
         """Whether `close` was called."""
         return self._closed
 
-    def use_hosts(self, hosts: Sequence[str]) -> None:
+    def use_hosts(self, hosts: Sequence[str], least_bytes: int = LEAST_BYTES) -> None:
         """From now on, sum large CPU tensors within each host before they cross to others.
 
         Args:
             hosts: by rank, `host_id` of each; the same argument on every rank. Where hosts have
                 different numbers of ranks, or one each, sums go by the backend's all-reduce.
+            least_bytes: the size of a large tensor; the same on every rank.
         """
         grid = HostGrid.of(hosts)
         if grid is not None and self._over_hosts is None:
-            self._over_hosts = HierarchicalAllReduce(grid, self.rank)
+            self._over_hosts = HierarchicalAllReduce(grid, self.rank, least_bytes)
             self.started.over_hosts = self._over_hosts
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = SUM) -> Pending:
@@ -159,14 +160,14 @@ class Group:
         """
         if self._is_local_only("all_reduce"):
             return _DONE
-        if op is SUM and is_faster_by_all_gather(tensor, self.size):
-            parts = tensor.new_empty(self.size * tensor.numel())
-            pending = self._start("all_reduce", ALL_GATHER_ONE, parts, tensor)
-            return pending.then(partial(AllGatherSum, parts=parts, total=tensor))
         if op is SUM and self._over_hosts is not None and self._over_hosts.takes(tensor):
             total = self._over_hosts.start(self._process_group, tensor)
             waited = partial(self._waited, "all_reduce", tensor.device)
             return Pending(total, "all_reduce", None, waited, self._lost)
+        if op is SUM and is_faster_by_all_gather(tensor, self.size):
+            parts = tensor.new_empty(self.size * tensor.numel())
+            pending = self._start("all_reduce", ALL_GATHER_ONE, parts, tensor)
+            return pending.then(partial(AllGatherSum, parts=parts, total=tensor))
         options = dist.AllreduceOptions()
         options.reduceOp = op
         return self._start("all_reduce", "allreduce", [tensor], options)

@@ -19,7 +19,7 @@ from lockstep._torch_compat import backend_of, backend_timeout_s, devices_of, st
 if TYPE_CHECKING:
     from collections.abc import Callable, Set
 
-    from lockstep.hierarchical_all_reduce import HierarchicalAllReduce
+    from lockstep.hierarchical_sum import HierarchicalAllReduce
 
 _MONITORED_TAG: Final = 0x10C5
 

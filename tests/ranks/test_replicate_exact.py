@@ -36,7 +36,7 @@ def compare(program, shares, *, way, cap_mb, hosts=""):
     replicas = [prepared(program) for _ in shares]
 
     def one_rank(group):
-        group.use_hosts(hosts)
+        group.use_hosts(hosts, least_bytes=0)
         modules = replicas[group.rank]
         world = OnRanks(modules, group, shares, way=way, cap_mb=cap_mb)
         copy.deepcopy(program).run(world)

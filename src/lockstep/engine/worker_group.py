@@ -31,7 +31,7 @@ from lockstep.engine.ray_errors import has_failed
 from lockstep.engine.rendezvous_store import LOOPBACK, open_store
 from lockstep.engine.spare_worker import Readiness, Spare
 from lockstep.engine.worker_handle import WorkerHandle
-from lockstep.hierarchical_all_reduce import HostGrid
+from lockstep.hierarchical_sum import HostGrid
 from lockstep.serialization import dumps_or_refuse
 from lockstep.worker import Rendezvous, Worker, arrival_key
 

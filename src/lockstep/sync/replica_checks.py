@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.error_texts import first_of
 from lockstep.errors import LostUpdateError, ReplicasDifferError, WrongTypeError
-from lockstep.hierarchical_all_reduce import host_id
+from lockstep.hierarchical_sum import host_id
 from lockstep.sync.tensor_bits import sum_of_bits
 
 if TYPE_CHECKING:

@@ -2,32 +2,23 @@
 """Sums within hosts first and then between them: the sum, the same bits, beside other collectives.
 
 Ranks are threads, and their hosts are names: what crosses a link between hosts is measured in
-`tests/ray/test_bytes_between_hosts.py`.
+`tests/procs/test_bytes_between_hosts.py`.
 """
 
-import itertools
 import threading
 import time
 
 import pytest
 import torch
 
-from harness import assert_equal_on_all_ranks, assert_same, gradients, outcomes, run_ranks
-from lockstep import all_gather_sum, hierarchical_all_reduce
+from harness import outcomes, run_ranks
 from lockstep.errors import PeerLostError
-from lockstep.hierarchical_all_reduce import HostGrid, host_id
-from lockstep.sync import replicate
+from lockstep.hierarchical_sum import HostGrid, host_id
 from ranks.programs import PROGRAMS
 from ranks.test_replicate_exact import SHARES, compare
 
 LARGE = 400_000
 """Doubles in a tensor that goes over the hosts, and in more than one piece."""
-
-
-@pytest.fixture
-def small_tensors_go_over_hosts(monkeypatch):
-    monkeypatch.setattr(hierarchical_all_reduce, "_LEAST_BYTES", 0)
-    monkeypatch.setattr(all_gather_sum, "_MOST_BYTES", 0)
 
 
 def drawn(rank, size, dtype=torch.float64):
@@ -61,7 +52,7 @@ def test_a_host_is_what_the_variable_of_nccl_says(monkeypatch):
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "abab", "aabbcc", "aaabbb"])
-@pytest.mark.parametrize("size", [LARGE, LARGE + 7, 3_000_001])
+@pytest.mark.parametrize("size", [LARGE, LARGE + 7, 1_500_001])
 def test_the_sum_has_the_same_bits_on_every_rank(hosts, size):
     true = sum(drawn(rank, size) for rank in range(len(hosts)))
 
@@ -122,39 +113,14 @@ def test_it_counts_as_one_collective():
     assert run_ranks(4, body) == [(2, 0)] * 4
 
 
-@pytest.mark.usefixtures("small_tensors_go_over_hosts")
 @pytest.mark.parametrize("cap_mb", [25, 1e-4])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_gradients_are_those_of_one_process(program, cap_mb, monkeypatch):
-    started = []
-    start = hierarchical_all_reduce.HierarchicalAllReduce.start
-    monkeypatch.setattr(
-        hierarchical_all_reduce.HierarchicalAllReduce,
-        "start",
-        lambda self, *arguments: started.append(1) or start(self, *arguments),
-    )
+def test_gradients_are_those_of_one_process(program, cap_mb):
     compare(program(), SHARES["four"], way="weighted", cap_mb=cap_mb, hosts="abab")
-    assert started
 
 
-def test_a_model_asks_its_ranks_for_their_hosts(monkeypatch):
-    numbers = itertools.count()
-    monkeypatch.setattr("lockstep.sync.replica_checks.host_id", lambda: "ab"[next(numbers) % 2])
-    replicas = [torch.nn.Linear(400, 400).double() for _ in range(4)]
-
-    def body(group):
-        sync = replicate(replicas[group.rank], group=group)
-        sync.backward(replicas[group.rank](drawn(group.rank, 400)).sum(), weight=1)
-        sync.detach()
-        names = [one.name for one in threading.enumerate()]
-        return gradients(replicas[group.rank]), names
-
-    results = run_ranks(4, body)
-    assert_equal_on_all_ranks([seen for seen, _ in results])
-    rows = torch.stack([drawn(rank, 400) for rank in range(4)]).mean(0)
-    true = {"0.weight": rows.expand(400, 400), "0.bias": torch.ones(400).double()}
-    assert_same(results[0][0], true)
-    assert any(name.startswith("lockstep-all-reduce") for name in results[0][1])
+def threads_of_sums():
+    return [one for one in threading.enumerate() if one.name.startswith("lockstep-all-reduce")]
 
 
 @pytest.mark.parametrize("lost", range(4))
@@ -194,9 +160,9 @@ def test_its_threads_end_with_the_group():
     def body(group):
         group.use_hosts("aabb")
         group.all_reduce(drawn(group.rank, LARGE)).wait()
+        return len(threads_of_sums())
 
-    run_ranks(4, body)
-    for one in threading.enumerate():
-        if one.name.startswith("lockstep-all-reduce"):
-            one.join(5)
-            assert not one.is_alive()
+    assert min(run_ranks(4, body)) >= 3
+    for one in threads_of_sums():
+        one.join(5)
+        assert not one.is_alive()

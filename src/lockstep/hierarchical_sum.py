@@ -41,7 +41,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-_LEAST_BYTES: Final = 1 << 20
+LEAST_BYTES: Final = 1 << 20
 """The size of a tensor below which the latency of four messages is more than a ring's."""
 _PIECE_BYTES: Final = 1 << 22
 _STAGES: Final = 3
@@ -91,9 +91,11 @@ class HierarchicalAllReduce:
     Args:
         grid: the ranks, the same on every one of them.
         rank: this rank.
+        least_bytes: smaller tensors are left to the backend.
     """
 
-    def __init__(self, grid: HostGrid, rank: int) -> None:
+    def __init__(self, grid: HostGrid, rank: int, least_bytes: int = LEAST_BYTES) -> None:
+        self._least_bytes = least_bytes
         self._messages = _Messages()
         self._place = _Place.of(grid, rank)
         self._queues: list[SimpleQueue[_Piece | None]] = [SimpleQueue() for _ in range(_STAGES)]
@@ -105,7 +107,7 @@ class HierarchicalAllReduce:
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is large enough, and on the CPU."""
-        return tensor.device.type == "cpu" and tensor.nbytes >= _LEAST_BYTES
+        return tensor.device.type == "cpu" and tensor.nbytes >= self._least_bytes
 
     def start(self, process_group: Any, tensor: torch.Tensor) -> PiecewiseSum:
         """Begin to sum `tensor` in place over all ranks.
