@@ -10,9 +10,12 @@ but in one of a hundred failures a rank did not hear that its peer had closed th
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+
+if TYPE_CHECKING:
+    from datetime import timedelta
 
 _MOST_BYTES: Final = 1 << 19
 """The size of all parts together above which the smaller pieces of an all-reduce win."""
@@ -45,16 +48,23 @@ class AllGatherSum:
         self._parts = parts
         self._total = total
 
-    def wait(self) -> None:
+    def is_completed(self) -> bool:
+        """Whether the all-gather is done, or has failed."""
+        return self._work is None or bool(self._work.is_completed())
+
+    def wait(self, timeout: timedelta) -> None:
         """Wait for the all-gather, and add.
 
         Raises:
-            RuntimeError: a peer went away, or did not come within the group's timeout.
+            RuntimeError: a peer went away, or did not come within the group's timeout; or `timeout`
+                has passed, and `is_completed` is still False.
         """
         try:
-            self._work.wait()
+            self._work.wait(timeout)
         finally:
-            self._work = None  # a traceback would keep the work alive, and the work the sockets
+            if self._work.is_completed():
+                # A traceback would keep the work alive, and the work the sockets.
+                self._work = None
         # Every rank adds in the order of the ranks, so that all have the same bits.
         first, *middle, last = self._parts.view(-1, self._total.numel())
         for part in middle:

@@ -70,7 +70,7 @@ _LENGTH: Final = struct.Struct("<q")
 _ENVELOPE: Final = 504
 """Bytes of an exchanged value that are sent in one message with its length (a multiple of 8)."""
 
-_DONE = Pending(None, "")
+_DONE = Pending()
 
 
 class Group:
@@ -152,8 +152,7 @@ class Group:
 
         Collective:
             Every rank, same order. Does not block. One all-reduce; for few numbers on few ranks'
-            CPUs one all-gather; for a large tensor on several hosts' CPUs messages within the
-            hosts and between them (`use_hosts`).
+            CPUs one all-gather; for a large tensor on several hosts' messages (`use_hosts`).
 
         Raises:
             PeerLostError: the group is closed, or the collective could not be started.
@@ -161,9 +160,8 @@ class Group:
         if self._is_local_only("all_reduce"):
             return _DONE
         if op is SUM and self._over_hosts is not None and self._over_hosts.takes(tensor):
-            total = self._over_hosts.start(self._process_group, tensor)
-            waited = partial(self._waited, "all_reduce", tensor.device)
-            return Pending(total, "all_reduce", None, waited, self._lost)
+            work = self._over_hosts.start(self._process_group, tensor)
+            return Pending(work, "all_reduce", self, tensor.device)
         if op is SUM and is_faster_by_all_gather(tensor, self.size):
             parts = tensor.new_empty(self.size * tensor.numel())
             pending = self._start("all_reduce", ALL_GATHER_ONE, parts, tensor)
@@ -450,11 +448,13 @@ class Group:
         """Let `confirm` refuse from now on: the ranks lack what they were to send each other."""
         self._has_failed = True
 
-    def _lost(self, what: str, error: RuntimeError) -> PeerLostError:
+    def lost_error(self, what: str, error: RuntimeError) -> PeerLostError:
+        """The error for a failure inside `what`, a collective."""
         self.note_failure()
         return peer_lost_error(what, self.place, error)
 
-    def _waited(self, what: str, device: torch.device) -> None:
+    def note_waited(self, what: str, device: torch.device) -> None:
+        """Note, for `confirm`, that a wait for `what`, a collective, has ended."""
         if self._unconfirmed_on is None or device.type == "cuda":
             self._unconfirmed_on = device
         self.refuse_if_given_up(what)
@@ -481,11 +481,11 @@ class Group:
             # The first collective of a group connects the ranks.
             with in_phase(Phase.WAITING):
                 work = getattr(self._process_group, method)(*arguments)
-            return Pending(work, what, stash, partial(self._waited, what, first.device), self._lost)
+            return Pending(work, what, self, first.device, stash)
         except RuntimeError as error:
             if not has_backend_for(self._process_group, first.device):
                 raise no_backend_error(what, self.place, first.device) from error
-            raise self._lost(what, error) from error
+            raise self.lost_error(what, error) from error
 
 
 def resolve_group(group: Any | Group | None = None) -> Group:

@@ -26,10 +26,12 @@ host wait for one rank).
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import socket
 import threading
+import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,12 +42,16 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from datetime import timedelta
 
 LEAST_BYTES: Final = 1 << 20
 """The size of a tensor below which the latency of four messages is more than a ring's."""
 _PIECE_BYTES: Final = 1 << 22
 _STAGES: Final = 3
 _TAGS: Final = (0x4C50, 0x4C51, 0x4C52, 0x4C53)
+_AT_EXIT_S: Final = 5.0
+
+_threads: Final[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
 
 
 def host_id() -> str:
@@ -145,13 +151,14 @@ class HierarchicalAllReduce:
         self._has_threads = True
         following: list[SimpleQueue[_Piece | None] | None] = [*self._queues[1:], None]
         for stage, (queue, next_queue) in enumerate(zip(self._queues, following, strict=True)):
-            # At a process's end a daemon dies, and its sockets close: peers hear of it at once.
-            threading.Thread(
+            thread = threading.Thread(
                 target=_work,
                 args=(stage, queue, next_queue),
                 name=f"lockstep-all-reduce-{stage}",
-                daemon=True,
-            ).start()
+                daemon=True,  # Python would wait for it before `close` runs at the process's end
+            )
+            _threads.add(thread)
+            thread.start()
 
 
 class PiecewiseSum:
@@ -161,14 +168,21 @@ class PiecewiseSum:
         self._pieces = pieces
         self._messages = messages
 
-    def wait(self) -> None:
+    def is_completed(self) -> bool:
+        """Whether the tensor holds the sum, or will not."""
+        return all(piece.is_done.is_set() for piece in self._pieces)
+
+    def wait(self, timeout: timedelta) -> None:
         """Wait until the tensor holds the sum.
 
         Raises:
-            RuntimeError: a peer went away, or did not come within the group's timeout.
+            RuntimeError: a peer went away, or did not come within the group's timeout; or `timeout`
+                has passed, and `is_completed` is still False.
         """
+        deadline = time.monotonic() + timeout.total_seconds()
         for piece in self._pieces:
-            piece.is_done.wait()
+            if not piece.is_done.wait(max(0.0, deadline - time.monotonic())):
+                raise RuntimeError("the sum is not complete yet")
         error = self._messages.error
         if error is not None and not all(piece.is_complete for piece in self._pieces):
             raise error.with_traceback(None)
@@ -337,3 +351,14 @@ def _work(
         if piece is None:
             return
         del piece  # this frame must not hold it while the thread waits for the next one
+
+
+@atexit.register
+def _join_threads() -> None:
+    """Wait for what is on its way when the process ends.
+
+    A thread that came out of the backend later would find no interpreter, and abort the process.
+    """
+    deadline = time.monotonic() + _AT_EXIT_S
+    for thread in list(_threads):
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -3,43 +3,57 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from lockstep.errors import PeerLostError
 from lockstep.phases import Phase, in_phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lockstep.errors import PeerLostError
+    import torch
+
     from lockstep.tensor_stash import TensorStash
+
+_LOOK_EVERY: Final = timedelta(seconds=0.5)
+
+
+class _Owner(Protocol):
+    """The `Group` of a collective."""
+
+    def note_waited(self, what: str, device: torch.device) -> None: ...
+    def lost_error(self, what: str, error: RuntimeError) -> PeerLostError: ...
+    def refuse_if_given_up(self, what: str) -> None: ...
 
 
 class Pending:
     """A collective in flight. `wait` makes the current stream (on CPU: the caller) wait for it.
 
     Args:
-        work: torch's ``Work``; None for a collective that is done.
+        work: torch's ``Work``, or an object with its ``wait`` and ``is_completed``; None for a
+            collective that is done.
         what: the collective, as errors call it.
-        stash: its tensors.
-        on_waited: called after a wait that has succeeded; may raise.
-        on_lost: called after a wait that has failed; makes the error.
+        owner: the group; None for a collective that is done.
+        device: of the tensors.
+        stash: the tensors.
     """
 
-    __slots__ = ("_on_lost", "_on_waited", "_stash", "_what", "_work")
+    __slots__ = ("_device", "_owner", "_stash", "_what", "_work")
 
     def __init__(
         self,
-        work: Any,
-        what: str,
+        work: Any = None,
+        what: str = "",
+        owner: _Owner | None = None,
+        device: torch.device | None = None,
         stash: TensorStash | None = None,
-        on_waited: Callable[[], None] | None = None,
-        on_lost: Callable[[str, RuntimeError], PeerLostError] | None = None,
     ) -> None:
         self._work = work
         self._what = what
+        self._owner = owner
+        self._device = device
         self._stash = stash
-        self._on_waited = on_waited
-        self._on_lost = on_lost
 
     def wait(self) -> None:
         """Wait for the collective; a second call returns at once.
@@ -50,18 +64,40 @@ class Pending:
         """
         if self._work is None:
             return
+        owner, device = self._owner, self._device
+        assert owner is not None, "of a collective that has been started"
+        assert device is not None, "of a collective that has been started"
         try:
             with in_phase(Phase.WAITING):
-                self._work.wait()
+                self._wait(owner, device)
+        except PeerLostError:
+            raise
         except RuntimeError as error:
-            assert self._on_lost is not None, "of a collective that has been started"
-            raise self._on_lost(self._what, error) from error
+            raise owner.lost_error(self._what, error) from error
         finally:
             self._work = None
             if self._stash is not None:
                 self._stash.wait_released()
-        if self._on_waited is not None:
-            self._on_waited()
+        owner.note_waited(self._what, device)
+
+    def _wait(self, owner: _Owner, device: torch.device) -> None:
+        """Wait, and look twice a second whether the group was given up.
+
+        Of a hundred waits for a large tensor gloo (torch 2.13) leaves two asleep until the group's
+        timeout, when another thread shuts its sockets down. On CUDA a wait with a limit would make
+        the host wait for the device.
+        """
+        if device.type != "cpu":
+            self._work.wait()
+            return
+        while True:
+            try:
+                self._work.wait(_LOOK_EVERY)
+                return
+            except RuntimeError:
+                if self._work.is_completed():
+                    raise
+                owner.refuse_if_given_up(self._what)
 
     def then(self, rest: Callable[[Any], Any]) -> Pending:
         """Replace the ``Work`` by the result of `rest`, and return this object."""

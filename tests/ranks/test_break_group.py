@@ -2,6 +2,7 @@
 """A worker's group is broken from another thread."""
 
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from tests.ray.operators import DefaultLoop
 
 import lockstep
-from harness import side_by_side
+from harness import run_ranks, side_by_side
 from lockstep.errors import PeerLostError
 from lockstep.keys import BATCH_SIZE
 from lockstep.worker import LoopRequest, Rendezvous, Worker, leave_broken_group
@@ -19,14 +20,14 @@ from lockstep.worker.spec import WorkerSpec
 CPU = torch.device("cpu")
 
 
-class Pair:
-    """Two workers, which are threads, and the group of each in the generation that they are in."""
+class Workers:
+    """Some workers, which are threads, and the group of each in the generation that they are in."""
 
-    def __init__(self, operator_cls):
-        spec = WorkerSpec(operator_cls, {BATCH_SIZE: 10}, num_workers=2, num_shards=2, seed=0)
-        self.workers = [Worker(spec, rank, rank) for rank in range(2)]
-        self.groups = [None, None]
-        self._both, self._stores = threading.Barrier(2), []
+    def __init__(self, operator_cls, size):
+        spec = WorkerSpec(operator_cls, {BATCH_SIZE: 10}, num_workers=size, num_shards=size, seed=0)
+        self.workers = [Worker(spec, rank, rank) for rank in range(size)]
+        self.groups = [None] * size
+        self._all, self._stores = threading.Barrier(size), []
 
     def _place(self, generation):
         store = dist.TCPStore(
@@ -40,10 +41,10 @@ class Pair:
 
         def one(rank):
             self.workers[rank].leave()
-            self._both.wait(20)
+            self._all.wait(20)
             self.groups[rank] = self.workers[rank].join_group(place, CPU)
 
-        side_by_side(one, 2)
+        side_by_side(one, len(self.workers))
 
     def start(self):
         place = self._place(0)
@@ -52,18 +53,18 @@ class Pair:
 
 @pytest.fixture
 def pair(monkeypatch):
-    """A function that makes a pair, whose workers stop in the end."""
+    """A function that makes a pair, or more of them; its workers stop in the end."""
     # Not set and taken away by several threads of one process.
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    pairs = []
+    every = []
 
-    def made(operator_cls=DefaultLoop):
-        pairs.append(Pair(operator_cls))
-        return pairs[-1]
+    def made(operator_cls=DefaultLoop, size=2):
+        every.append(Workers(operator_cls, size))
+        return every[-1]
 
     yield made
-    for one in pairs:
-        side_by_side(lambda rank, one=one: one.workers[rank].stop(), 2)
+    for one in every:
+        side_by_side(lambda rank, one=one: one.workers[rank].stop(), len(one.workers))
 
 
 def exchanged(groups):
@@ -89,6 +90,50 @@ def test_a_call_that_comes_late_breaks_no_later_group(pair):
     assert exchanged(both.groups) == [[0, 1], [0, 1]]
     both.workers[0].break_group(1)
     assert all(isinstance(one, PeerLostError) for one in exchanged(both.groups))
+
+
+def test_waits_in_a_sum_over_hosts_end(pair):
+    """Of four ranks one is silent: it sends nothing, and its sockets stay open."""
+    four = pair(size=4)
+    four.join_group(0)
+    found, all_wait = [None] * 4, threading.Barrier(4)
+
+    def one(rank):
+        four.groups[rank].use_hosts("abab")
+        pending = None if rank == 3 else four.groups[rank].all_reduce(torch.ones(1 << 20))
+        all_wait.wait(20)
+        if rank == 3:
+            return
+        four.workers[rank].break_group(0)
+        began = time.monotonic()
+        with pytest.raises(PeerLostError, match="all_reduce failed"):
+            pending.wait()
+        found[rank] = time.monotonic() - began
+
+    side_by_side(one, 4)
+    assert max(found[:3]) < 10  # the group's timeout is 20 seconds
+
+
+@pytest.mark.parametrize("hosts", ["", "abab"])
+@pytest.mark.parametrize("numbers", [1, 1000, 1 << 20])
+def test_a_wait_ends_when_the_group_is_given_up(hosts, numbers):
+    """Also where the backend does not say so: its sockets are open here, and a peer is silent."""
+    all_wait, may_leave = threading.Barrier(4), threading.Barrier(4)
+
+    def body(group):
+        group.use_hosts(hosts)
+        pending = None if group.rank == 3 else group.all_reduce(torch.ones(numbers))
+        all_wait.wait(20)
+        if pending is not None:
+            giving_up = threading.Timer(0.1, group.give_up)
+            giving_up.start()
+            began = time.monotonic()
+            with pytest.raises(PeerLostError, match="all_reduce over a group that was given up"):
+                pending.wait()
+            assert time.monotonic() - began < 10  # the group's timeout is 20 seconds
+        may_leave.wait(20)
+
+    run_ranks(4, body)
 
 
 class GivesUpLate(DefaultLoop):

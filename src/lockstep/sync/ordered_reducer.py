@@ -183,7 +183,7 @@ class OrderedReducer(Reducer):
         if is_last:
             group.all_reduce(bucket.tail).wait()
             weight.copy_(self._sum_over_shards(group, nodes, self._weights, weight))
-        return Pending(None, "")
+        return Pending()
 
     def _fold_into(self, place: torch.Tensor, node: Node, leaves: dict[Node, torch.Tensor]) -> None:
         total = fold(node, self._leaves_or_zeros(leaves, place), place)

@@ -24,7 +24,7 @@ def test_buckets_that_two_threads_complete_leave_one_after_the_other():
             other.start()
             other.join(timeout=0.5)  # as long as a wrong one needs to overtake
         left.append(reducer.layout.buckets.index(bucket))
-        return Pending(None, "")
+        return Pending()
 
     reducer = Reducer(slots, Group(None), cap_bytes=32, combine=combine)
     for param in params:

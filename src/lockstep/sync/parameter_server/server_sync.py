@@ -148,7 +148,7 @@ class ParameterServerSync(GradientSync):
         if group.size > 1:
             answer = self._channel.ask(Message("all_reduce", tensors=[bucket.flat]))
             bucket.flat.copy_(answer.tensors[0])
-        return Pending(None, "")
+        return Pending()
 
     def detach(self) -> None:
         """Take the hooks off, make the optimizers ordinary ones, leave the server.
