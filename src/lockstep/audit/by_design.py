@@ -4,8 +4,8 @@
 Torch's own types say so themselves (`lockstep.audit.probe.shards`). Where a program cuts its model
 up by hand, the work shows it: in a pipeline only some ranks have a loss, and ranks that share the
 work on one batch are given the same inputs, and communicate inside backward. Beside parameters that
-are synchronised a rank may have some of its own, which never were the same: tables and experts,
-whose rows travel between ranks in backward too, and tensors of no module, as codes of its samples.
+are synchronised a rank may have some of its own, which never were the same: tables, experts, heads
+of its own task. Only a parameter that once was the same on all ranks is known to be a replica.
 
 Replicas may drift apart and meet again, too, at whatever steps: local SGD, federated averaging.
 Ranks may take different numbers of steps between two meetings, and make an optimizer for each.
@@ -30,32 +30,35 @@ if TYPE_CHECKING:
 _STEPS: Final = 3
 
 
-def apart_by_design(track: SharedTrack, tracks: Iterable[SharedTrack]) -> frozenset[str]:
+def apart_by_design(together: Sequence[SharedTrack], tracks: Iterable[SharedTrack]) -> set[str]:
     """Names of parameters that nobody reduces, of ranks that do different work.
 
-    Only where what they do shows it: replicas that nobody synchronises are an error.
+    Only where what they do shows it: replicas that nobody synchronises are an error. Where others
+    are synchronised, those that never were the same may be each rank's own, and nothing tells them
+    from forgotten ones.
 
     Args:
-        track: one optimizer, as all ranks have it.
+        together: the optimizers of one set of parameters, the first one first.
         tracks: all of them.
     """
+    track = together[0]
     if len(track.ranks) < 2 or not track.numbers:
-        return frozenset()
-    first, early = track.numbers[0], track.numbers[:_STEPS]
+        return set()
     unreduced = {p.name for p in track.parameters if p.wrapper is None}
-    unreduced -= {c.parameter for c in _reductions(track) if c.parameter}
-    if not unreduced:
-        return frozenset()
-    if _only_some_have_a_loss(track.steps(first)):
-        return frozenset(unreduced)
-    never_equal = unreduced & {d.name for d in track.differences("entry", first)}
-    if all(_share_the_work(track, number) for number in early):
-        return frozenset(_with_their_layers(never_equal, unreduced))
-    if not any(map(_is_synchronised, tracks)):
-        return frozenset()
-    if all(_send_in_backward(track.steps(number)) for number in early):
-        return frozenset(_with_their_layers(never_equal, unreduced))
-    return frozenset(never_equal - names_in_modules(track))
+    unreduced -= {c.parameter for each in together for c in _reductions(each) if c.parameter}
+    if not unreduced or _only_some_have_a_loss(track.steps(track.numbers[0])):
+        return unreduced
+    if any(map(_is_synchronised, tracks)) or all(
+        _share_the_work(track, number) for number in track.numbers[:_STEPS]
+    ):
+        return _with_their_layers(unreduced & _never_equal(together), unreduced)
+    return set()
+
+
+def _never_equal(together: Iterable[SharedTrack]) -> set[str]:
+    """Names of parameters that differed when the first step of each of these optimizers began."""
+    firsts = [{d.name for d in track.differences("entry", 0)} for track in together]
+    return set.intersection(*firsts)
 
 
 def _with_their_layers(names: set[str], unreduced: set[str]) -> set[str]:
@@ -212,14 +215,6 @@ def _reductions(track: SharedTrack) -> list[Collective]:
 def names_in_modules(track: SharedTrack) -> set[str]:
     held = [p for of_rank in track.tracks.values() for p in of_rank.parameters]
     return {p.name for p in held if p.in_module}
-
-
-def _send_in_backward(steps: dict[int, Step]) -> bool:
-    """Rows or their gradients, and not the sums of what parameters are owed."""
-    return all(
-        any(c.in_backward and c.op not in REDUCING for c in step.collectives)
-        for step in steps.values()
-    )
 
 
 def _only_some_have_a_loss(steps: dict[int, Step]) -> bool:
