@@ -18,7 +18,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.dealt import is_dealt_out
-from lockstep.audit.ledger import MODELS_SENT, REDUCING, SCATTERING, WITHOUT_NUMBERS
+from lockstep.audit.ledger import MODELS_SENT, REDUCING, SCATTERING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -51,14 +51,16 @@ def apart_by_design(together: Sequence[SharedTrack], tracks: Iterable[SharedTrac
     if any(map(_is_synchronised, tracks)) or all(
         _share_the_work(track, number) for number in track.numbers[:_STEPS]
     ):
-        return _with_their_layers(unreduced & _never_equal(together), unreduced)
+        own = set.intersection(*map(_own_from_the_start, together))
+        return _with_their_layers(unreduced & own, unreduced)
     return set()
 
 
-def _never_equal(together: Iterable[SharedTrack]) -> set[str]:
-    """Names of parameters that differed when the first step of each of these optimizers began."""
-    firsts = [{d.name for d in track.differences("entry", 0)} for track in together]
-    return set.intersection(*firsts)
+def _own_from_the_start(track: SharedTrack) -> set[str]:
+    """Names of parameters that differed when the first step began, and whose gradients differ."""
+    early = track.numbers[:_STEPS]
+    used = {d.name for number in early for d in track.differences("gradients", number)}
+    return used & {d.name for d in track.differences("entry", 0)}
 
 
 def _with_their_layers(names: set[str], unreduced: set[str]) -> set[str]:
@@ -120,31 +122,43 @@ def _is_in_every_step(ledger: Ledger, sent: list[ModelSent], steps: int) -> bool
     return 2 * len(at) > (max(at, default=0) + 1 if full else steps)
 
 
-def exchange_nothing(ledgers: Mapping[int, Ledger], track: SharedTrack) -> bool:
+def may_be_own_models(ledgers: Mapping[int, Ledger], track: SharedTrack) -> bool:
     """Do ranks train models that never were the same, and nothing says that they should be?
 
-    As the folds of a cross-validation: no wrapper, no numbers that passed between ranks from the
-    first step to the last one, no samples that were dealt out by rank, and what each of them came
-    to is gathered. Ranks that never tell one another anything have been forgotten.
+    As the members of an ensemble, folds or agents: no wrapper, no sum as large as the model, no
+    samples that were dealt out by rank. Ranks that never tell one another a number have been
+    forgotten.
     """
-    if len(track.ranks) < 2 or not track.numbers:
+    if len(track.ranks) < 2 or not track.differences("entry", 0):
         return False
+    size = min(sum(math.prod(p.shape) for p in t.parameters) for t in track.tracks.values())
     for ledger in ledgers.values():
         steps = [step for t in ledger.tracks for step in t.steps]
         if any(p.wrapper or p.sharded for t in ledger.tracks for p in t.parameters):
             return False
         if any(b.wrappers for step in steps for b in step.backwards):
             return False
-        if any(c.op not in WITHOUT_NUMBERS for step in steps for c in step.collectives):
+        if any(_may_synchronise(step, size) for step in steps):
             return False
-        if ledger.facts.models_sent:
+        if all(call.op in ("barrier", "monitored_barrier") for call in ledger.calls):
             return False
-        if not any("gather" in call.op for call in ledger.calls):
-            return False
-    if is_dealt_out({rank: ledger.loadings for rank, ledger in ledgers.items()}):
-        return False
-    first = track.numbers[0]
-    return bool(track.differences("entry", first) and track.differences("gradients", first))
+    loadings = {rank: ledger.loadings for rank, ledger in ledgers.items()}
+    is_dealt = is_dealt_out(loadings) or _read_apart(track)
+    return bool(track.differences("gradients", 0)) and not is_dealt
+
+
+def _read_apart(track: SharedTrack) -> bool:
+    """Of samples that no loader gave: does no rank read what another one does?"""
+    read = [{row for s in t.steps for row in s.fed_rows} for t in track.tracks.values()]
+    return all(read) and len(set().union(*read)) == sum(map(len, read))
+
+
+def _may_synchronise(step: Step, size: int) -> bool:
+    """Are gradients or weights added up, or as many numbers as a model has?"""
+    sums = [c for c in step.collectives if c.op in (*REDUCING, *SCATTERING)]
+    return any(c.parameter or c.weights for c in sums) or size <= sum(
+        math.prod(c.shape) for c in sums if c.shape
+    )
 
 
 def _mixes_in_weights(track: SharedTrack, rank: int, sent: list[ModelSent]) -> bool:

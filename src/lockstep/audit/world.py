@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from lockstep.audit.by_design import (
     apart_by_design,
     are_own_models,
-    exchange_nothing,
     kept_at_home,
+    may_be_own_models,
     meet_again,
     names_in_modules,
     tell_of_own_models,
@@ -88,7 +88,7 @@ class World:
         """Those that look like replicas and may be models of each rank's own."""
         if self.sync_of_lockstep():
             return []
-        return [track for track in self._alike if exchange_nothing(self.ledgers, track)]
+        return [track for track in self._alike if may_be_own_models(self.ledgers, track)]
 
     @cached_property
     def _alike(self) -> list[SharedTrack]:
