@@ -21,7 +21,7 @@ from lockstep.audit.dealt import is_dealt_out
 from lockstep.audit.ledger import MODELS_SENT, REDUCING, SCATTERING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from lockstep.audit.facts import Collective, ModelSent, Step
     from lockstep.audit.ledger import Ledger
@@ -48,10 +48,10 @@ def apart_by_design(together: Sequence[SharedTrack], tracks: Iterable[SharedTrac
     unreduced -= {c.parameter for each in together for c in _reductions(each) if c.parameter}
     if not unreduced or _only_some_have_a_loss(track.steps(track.numbers[0])):
         return unreduced
-    if any(map(_is_synchronised, tracks)) or all(
+    own = set.intersection(*map(_own_from_the_start, together))
+    if any(_is_synchronised(each, own) for each in tracks) or all(
         _share_the_work(track, number) for number in track.numbers[:_STEPS]
     ):
-        own = set.intersection(*map(_own_from_the_start, together))
         return _with_their_layers(unreduced & own, unreduced)
     return set()
 
@@ -199,11 +199,17 @@ def kept_at_home(tracks: Sequence[SharedTrack]) -> frozenset[str]:
     return frozenset(left_out)
 
 
-def _is_synchronised(track: SharedTrack) -> bool:
-    """By a wrapper, or by sums of gradients, of weights, or of what may be either, flat."""
-    calls = _reductions(track)
+def _is_synchronised(track: SharedTrack, own: Collection[str] = ()) -> bool:
+    """By a wrapper, or by sums of gradients, of weights, or of what may be either, flat.
+
+    Args:
+        own: names of parameters that are not asked about.
+    """
+    sizes = [math.prod(p.shape) for p in track.first.parameters if p.name not in own]
+    largest = max(sizes, default=math.inf)
     return _is_wrapped(track) or any(
-        c.parameter or c.weights or math.prod(c.shape) > 1 for c in calls
+        c.parameter or c.weights or c.op in SCATTERING or 1 < math.prod(c.shape) >= largest
+        for c in _reductions(track)
     )
 
 
