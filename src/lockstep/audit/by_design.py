@@ -4,8 +4,8 @@
 Torch's own types say so themselves (`lockstep.audit.probe.shards`). Where a program cuts its model
 up by hand, the work shows it: in a pipeline only some ranks have a loss, and ranks that share the
 work on one batch are given the same inputs, and communicate inside backward. Beside parameters that
-are synchronised a rank may have some of its own, which never were the same: tables and experts,
-whose rows travel between ranks in backward too, and tensors of no module, as codes of its samples.
+are synchronised a rank may have some of its own, which never were the same: tables, experts, heads
+of its own task. Only a parameter that once was the same on all ranks is known to be a replica.
 
 Replicas may drift apart and meet again, too, at whatever steps: local SGD, federated averaging.
 Ranks may take different numbers of steps between two meetings, and make an optimizer for each.
@@ -18,10 +18,10 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.dealt import is_dealt_out
-from lockstep.audit.ledger import MODELS_SENT, REDUCING, SCATTERING, WITHOUT_NUMBERS
+from lockstep.audit.ledger import MODELS_SENT, REDUCING, SCATTERING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from lockstep.audit.facts import Collective, ModelSent, Step
     from lockstep.audit.ledger import Ledger
@@ -30,32 +30,37 @@ if TYPE_CHECKING:
 _STEPS: Final = 3
 
 
-def apart_by_design(track: SharedTrack, tracks: Iterable[SharedTrack]) -> frozenset[str]:
+def apart_by_design(together: Sequence[SharedTrack], tracks: Iterable[SharedTrack]) -> set[str]:
     """Names of parameters that nobody reduces, of ranks that do different work.
 
-    Only where what they do shows it: replicas that nobody synchronises are an error.
+    Only where what they do shows it: replicas that nobody synchronises are an error. Where others
+    are synchronised, those that never were the same may be each rank's own, and nothing tells them
+    from forgotten ones.
 
     Args:
-        track: one optimizer, as all ranks have it.
+        together: the optimizers of one set of parameters, the first one first.
         tracks: all of them.
     """
+    track = together[0]
     if len(track.ranks) < 2 or not track.numbers:
-        return frozenset()
-    first, early = track.numbers[0], track.numbers[:_STEPS]
+        return set()
     unreduced = {p.name for p in track.parameters if p.wrapper is None}
-    unreduced -= {c.parameter for c in _reductions(track) if c.parameter}
-    if not unreduced:
-        return frozenset()
-    if _only_some_have_a_loss(track.steps(first)):
-        return frozenset(unreduced)
-    never_equal = unreduced & {d.name for d in track.differences("entry", first)}
-    if all(_share_the_work(track, number) for number in early):
-        return frozenset(_with_their_layers(never_equal, unreduced))
-    if not any(map(_is_synchronised, tracks)):
-        return frozenset()
-    if all(_send_in_backward(track.steps(number)) for number in early):
-        return frozenset(_with_their_layers(never_equal, unreduced))
-    return frozenset(never_equal - names_in_modules(track))
+    unreduced -= {c.parameter for each in together for c in _reductions(each) if c.parameter}
+    if not unreduced or _only_some_have_a_loss(track.steps(track.numbers[0])):
+        return unreduced
+    own = set.intersection(*map(_own_from_the_start, together))
+    if any(_is_synchronised(each, own) for each in tracks) or all(
+        _share_the_work(track, number) for number in track.numbers[:_STEPS]
+    ):
+        return _with_their_layers(unreduced & own, unreduced)
+    return set()
+
+
+def _own_from_the_start(track: SharedTrack) -> set[str]:
+    """Names of parameters that differed when the first step began, and whose gradients differ."""
+    early = track.numbers[:_STEPS]
+    used = {d.name for number in early for d in track.differences("gradients", number)}
+    return used & {d.name for d in track.differences("entry", 0)}
 
 
 def _with_their_layers(names: set[str], unreduced: set[str]) -> set[str]:
@@ -117,31 +122,43 @@ def _is_in_every_step(ledger: Ledger, sent: list[ModelSent], steps: int) -> bool
     return 2 * len(at) > (max(at, default=0) + 1 if full else steps)
 
 
-def exchange_nothing(ledgers: Mapping[int, Ledger], track: SharedTrack) -> bool:
+def may_be_own_models(ledgers: Mapping[int, Ledger], track: SharedTrack) -> bool:
     """Do ranks train models that never were the same, and nothing says that they should be?
 
-    As the folds of a cross-validation: no wrapper, no numbers that passed between ranks from the
-    first step to the last one, no samples that were dealt out by rank, and what each of them came
-    to is gathered. Ranks that never tell one another anything have been forgotten.
+    As the members of an ensemble, folds or agents: no wrapper, no sum as large as the model, no
+    samples that were dealt out by rank. Ranks that never tell one another a number have been
+    forgotten.
     """
-    if len(track.ranks) < 2 or not track.numbers:
+    if len(track.ranks) < 2 or not track.differences("entry", 0):
         return False
+    size = min(sum(math.prod(p.shape) for p in t.parameters) for t in track.tracks.values())
     for ledger in ledgers.values():
         steps = [step for t in ledger.tracks for step in t.steps]
         if any(p.wrapper or p.sharded for t in ledger.tracks for p in t.parameters):
             return False
         if any(b.wrappers for step in steps for b in step.backwards):
             return False
-        if any(c.op not in WITHOUT_NUMBERS for step in steps for c in step.collectives):
+        if any(_may_synchronise(step, size) for step in steps):
             return False
-        if ledger.facts.models_sent:
+        if all(call.op in ("barrier", "monitored_barrier") for call in ledger.calls):
             return False
-        if not any("gather" in call.op for call in ledger.calls):
-            return False
-    if is_dealt_out({rank: ledger.loadings for rank, ledger in ledgers.items()}):
-        return False
-    first = track.numbers[0]
-    return bool(track.differences("entry", first) and track.differences("gradients", first))
+    loadings = {rank: ledger.loadings for rank, ledger in ledgers.items()}
+    is_dealt = is_dealt_out(loadings) or _read_apart(track)
+    return bool(track.differences("gradients", 0)) and not is_dealt
+
+
+def _read_apart(track: SharedTrack) -> bool:
+    """Of samples that no loader gave: does no rank read what another one does?"""
+    read = [{row for s in t.steps for row in s.fed_rows} for t in track.tracks.values()]
+    return all(read) and len(set().union(*read)) == sum(map(len, read))
+
+
+def _may_synchronise(step: Step, size: int) -> bool:
+    """Are gradients or weights added up, or as many numbers as a model has?"""
+    sums = [c for c in step.collectives if c.op in (*REDUCING, *SCATTERING)]
+    return any(c.parameter or c.weights for c in sums) or size <= sum(
+        math.prod(c.shape) for c in sums if c.shape
+    )
 
 
 def _mixes_in_weights(track: SharedTrack, rank: int, sent: list[ModelSent]) -> bool:
@@ -182,11 +199,17 @@ def kept_at_home(tracks: Sequence[SharedTrack]) -> frozenset[str]:
     return frozenset(left_out)
 
 
-def _is_synchronised(track: SharedTrack) -> bool:
-    """By a wrapper, or by sums of gradients, of weights, or of what may be either, flat."""
-    calls = _reductions(track)
+def _is_synchronised(track: SharedTrack, own: Collection[str] = ()) -> bool:
+    """By a wrapper, or by sums of gradients, of weights, or of what may be either, flat.
+
+    Args:
+        own: names of parameters that are not asked about.
+    """
+    sizes = [math.prod(p.shape) for p in track.first.parameters if p.name not in own]
+    largest = max(sizes, default=math.inf)
     return _is_wrapped(track) or any(
-        c.parameter or c.weights or math.prod(c.shape) > 1 for c in calls
+        c.parameter or c.weights or c.op in SCATTERING or 1 < math.prod(c.shape) >= largest
+        for c in _reductions(track)
     )
 
 
@@ -212,14 +235,6 @@ def _reductions(track: SharedTrack) -> list[Collective]:
 def names_in_modules(track: SharedTrack) -> set[str]:
     held = [p for of_rank in track.tracks.values() for p in of_rank.parameters]
     return {p.name for p in held if p.in_module}
-
-
-def _send_in_backward(steps: dict[int, Step]) -> bool:
-    """Rows or their gradients, and not the sums of what parameters are owed."""
-    return all(
-        any(c.in_backward and c.op not in REDUCING for c in step.collectives)
-        for step in steps.values()
-    )
 
 
 def _only_some_have_a_loss(steps: dict[int, Step]) -> bool:

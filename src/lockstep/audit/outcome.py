@@ -126,10 +126,9 @@ def exit_code_of(findings: Sequence[Finding], fail_on: FailOn) -> int:
     """65 if something is as grave as `fail_on`; else 66 if ranks were not watched; else 0."""
     if fail_on == "never":
         return 0
-    grave = {f.code for f in findings if is_at_least(f.severity, fail_on)}
-    if grave == {BLIND}:
-        return NOT_WATCHED
-    return FOUND if grave else 0
+    if any(f.code != BLIND and is_at_least(f.severity, fail_on) for f in findings):
+        return FOUND
+    return NOT_WATCHED if any(f.code == BLIND for f in findings) else 0
 
 
 def _as_json(value: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.audit.judgement import judge
 from lockstep.audit.ledger import Ledger
+from lockstep.audit.probe import meetings
 from lockstep.audit.probe.hooking import hook_in
 from lockstep.audit.probe.probe import Probe
 from lockstep.errors import WrongUseError
@@ -134,6 +135,8 @@ def finish(probe: Probe) -> Ledger:
     if isinstance(counted, int):
         ledger.facts.accelerate = counted
     ledger.facts.lightning = any(n in sys.modules for n in ("lightning", "pytorch_lightning"))
+    for watched in probe.optimizers.values():
+        probe.harmlessly(meetings.before_step, probe, watched)  # averaged when all was done
     probe.stop()
     return ledger
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 
     from lockstep.audit.facts import Parameter, Step, Track
     from lockstep.audit.prints import Fingerprint
@@ -201,7 +201,7 @@ class SharedTrack:
         """The steps that one rank wrote down."""
         return sorted(self._steps[rank])
 
-    def keep_apart(self, names: frozenset[str]) -> None:
+    def keep_apart(self, names: Set[str]) -> None:
         """No replicas of one another: see `apart_by_design` and `kept_at_home`."""
         self.apart |= names
         vars(self).pop("parameters", None)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from lockstep.audit.by_design import (
     apart_by_design,
     are_own_models,
-    exchange_nothing,
     kept_at_home,
+    may_be_own_models,
     meet_again,
     names_in_modules,
     tell_of_own_models,
@@ -57,12 +57,13 @@ class World:
                     found.setdefault(track.key, {})[rank] = track
         is_cut_off = self.has_failed() and not any(f.joins for f in self.facts)
         whole = [SharedTrack(key, held, self.size, is_cut_off) for key, held in found.items()]
-        apart = [apart_by_design(one, whole) for one in whole]
         alike: dict[str, list[SharedTrack]] = {}
-        for one, names in zip(whole, apart, strict=True):
-            one.keep_apart(names)
+        for one in whole:
             alike.setdefault(one.made_as, []).append(one)
-        for together in alike.values():
+        apart = [apart_by_design(together, whole) for together in alike.values()]
+        for together, names in zip(alike.values(), apart, strict=True):
+            for one in together:
+                one.keep_apart(names)
             at_home = kept_at_home(together)
             for one in together:
                 one.at_home = at_home
@@ -80,14 +81,14 @@ class World:
     @property
     def in_step(self) -> list[SharedTrack]:
         """Those of them whose replicas are to agree after each step, and not now and then."""
-        return [track for track in self.compared if not track.returns_to_agreement]
+        return [t for t in self.compared if t.held and not t.returns_to_agreement]
 
     @cached_property
     def alone(self) -> list[SharedTrack]:
         """Those that look like replicas and may be models of each rank's own."""
         if self.sync_of_lockstep():
             return []
-        return [track for track in self._alike if exchange_nothing(self.ledgers, track)]
+        return [track for track in self._alike if may_be_own_models(self.ledgers, track)]
 
     @cached_property
     def _alike(self) -> list[SharedTrack]:

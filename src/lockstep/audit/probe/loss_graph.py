@@ -74,6 +74,7 @@ TRANSPARENT: Final = {
     "UnsafeViewBackward0",
 }
 
+_MEAN_OF: Final = {*TRANSPARENT, "MeanBackward0", "NegBackward0", "SumBackward1"}
 _FACTORS: Final = {
     "NegBackward0",
     "MulBackward0",
@@ -180,7 +181,7 @@ def _reduction(node: Any, scaling: Scaling) -> Term | None:
     name, weight = node.name(), scaling.weight
     if name == "MeanBackward0":
         count = float(node._saved_self_sym_numel)
-        return Term("mean", weight / count, count, "mean", False)
+        return Term("mean", weight / count, count, "mean", _is_weighed(node))
     if name == "SumBackward0":
         count = float(math.prod(node._saved_self_sym_sizes))
         return _as_divided(Term("sum", weight, count, "sum", True), scaling)
@@ -202,6 +203,20 @@ def _reduction(node: Any, scaling: Scaling) -> Term | None:
     if op.startswith("Nll"):
         return _as_divided(term, scaling)
     return _as_divided_rows(term, scaling, list(saved(node, "self").shape))
+
+
+def _is_weighed(node: Any) -> bool:
+    """Are the elements of a mean products with weights of their own, or sums of such products?
+
+    Then the weights say what an element counts: they may add up to one over all ranks.
+    """
+    while node is not None and node.name() in _MEAN_OF:
+        node = node.next_functions[0][0]
+    inputs = [] if node is None else [fn for fn, _ in node.next_functions]
+    if node is None or node.name() != "MulBackward0" or None not in inputs:
+        return False
+    other = saved(node, "other" if inputs[-1] is None else "self")
+    return other is not None and constant_of(other) is None
 
 
 def _images(given: torch.Tensor | None) -> int | None:

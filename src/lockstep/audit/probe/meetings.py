@@ -2,9 +2,9 @@
 """Finds the steps before which replicas were averaged, where no step is recorded in detail.
 
 After a program's first steps few are recorded, and one that averages its weights every hundred
-steps may do so between them. So collectives are counted in every step. Before a step that follows
-more collectives than the quietest one, the probe hashes the weights. Broadcasts do not count: they
-make replicas equal without averaging them.
+steps, or once when all are done, may do so between them. So collectives are counted in every step.
+Before a step that follows more collectives than the quietest one, and in the end, the probe hashes
+the weights. Broadcasts do not count: they make replicas equal without averaging them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def note_message(probe: Probe, op: str, tensor: torch.Tensor | None) -> None:
 
 
 def before_step(probe: Probe, watched: Watched) -> None:
-    """Before a step that follows more collectives than others did: hash its weights."""
+    """Before a step, or an end, that follows more collectives than others did: hash the weights."""
     messages = probe.messages - watched.messages_before
     is_more = watched.fewest_messages is not None and messages > watched.fewest_messages
     met = watched.track.meetings

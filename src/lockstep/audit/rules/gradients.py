@@ -55,14 +55,14 @@ GRADIENTS = Rule((BYPASSED, UNKNOWN, DIFFER, MIXED, MISSING, COUNT), _look)
 
 
 def _as_own_models(track: SharedTrack) -> Finding:
-    """What ranks train apart from the start, and tell no one: meant, or never tied together."""
+    """What ranks train apart from the start: meant, or never tied together."""
     number = track.numbers[0]
     differences = track.differences("entry", number)
     names = names_of(differences)
     return BYPASSED.finding(
         f"each rank seems to train a model of its own: {_how_many(names, track)} differ when the "
         f"first step begins (norm of `{names[0]}`: {numbers(differences[0].norms)}), no wrapper "
-        "holds them, and no numbers passed between the ranks from the first step to the last",
+        "holds them, and the ranks added up nothing as large as the model",
         "nothing, if it is meant, as for folds or trials. Otherwise build the model alike on every "
         "rank and wrap it in DistributedDataParallel, or call `lockstep.replicate(model)`",
         severity="notice",
@@ -174,21 +174,10 @@ def _first_different(world: World, track: SharedTrack) -> Finding | None:
     for number in track.numbers:
         differences = track.differences("gradients", number)
         if differences:
-            from_the_start = set(names_of(track.differences("entry", track.numbers[0])))
-            own = set(names_of(differences)) <= from_the_start
-            if (own and are_experts(world, track, differences)) or reduces_in_its_step(track):
+            if reduces_in_its_step(track):
                 return None
             return _as_finding(world, track, number, differences)
     return None
-
-
-def are_experts(world: World, track: SharedTrack, differences: list[Difference]) -> bool:
-    """Never reduced, while tokens travel between ranks; where experts are known, no others are."""
-    if not any(f.all_to_all for f in world.facts) or track.apart:
-        return False
-    different = {d.name for d in differences}
-    unreduced = not any(p.wrapper for p in track.parameters if p.name in different)
-    return unreduced and len(different) < len(track.parameters)
 
 
 def reduces_in_its_step(track: SharedTrack) -> bool:

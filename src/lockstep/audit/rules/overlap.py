@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from lockstep.audit.facts import MOST_INDICES
+from lockstep.audit.ledger import REDUCING
 from lockstep.audit.rules.base import Code
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ _NO_CHANCE = 8.0
 def same_samples(world: World, loadings: dict[int, Loading]) -> Finding | None:
     """One iteration on each rank: did they train on the same samples?"""
     if not all(x.training for x in loadings.values()) or _is_cut(world, loadings):
+        return None
+    if _add_up_by_sample(world, loadings):
         return None
     found = _same_batches(loadings)
     if found is None and not _take_turns(loadings):
@@ -116,6 +119,20 @@ def _is_cut(world: World, loadings: dict[int, Loading]) -> bool:
         if given and track.fed(track.numbers[0]) == "own" and all(shares):
             return True
     return False
+
+
+def _add_up_by_sample(world: World, loadings: dict[int, Loading]) -> bool:
+    """Do the ranks add up, before each step, numbers of which each sample of a batch has one?
+
+    That makes sense of the same samples alone, of which each rank draws other answers or noise.
+    """
+    rows = {shape[0] for x in loadings.values() for shape in x.shapes[:1] if shape and shape[0] > 1}
+    steps = [t.steps(n).values() for t in world.tracks for n in t.numbers[:_STEPS]]
+    return bool(steps) and all(
+        any(c.op in REDUCING and not c.parameter and rows & set(c.shape) for c in step.collectives)
+        for of_ranks in steps
+        for step in of_ranks
+    )
 
 
 def _is_share(wholes: list[list[int]], parts: list[list[int]], size: int) -> bool:

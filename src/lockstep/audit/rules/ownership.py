@@ -20,7 +20,7 @@ FOREIGN = Code("LS401", "the optimizer holds parameters that are not the model's
 UNOWNED = Code("LS402", "gradients that no optimizer owns", "notice")
 APART = Code("LS404", "the processes never met", "warning")
 STEPLESS = Code("LS405", "no optimizer step was seen", "notice")
-BLIND = Code(exit_codes.BLIND, "the audit could not look")
+BLIND = Code(exit_codes.BLIND, "the audit could not look", "notice")
 
 
 def _look(world: World) -> Iterable[Finding]:
@@ -78,16 +78,15 @@ def _unowned(world: World, rank: int, track: Track) -> Finding | None:
     if not track.steps or not track.steps[0].unowned:
         return None
     step = track.steps[0]
-    moved = _moved(track)
+    # Held by another optimizer, or by one that is gone: as a client's, of a round.
+    held = {p.name for led in world.ledgers.values() for t in led.tracks for p in t.parameters}
+    trains = _moved(track) | held
     names = [entry.rsplit(" [", maxsplit=1)[0] for entry in step.unowned]
-    phases = [t for t in world.ledgers[rank].tracks if t.key_of_all == track.key_of_all]
-    added = {p.name for t in phases if t is not track for p in t.parameters}
-    names = [name for name in names if name not in moved | added]
+    names = [name for name in names if name not in trains]
     if not names:
         return None
-    held = {p.name for led in world.ledgers.values() for t in led.tracks for p in t.parameters}
     others = [] if step.beside is None else step.beside.left_out
-    left_out = [n for n in names if n in others and n not in held]
+    left_out = [n for n in names if n in others]
     beside = ", while others of their model are held" if left_out else ""
     names = left_out or names
     return UNOWNED.finding(

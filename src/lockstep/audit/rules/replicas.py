@@ -10,7 +10,7 @@ from lockstep.audit.diagnoses.ranks import SCALE
 from lockstep.audit.finding import with_text
 from lockstep.audit.prints import differing
 from lockstep.audit.rules.base import Code, Rule, at_step, first_in, first_of_each, named, numbers
-from lockstep.audit.rules.gradients import COUNT, are_experts, reduces_in_its_step
+from lockstep.audit.rules.gradients import COUNT, reduces_in_its_step
 from lockstep.audit.shared_track import names_of
 from lockstep.audit.world import World
 
@@ -36,7 +36,7 @@ def _look(world: World) -> Iterable[Finding]:
         hyper = settings or _holdings(world, track)
         if hyper is not None:
             yield hyper
-        drift = _drift(world, track)
+        drift = _drift(track)
         if drift is not None and not (hyper is not None and drift.code == AFTER.code):
             yield drift
 
@@ -44,13 +44,11 @@ def _look(world: World) -> Iterable[Finding]:
 REPLICAS = Rule((BEFORE, BETWEEN, AFTER, HYPER, STATE), _look)
 
 
-def _drift(world: World, track: SharedTrack) -> Finding | None:
+def _drift(track: SharedTrack) -> Finding | None:
     previous: int | None = None
     for number in track.numbers[: 1 if track.counts_differ else None]:
         at_entry = track.differences("entry", number)
         if at_entry:
-            if are_experts(world, track, at_entry):
-                return None
             return _at_entry(track, number, previous, at_entry)
         at_exit = track.differences("exit", number)
         if at_exit and not track.counts_differ:
