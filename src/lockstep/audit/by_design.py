@@ -30,12 +30,14 @@ if TYPE_CHECKING:
 _STEPS: Final = 3
 
 
-def apart_by_design(together: Sequence[SharedTrack], tracks: Iterable[SharedTrack]) -> set[str]:
-    """Names of parameters that nobody reduces, of ranks that do different work.
+def apart_by_design(
+    together: Sequence[SharedTrack], tracks: Iterable[SharedTrack]
+) -> tuple[set[str], bool]:
+    """Names of parameters that nobody reduces, of ranks that do different work; is it a guess?
 
     Only where what they do shows it: replicas that nobody synchronises are an error. Where others
-    are synchronised, those that never were the same may be each rank's own, and nothing tells them
-    from forgotten ones.
+    are synchronised, those that never were the same may be each rank's own, and only rows that are
+    sent in backward, as to experts, tell them from forgotten ones.
 
     Args:
         together: the optimizers of one set of parameters, the first one first.
@@ -43,17 +45,18 @@ def apart_by_design(together: Sequence[SharedTrack], tracks: Iterable[SharedTrac
     """
     track = together[0]
     if len(track.ranks) < 2 or not track.numbers:
-        return set()
+        return set(), False
     unreduced = {p.name for p in track.parameters if p.wrapper is None}
     unreduced -= {c.parameter for each in together for c in _reductions(each) if c.parameter}
     if not unreduced or _only_some_have_a_loss(track.steps(track.numbers[0])):
-        return unreduced
+        return unreduced, False
     own = set.intersection(*map(_own_from_the_start, together))
-    if any(_is_synchronised(each, own) for each in tracks) or all(
-        _share_the_work(track, number) for number in track.numbers[:_STEPS]
-    ):
-        return _with_their_layers(unreduced & own, unreduced)
-    return set()
+    names, early = _with_their_layers(unreduced & own, unreduced), track.numbers[:_STEPS]
+    if all(_share_the_work(track, number) for number in early):
+        return names, False
+    if any(_is_synchronised(each, own) for each in tracks):
+        return names, not all(_send_in_backward(track.steps(number)) for number in early)
+    return set(), False
 
 
 def _own_from_the_start(track: SharedTrack) -> set[str]:
@@ -235,6 +238,14 @@ def _reductions(track: SharedTrack) -> list[Collective]:
 def names_in_modules(track: SharedTrack) -> set[str]:
     held = [p for of_rank in track.tracks.values() for p in of_rank.parameters]
     return {p.name for p in held if p.in_module}
+
+
+def _send_in_backward(steps: dict[int, Step]) -> bool:
+    """Rows or their gradients, and not the sums of what parameters are owed."""
+    return all(
+        any(c.in_backward and c.op not in REDUCING for c in step.collectives)
+        for step in steps.values()
+    )
 
 
 def _only_some_have_a_loss(steps: dict[int, Step]) -> bool:

@@ -18,10 +18,11 @@ from lockstep.audit.by_design import (
 from lockstep.audit.shared_track import SharedTrack
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Sequence, Set
 
     from lockstep.audit.facts import ProcessFacts, Track
     from lockstep.audit.ledger import Ledger
+    from lockstep.audit.shared_track import Difference
 
 
 class World:
@@ -37,6 +38,7 @@ class World:
         }
         sizes = [ledger.world_size for ledger in self.ledgers.values()]
         self.size = max([len(ledgers), *sizes])
+        self._guessed: list[tuple[SharedTrack, list[Difference]]] = []
 
     @property
     def ranks(self) -> list[int]:
@@ -61,17 +63,17 @@ class World:
         for one in whole:
             alike.setdefault(one.made_as, []).append(one)
         apart = [apart_by_design(together, whole) for together in alike.values()]
-        for together, names in zip(alike.values(), apart, strict=True):
-            for one in together:
-                one.keep_apart(names)
-            at_home = kept_at_home(together)
-            for one in together:
-                one.at_home = at_home
-                one.keep_apart(at_home)
-            meets_again = meet_again(together)
-            for one in together:
-                one.meets_again = meets_again
+        for together, (names, is_guess) in zip(alike.values(), apart, strict=True):
+            if is_guess and names:
+                differences = together[0].differences("entry", together[0].numbers[0])
+                self._guessed.append((together[0], [d for d in differences if d.name in names]))
+            _tell_replicas(together, names)
         return whole
+
+    @property
+    def maybe_forgotten(self) -> list[tuple[SharedTrack, list[Difference]]]:
+        """Optimizers with layers of each rank's own, or forgotten ones: see `apart_by_design`."""
+        return self._guessed if self.tracks else []
 
     @cached_property
     def compared(self) -> list[SharedTrack]:
@@ -157,3 +159,16 @@ class World:
         cut_up = any(track.apart & names_in_modules(track) for track in self.tracks)
         apart = sharded or bool(self.subgroups) or cut_up or any(f.all_to_all for f in self.facts)
         return apart and not any(p.wrapper for p in held)
+
+
+def _tell_replicas(together: Sequence[SharedTrack], apart: Set[str]) -> None:
+    """Let optimizers of one set of parameters know which are replicas, and when they meet."""
+    for one in together:
+        one.keep_apart(apart)
+    at_home = kept_at_home(together)
+    for one in together:
+        one.at_home = at_home
+        one.keep_apart(at_home)
+    meets_again = meet_again(together)
+    for one in together:
+        one.meets_again = meets_again

@@ -36,6 +36,7 @@ _CODES: Final = {"unknown": UNKNOWN, "after": DIFFER, "mixed": MIXED, "scales": 
 def _look(world: World) -> Iterable[Finding]:
     """Compares, at each step, what the optimizers of all ranks consumed."""
     yield from map(_as_own_models, world.alone[:1])
+    yield from itertools.starmap(_as_own_layers, world.maybe_forgotten)
     for track in world.in_step:
         found = (
             first_in(track, _mixed)
@@ -65,6 +66,23 @@ def _as_own_models(track: SharedTrack) -> Finding:
         "holds them, and the ranks added up nothing as large as the model",
         "nothing, if it is meant, as for folds or trials. Otherwise build the model alike on every "
         "rank and wrap it in DistributedDataParallel, or call `lockstep.replicate(model)`",
+        severity="notice",
+        parameters=names,
+        evidence={"norms": differences[0].norms},
+        **at_step(track, number, where=_places(track, number), optimizer=""),
+    )
+
+
+def _as_own_layers(track: SharedTrack, differences: list[Difference]) -> Finding:
+    """Beside what is synchronised: layers of each rank's own, or forgotten ones."""
+    number = track.numbers[0]
+    names = names_of(differences)
+    return UNKNOWN.finding(
+        f"each rank seems to train {named(names)} for itself: the first step begins with other "
+        f"values on each (norm of `{differences[0].name}`: {numbers(differences[0].norms)}), and "
+        "nothing reduces their gradients",
+        "nothing, if it is meant, as for a task of each rank's own. Otherwise build them alike on "
+        "every rank, and put them into the module that is wrapped or handed to `replicate`",
         severity="notice",
         parameters=names,
         evidence={"norms": differences[0].norms},
