@@ -74,6 +74,28 @@ def test_who_waited_for_one_that_hung_has_time_to_hear_that_the_group_broke():
     assert watchdog.verdicts == {}
 
 
+def test_ranks_behind_relays_are_asked_long_before_one_is_at_fault():
+    """A rank to which a stopped relay has not brought the call makes no step, and does not wait."""
+    now, asked = [1000.0], []
+    idle, waiting = (WorkerHandle(number, "node", number) for number in range(2))
+    watchdog = Watchdog(SimpleNamespace(members=[idle, waiting]), 60.0, shadow_limit=3)
+    watchdog._clock = PollingClock(read=lambda: now[0])
+    waits = WorkerStatus(3, is_warm=True, phase=Phase.WAITING, line="", stack="")
+    does_nothing = WorkerStatus(3, is_warm=True, phase=Phase.FORWARD, line="", stack="")
+    watchdog._poller = Seen({idle: PolledStatus(does_nothing, 0), waiting: PolledStatus(waits, 0)})
+    call = performing(2)
+    call.ask_behind_relays = lambda: asked.append(now[0])
+    for _ in range(120):
+        watchdog.poll(call)
+        now[0] += 0.25
+    assert asked == []
+    for _ in range(2):
+        watchdog.poll(call)
+        now[0] += 0.25
+    assert asked
+    assert watchdog.verdicts == {}
+
+
 @pytest.mark.parametrize("is_silent", [False, True])
 def test_a_driver_that_did_not_look_holds_that_time_against_no_worker(is_silent):
     """In a callback that takes minutes, at a breakpoint, stopped by Ctrl-Z: what the driver knows
