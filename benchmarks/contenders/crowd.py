@@ -7,6 +7,7 @@ workers have names the driver reaches them through relays, whose answers the act
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import cloudpickle
 
 import ray
 from lockstep.engine import Resources
+from lockstep.engine.call_relay import RANKS_PER_RELAY
 from lockstep.engine.cluster import session, this_node
 from lockstep.engine.ray_engine import RayEngine
 from lockstep.engine.worker_group import WorkerGroup
@@ -24,6 +26,18 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lockstep.worker import RemoteMethod, Worker
+
+
+NUMBERS = (2, 10, 100, 1_000)
+
+
+def cases() -> list[tuple[int, bool]]:
+    """Numbers of workers (those of the command line, if any), and whether there are relays."""
+    numbers = [int(each) for each in sys.argv[1:]] or NUMBERS
+    return [
+        *((number, False) for number in numbers),
+        *((number, True) for number in numbers if number >= 2 * RANKS_PER_RELAY),
+    ]
 
 
 class Everybody:

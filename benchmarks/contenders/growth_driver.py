@@ -15,17 +15,13 @@ import cloudpickle
 
 import ray
 from classifier import Classifier
-from crowd import Crowd, CrowdEngine, everybody
+from crowd import Crowd, CrowdEngine, cases, everybody
 from lockstep import TorchTrainer
 from lockstep.metrics import AverageMeterCollection
 from lockstep.serialization import dumps_or_refuse
 from lockstep.worker import LoopRequest, Outcome, PassResult, Report, StartReport
 from reporting import report
 
-WORKERS = (2, 10, 100, 1_000)
-"""Of which the driver reaches each."""
-MANY = (100, 1_000)
-"""Which the driver reaches through relays."""
 REPEATS = 5
 
 
@@ -85,9 +81,7 @@ def _measure(actor: Any, num_workers: int, *, has_relays: bool) -> dict[str, Any
 def main() -> None:
     ray.init()
     actor = everybody({"train": _report()})
-    rows = [_measure(actor, count, has_relays=False) for count in WORKERS]
-    rows += [_measure(actor, count, has_relays=True) for count in MANY]
-    report(rows=rows)
+    report(rows=[_measure(actor, number, has_relays=relays) for number, relays in cases()])
 
 
 if __name__ == "__main__":

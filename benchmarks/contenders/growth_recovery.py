@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 import ray
-from crowd import Crowd, CrowdEngine, everybody
+from crowd import Crowd, CrowdEngine, cases, everybody
 from lockstep.errors import WorkerDiedError
 from lockstep.recovery.lost_worker import LostWorker
 from lockstep.recovery.regrouping import Regrouping
@@ -21,10 +21,6 @@ from lockstep.worker import SurvivorState
 from lockstep.worker.survivor_state import RunPosition
 from reporting import report
 
-WORKERS = (2, 10, 100, 1_000)
-"""Of which the driver reaches each."""
-MANY = (100, 1_000)
-"""Which the driver reaches through relays."""
 REPEATS = 5
 
 
@@ -57,9 +53,7 @@ def main() -> None:
     ray.init()
     survivor = SurvivorState(position=RunPosition(7, 0))
     actor = everybody({"leave_broken_group": survivor, "join": None})
-    rows = [_measure(actor, size, has_relays=False) for size in WORKERS]
-    rows += [_measure(actor, size, has_relays=True) for size in MANY]
-    report(rows=rows)
+    report(rows=[_measure(actor, number, has_relays=relays) for number, relays in cases()])
 
 
 if __name__ == "__main__":
