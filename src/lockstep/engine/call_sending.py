@@ -66,7 +66,7 @@ def send_call(
         assert relay is not None, "it has a name"
         ref = relay.relay.remote([names[place] for place in group], method, alike, number)
         pending_call.relayed[ref] = [ranks[place] for place in group]
-    pending_call.ask = ask
+        pending_call.ask = ask
     for rank in ranks if not groups else ():
         if workers[rank].actor is not None:
             pending_call.pending[ask(rank)] = rank
