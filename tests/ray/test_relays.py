@@ -3,9 +3,13 @@
 the relays."""
 
 import os
+import random
 import signal
+import threading
+import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 
 import cloudpickle
 import pytest
@@ -175,6 +179,19 @@ def test_an_error_arrives_though_its_relay_is_stopped():
         trainer.apply_all_operators(act)
 
 
+def test_an_error_arrives_though_all_others_are_busy():
+    def act(operator):
+        if operator.world_rank == 3:
+            raise LookupError("behind a relay that waits for its own rank")
+        time.sleep(3600)
+
+    with (
+        trainer_of(Classifier, hang_timeout_s=3600, **FOUR) as trainer,
+        pytest.raises(LookupError, match="behind a relay"),
+    ):
+        trainer.apply_all_operators(act)
+
+
 class InterruptsDriver(Classifier):
     """Somebody presses Ctrl-C while rank 3 is in a step."""
 
@@ -223,3 +240,44 @@ def test_no_call_is_performed_twice_and_none_after_a_later_one(tmp_path):
         assert sent("perform", other, late).error is None
         assert sent("perform_for_relay", other, late) is None
         assert other.read_text() == "x"
+
+
+SIX = {
+    "num_workers": 6,
+    "num_shards": 6,
+    "num_cpus_per_worker": 0.5,
+    "reproducible": True,
+    "config": {BATCH_SIZE: 26},  # each shard has several rows, as batch normalisation wants them
+}
+
+
+@cache
+def undisturbed_six():
+    with direct_trainer_of(Classifier, **SIX) as trainer:
+        return run(trainer)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_bits_are_those_of_an_undisturbed_run_whoever_is_killed_and_when(seed):
+    """Three groups; those that are left have relays as well, until fewer than four are."""
+    expected = undisturbed_six()
+    chance, trained = random.Random(seed), threading.Event()
+    with trainer_of(Classifier, **SIX) as trainer:
+        pids = trainer.apply_all_workers(os.getpid)
+
+        def kill(victims):
+            for pid in victims:
+                trained.wait(chance.uniform(0, 1))
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+        killing = threading.Thread(target=kill, args=(chance.sample(pids, 2),))
+        killing.start()
+        _, found = run(trainer)
+        trained.set()
+        killing.join()
+        lost = [each for recovery in trainer.status()["recoveries"] for each in recovery["lost"]]
+    assert found == expected
+    assert len(lost) <= 2

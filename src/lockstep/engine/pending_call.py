@@ -131,10 +131,8 @@ class PendingCall(Generic[R]):
             is_over = self._latest_failure_at + (patience_s or 0.0) <= time.monotonic()
             if patience_s is not None and is_over:
                 break
-            is_late = (
-                self._answered_at is not None and time.monotonic() > self._answered_at + _LATE_S
-            )
-            if is_late:
+            answered_at = self._answered_at
+            if answered_at is not None and time.monotonic() > answered_at + _LATE_S:
                 self.ask_behind_relays()
             wakes = poll is not None or patience_s is not None or bool(self.relayed)
             ready = self._arrived(POLL_EVERY_S if wakes else None)
@@ -177,9 +175,10 @@ class PendingCall(Generic[R]):
     def ask_behind_relays(self) -> None:
         """Ask all ranks whose relays have not answered: a relay may be stopped, before it has
         brought the call or when it has to bring the answers."""
-        late, self.relayed = self.relayed, {}
-        for rank in (rank for ranks in late.values() for rank in ranks):
-            self._ask(rank)
+        for ref, ranks in list(self.relayed.items()):
+            for rank in ranks:
+                self._ask(rank)
+            del self.relayed[ref]
 
     def _ask(self, rank: int) -> None:
         assert self.ask is not None, "there are relays"
