@@ -140,6 +140,7 @@ def of_driver() -> list[Table]:
         recoveries = _program("growth_recovery")["rows"]
     of_epochs = {
         "workers": "workers",
+        "relays": "relays",
         "cpu": "driver CPU an epoch, ms",
         "wall": "driver time an epoch, ms",
         "messages": "messages an epoch",
@@ -147,6 +148,7 @@ def of_driver() -> list[Table]:
     }
     of_recoveries = {
         "workers": "workers, of whom one dies",
+        "relays": "relays",
         "cpu": "driver CPU a recovery, ms",
         "wall": "driver time a recovery, ms",
         "messages": "messages a recovery",

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks import page, peers
+from benchmarks import growth, page, peers
 from benchmarks.contenders import recovery_work
 from benchmarks.harness import (
     Contender,
@@ -26,6 +26,7 @@ from benchmarks.harness import (
     measure_pairs,
     run_once,
 )
+from benchmarks.running_ray import running_ray
 from benchmarks.verdict import (
     MISSED,
     REACHED,
@@ -249,3 +250,17 @@ def test_a_recovery_ends_with_the_first_step_after_it(tmp_path: Path) -> None:
         "new": 0.9,
         "redone": 2.0,
     }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_relays_spare_the_driver_messages() -> None:
+    """An epoch is one call of each worker, and a recovery two calls of each survivor."""
+    with running_ray(2):
+        epochs = growth._program("growth_driver", 3, 130)["rows"]
+        recoveries = growth._program("growth_recovery", 3, 130)["rows"]
+    found = [[(row["relays"], row["messages"]) for row in rows] for rows in (epochs, recoveries)]
+    assert found == [
+        [(None, 6), (None, 260), (3, 6)],
+        [(None, 8), (None, 516), (3, 12)],
+    ]

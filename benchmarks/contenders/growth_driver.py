@@ -1,33 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What 1 000 workers would cost the driver: its own code and real messages, no workers.
+"""What 1 000 workers would cost the driver in an epoch: its own code and real messages, no workers.
 
-One actor stands for all of them and answers every call at once with what a worker would report.
-The driver's calls, its wait, its reading of the answers and the merge are the real ones.
+One actor stands for all of them and answers every call at once with what a worker would report
+(see `crowd`). The merge of the reports is the real one.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 
 import ray
 from classifier import Classifier
+from crowd import Crowd, CrowdEngine, cases, everybody
 from lockstep import TorchTrainer
-from lockstep.engine import PoolStatus
-from lockstep.engine.pending_call import PendingCall
 from lockstep.metrics import AverageMeterCollection
 from lockstep.serialization import dumps_or_refuse
-from lockstep.worker import LoopRequest, Outcome, Report, StartReport
+from lockstep.worker import LoopRequest, Outcome, PassResult, Report, StartReport
 from reporting import report
 
-if TYPE_CHECKING:
-    from lockstep.engine.engine_protocol import CallListener
-    from lockstep.worker import RemoteCall, Worker
-
-WORKERS = (2, 10, 100, 1_000)
 REPEATS = 5
 
 
@@ -36,12 +30,10 @@ def _report() -> Report:
     meters = AverageMeterCollection()
     for step in range(10):
         meters.update({"train_loss": 1 / (step + 1)}, n=32)
-    summary = meters.summary()
+    one_pass = PassResult(meters.summary(), meters.state(), samples=320)
     return Report(
-        metrics=[dict(summary)],
-        summaries=[summary],
+        passes=[one_pass],
         sums=meters.state(),
-        samples_by_pass=[320],
         samples=320,
         steps=10,
         epoch=1,
@@ -49,74 +41,47 @@ def _report() -> Report:
     )
 
 
-class Everybody:
-    """Answers for every rank."""
+class Standing(CrowdEngine):
+    """An engine that a trainer can use, of workers which have started."""
 
-    def __init__(self) -> None:
-        self._value = cloudpickle.dumps(_report())
-
-    def perform(self, method: bytes, arguments: bytes) -> Outcome:
-        return Outcome(value=self._value)
-
-
-class Standing:
-    """An `Engine` whose workers are all that one actor."""
-
-    def __init__(self, actor: Any, num_workers: int) -> None:
-        self.ended_by: BaseException | None = None
-        self.interrupted_by: BaseException | None = None
-        self.start_reports = [StartReport(0, "cpu", {"train": 10})] * num_workers
-        self._actor = actor
-
-    def call(
-        self,
-        call: RemoteCall[Worker, Any],
-        *,
-        listener: CallListener | None = None,
-        retries: int = 3,
-    ) -> list[Any]:
-        arguments = dumps_or_refuse((call.args, call.kwargs), "arguments")
-        pending_call: PendingCall[Any] = PendingCall(call.contract, outlives_deaths=False)
-        for rank in range(len(self.start_reports)):
-            method = cloudpickle.dumps(call.method)
-            pending_call.pending[self._actor.perform.remote(method, arguments)] = rank
-        pending_call.wait(None)
-        return [pending_call.values[rank] for rank in range(len(self.start_reports))]
-
-    def status(self) -> PoolStatus:
-        return PoolStatus(workers=len(self.start_reports))
+    def __init__(self, workers: Crowd) -> None:
+        super().__init__(workers)
+        self.start_reports = [StartReport(0, "cpu", {"train": 10})] * len(workers.members)
 
     def close(self, *, force: bool) -> None:
         pass
 
 
-def _measure(actor: Any, num_workers: int) -> dict[str, float]:
+def _measure(actor: Any, num_workers: int, *, has_relays: bool) -> dict[str, Any]:
     trainer = TorchTrainer(training_operator_cls=Classifier, config={"num_steps": 1})
     trainer._workers.open_engine().close(force=False)
-    trainer._workers._engine = Standing(actor, num_workers)
+    trainer._workers._engine = Standing(Crowd(actor, num_workers, has_relays=has_relays))
     trainer.train()
     cpu, wall = [], []
+    asked_before = ray.get(actor.num_asked.remote())
     for _ in range(REPEATS):
         started, cpu_before = time.perf_counter(), time.process_time()
         trainer.train()
         cpu.append(time.process_time() - cpu_before)
         wall.append(time.perf_counter() - started)
+    messages = 2 * (ray.get(actor.num_asked.remote()) - asked_before) // REPEATS
     trainer.shutdown()
     arguments = len(dumps_or_refuse(((LoopRequest("train", None, False, {}),), {}), "arguments"))
     answer = len(cloudpickle.dumps(Outcome(value=cloudpickle.dumps(_report()))))
     return {
         "workers": num_workers,
+        "relays": messages // 2 if has_relays else None,
         "cpu": 1000 * statistics.median(cpu),
         "wall": 1000 * statistics.median(wall),
-        "messages": 2 * num_workers,
-        "kibibytes": num_workers * (arguments + answer) / 1024,
+        "messages": messages,
+        "kibibytes": (messages / 2 * arguments + num_workers * answer) / 1024,
     }
 
 
 def main() -> None:
     ray.init()
-    actor = ray.remote(num_cpus=1)(Everybody).remote()
-    report(rows=[_measure(actor, count) for count in WORKERS])
+    actor = everybody({"train": _report()})
+    report(rows=[_measure(actor, number, has_relays=relays) for number, relays in cases()])
 
 
 if __name__ == "__main__":

@@ -181,7 +181,7 @@ def test_the_run_goes_on_with_those_that_are_left(operator_cls, moment, victim, 
     survivor = leave_broken_group(left, "train")
     first.end()
     second = Generation(1, 1, before=first)
-    join(left, 0, Formation(second.rendezvous, size=1, source=0, stale=(), local_ranks=(0,)))
+    join(left, Formation(second.rendezvous, (left.number,), source=0, stale=(), local_ranks=(0,)))
     begun = survivor.progress.steps
     left.train(LoopRequest("train", 2, False, {}, survivor.progress))
     assert left.operator.global_step == 4
@@ -207,7 +207,7 @@ def test_the_copies_of_verify_have_the_local_rank_of_the_new_generation(monkeypa
     leave_broken_group(left, None)
     first.end()
     second = Generation(1, 1, before=first)
-    join(left, 0, Formation(second.rendezvous, size=1, source=0, stale=(), local_ranks=(0,)))
+    join(left, Formation(second.rendezvous, (left.number,), source=0, stale=(), local_ranks=(0,)))
     local_ranks.clear()
     verify(left, 1)
     assert local_ranks == [0, 0]

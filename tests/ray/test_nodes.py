@@ -52,6 +52,17 @@ def test_a_node_dies_in_the_middle_and_the_run_goes_on():
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
+def test_a_node_dies_with_a_relay_and_with_a_worker_of_another_nodes_relay():
+    assert _told_by("relays_on_two_nodes.py") == {
+        "here": [True, False, False, False],
+        "same": True,
+        "lost": ["rank 1", "rank 2", "rank 3"],
+        "workers": 1,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the driver has to have none")
 def test_auto_means_the_gpus_of_other_machines_too():
     told = _told_by("gpus_elsewhere.py")

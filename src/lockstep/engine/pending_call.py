@@ -9,9 +9,11 @@ little longer, and only then names the failure that caused the others.
 from __future__ import annotations
 
 import time
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import cloudpickle
+from ray.exceptions import RayError
 
 import ray
 from lockstep.engine.keyboard_interrupt import reraise_keyboard_interrupt
@@ -21,7 +23,7 @@ from lockstep.errors import LockstepError, WorkerDiedError
 from lockstep.worker import Communication
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from lockstep.engine.parameter_server_actor import ServerHandle
     from lockstep.worker import CallContract, Outcome, WorkerStatus
@@ -31,6 +33,10 @@ R = TypeVar("R")
 
 POLL_EVERY_S = 0.2
 """Seconds between two polls of the workers while a call runs."""
+
+_LATE_S = 0.5
+"""How long after a call's first answer the driver waits for relays: the cause of a failure may be
+behind one of them."""
 
 # A cause arrives milliseconds after its consequence (measured).
 _WAIT_FOR_CAUSE_S = 2.0
@@ -49,7 +55,9 @@ class PendingCall(Generic[R]):
         outlives_deaths: after a worker's death, wait until all other workers have answered.
 
     Attributes:
-        pending: the ranks that have not answered, by the reference of their answer.
+        pending: the ranks that the driver awaits an answer from, by the reference of the answer.
+        relayed: the ranks that a relay answers for, by the reference of the relay's answer.
+        ask: asks a rank for the answer that a relay has not brought.
         values: the results by rank.
         deaths: the errors of ranks whose process died.
         lost_peers: the errors of ranks that only report that another rank went away.
@@ -64,13 +72,21 @@ class PendingCall(Generic[R]):
         self._server = server
         self._outlives_deaths = outlives_deaths
         self.pending: dict[ObjectRef[Outcome], int] = {}
+        self.relayed: dict[ObjectRef[list[Outcome | None]], Sequence[int]] = {}
+        self.ask: Callable[[int], ObjectRef[Outcome]] | None = None
         self.values: dict[int, R] = {}
         self.deaths: dict[int, WorkerDiedError] = {}
         self.lost_peers: dict[int, BaseException] = {}
         self.failed_at: float | None = None
         self.local_status: Callable[[], WorkerStatus] | None = None
         self._latest_failure_at = 0.0
+        self._answered_at: float | None = None
         self._causes: list[BaseException] = []
+
+    @property
+    def performing(self) -> list[int]:
+        """The ranks that have not answered."""
+        return [*self.pending.values(), *(rank for each in self.relayed.values() for rank in each)]
 
     @property
     def has_failed(self) -> bool:
@@ -109,24 +125,64 @@ class PendingCall(Generic[R]):
         Args:
             poll: called every `POLL_EVERY_S` while no answer comes.
         """
-        while self.pending:
+        while self.pending or self.relayed:
             patience_s = self._remaining_patience_s()
             # Since the latest failure: its cause may be the next one to arrive.
             is_over = self._latest_failure_at + (patience_s or 0.0) <= time.monotonic()
             if patience_s is not None and is_over:
                 break
-            timeout = POLL_EVERY_S if poll is not None or patience_s is not None else None
-            ready, _ = ray.wait(
-                [*self.pending, *self._awaited_servers()], num_returns=1, timeout=timeout
-            )
+            answered_at = self._answered_at
+            if answered_at is not None and time.monotonic() > answered_at + _LATE_S:
+                self.ask_behind_relays()
+            wakes = poll is not None or patience_s is not None or bool(self.relayed)
+            ready = self._arrived(POLL_EVERY_S if wakes else None)
             for ref in ready:
                 if ref in self.pending:
                     self._take_answer(ref, self.pending.pop(ref))
+                elif ref in self.relayed:
+                    self._take_relayed(ref)
                 else:
                     self._note_end_of_server()
             if poll is not None and not ready:
                 poll()
         self._wait_for_server()
+
+    def _arrived(self, timeout_s: float | None) -> list[Any]:
+        """What has arrived; waits for the first, for `timeout_s` at most."""
+        awaited = [*self.pending, *self.relayed, *self._awaited_servers()]
+        ready, left = ray.wait(awaited, num_returns=1, timeout=timeout_s)
+        if ready and left:
+            # In one go: to wait for each of N answers would be N passes over all of them.
+            ready += ray.wait(left, num_returns=len(left), timeout=0)[0]
+        if ready and self._answered_at is None:
+            self._answered_at = time.monotonic()
+        return ready
+
+    def _take_relayed(self, ref: ObjectRef[list[Outcome | None]]) -> None:
+        """Take the answers that a relay has brought, and ask for those that it has not."""
+        ranks = self.relayed[ref]
+        try:
+            outcomes = ray.get(ref)
+        except RayError:  # whether its worker is lost as well, its own answer tells
+            outcomes = []
+        for rank, outcome in zip_longest(ranks, outcomes):
+            if outcome is None:
+                self._ask(rank)
+            else:
+                self._note_outcome(rank, outcome)
+        del self.relayed[ref]
+
+    def ask_behind_relays(self) -> None:
+        """Ask all ranks whose relays have not answered: a relay may be stopped, before it has
+        brought the call or when it has to bring the answers."""
+        for ref, ranks in list(self.relayed.items()):
+            for rank in ranks:
+                self._ask(rank)
+            del self.relayed[ref]
+
+    def _ask(self, rank: int) -> None:
+        assert self.ask is not None, "there are relays"
+        self.pending[self.ask(rank)] = rank
 
     def _remaining_patience_s(self) -> float | None:
         """Seconds to wait after the latest failure; None to wait for all answers."""
@@ -156,6 +212,9 @@ class PendingCall(Generic[R]):
             self._note_failure()
             self.deaths[rank] = died
             return
+        self._note_outcome(rank, outcome)
+
+    def _note_outcome(self, rank: int, outcome: Outcome) -> None:
         error = outcome.exception()
         if error is None:
             self.values[rank] = cloudpickle.loads(outcome.value)

@@ -14,11 +14,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import cloudpickle
-
 import ray
 from lockstep.engine.background_poll import poll_in_background
 from lockstep.engine.breakpoint_hook import without_ray_breakpoint_hook
+from lockstep.engine.call_sending import send_call
 from lockstep.engine.engine_protocol import PoolStatus
 from lockstep.engine.inline_engine import progress_reporter
 from lockstep.engine.keyboard_interrupt import reraise_keyboard_interrupt
@@ -33,7 +32,6 @@ from lockstep.error_texts import NEW_TRAINER
 from lockstep.errors import PeerLostError, WorkerDiedError
 from lockstep.operator import TrainingOperator
 from lockstep.phases import Phase, in_phase
-from lockstep.serialization import dumps_or_refuse
 from lockstep.worker import (
     Communication,
     Worker,
@@ -66,8 +64,6 @@ _LAST_SNAPSHOT_S: Final = 2.0
 _LAST_PARTS_S: Final = 60.0
 """How long workers that are to end may write their parts of a checkpoint; one of them may hang."""
 _CHECK_ARRIVALS_S: Final = 0.02
-_LARGE_ARGUMENTS: Final = 100_000
-"""Arguments of more bytes are put into Ray's object store once, and not into each message."""
 
 
 class RayEngine:
@@ -97,8 +93,7 @@ class RayEngine:
             self.ended_by = self.ended_by or error
             self.close(force=True)
             raise
-        for member, report in zip(self.workers.members, self.start_reports, strict=True):
-            member.pid = report.pid
+        self.workers.note_started(self.start_reports)
 
     # -------------------------------------------------------------------------------- calling
 
@@ -122,7 +117,7 @@ class RayEngine:
             return [pending_call.values[rank] for rank in sorted(pending_call.values)]
         communication = pending_call.contract.communication
         is_collective = communication is Communication.RUN_GROUP
-        may_hang = bool(pending_call.pending) and not self._finishes_alone(communication)
+        may_hang = bool(pending_call.performing) and not self._finishes_alone(communication)
         if is_collective or may_hang or pending_call.deaths:
             self.end(cause)
         raise cause
@@ -194,7 +189,8 @@ class RayEngine:
         local = self.workers.members[0].worker if 0 in calls else None
         has_begun_here = False
         try:
-            self._send(calls, pending_call)
+            workers = self.workers
+            send_call(calls, workers.members, pending_call, workers.ranks_per_relay)
             if local is not None:
                 has_begun_here = True
                 self._perform_in_driver(local, calls[0], pending_call, listener, on_poll)
@@ -203,28 +199,10 @@ class RayEngine:
             pending_call.wait(self._poll(pending_call, listener, on_poll, fetcher))
         except BaseException as error:
             # No worker may go on in the middle of a step without a driver that waits for it.
-            if pending_call.pending or has_begun_here:
+            if pending_call.performing or has_begun_here:
                 (on_interrupt or self.end)(error)
             raise
         return pending_call
-
-    def _send(
-        self, calls: Mapping[int, RemoteCall[Worker, R]], pending_call: PendingCall[R]
-    ) -> None:
-        """Send each rank in an actor its call; equal calls are pickled once."""
-        sent: dict[int, bytes | ObjectRef[bytes]] = {}
-        for rank, call in calls.items():
-            if rank >= len(self.workers.members):
-                raise _no_such_rank_error(call.contract.name, rank, len(self.workers.members))
-            if id(call) not in sent:
-                arguments = dumps_or_refuse(
-                    (call.args, call.kwargs), f"an argument of {call.contract.name}"
-                )
-                is_large = len(arguments) > _LARGE_ARGUMENTS
-                sent[id(call)] = ray.put(arguments) if is_large else arguments
-            if (actor := self.workers.members[rank].actor) is not None:
-                ref = actor.perform.remote(cloudpickle.dumps(call.method), sent[id(call)])
-                pending_call.pending[ref] = rank
 
     def _perform_in_driver(
         self,
@@ -361,15 +339,6 @@ def _report_progress(actors: Sequence[Actor], listener: CallListener, wants_rows
         if len(ready) == len(wanted):
             progress = ray.get(asked)
             listener.on_progress(replace(progress, rows=ray.get(rows)) if wants_rows else progress)
-
-
-def _no_such_rank_error(method: str, rank: int, size: int) -> WorkerDiedError:
-    return WorkerDiedError(
-        f"{method} was for a rank that is no more",
-        where=f"rank {rank}",
-        got=f"{size} workers",
-        cause="a worker has died, and no other one has its place",
-    )
 
 
 def _session_over_error() -> WorkerDiedError:

@@ -33,13 +33,14 @@ class Spare:
 
     Attributes:
         handle: the worker.
-        node_ref: the reference of the id of its node, which is known before its `stand_by` begins.
+        place_ref: the reference of the id of its node and the name of its actor, which are known
+            before its `stand_by` begins.
         start_ref: the reference of the outcome of its `stand_by`.
         error: why it cannot become a member, once `readiness` has returned FAILED.
     """
 
     handle: WorkerHandle
-    node_ref: ObjectRef[str]
+    place_ref: ObjectRef[tuple[str, str]]
     start_ref: ObjectRef[Outcome]
     error: BaseException | None = field(default=None, init=False)
 
@@ -52,7 +53,8 @@ class Spare:
             self.error = outcome.exception()
             if self.error is None and not self.handle.pid:
                 report: StartReport = cloudpickle.loads(outcome.value)
-                self.handle.node, self.handle.pid = ray.get(self.node_ref), report.pid
+                self.handle.node, self.handle.name = ray.get(self.place_ref)
+                self.handle.pid = report.pid
         except (*ACTOR_DEATHS, *ACTOR_NEVER_STARTED) as failure:
             self.error = WorkerDiedError(
                 f"{self.handle} died before it was ready", cause=death_reason(failure)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The actor around one worker. This module imports no torch, whose import is most of a launch.
 
-`perform` runs one remote method after the other. All other methods run in concurrency groups of
-their own, so that the driver can reach a worker while it performs a method: those that write to the
-disk in `files`, and those that answer at once in `control`.
+`perform` and `perform_for_relay` run one remote method after the other. All other methods run in
+concurrency groups of their own, so that the driver can reach a worker while it performs a method:
+those that write to the disk in `files`, the calls that it brings to other workers in `relay`, and
+those that answer at once in `control`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import cloudpickle
 
 import ray
 from lockstep.engine.actor_imports_and_signals import set_up_actor_process
+from lockstep.engine.call_relay import is_small, pass_on
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
 class WorkerActor:
     """An actor whose process becomes a worker when the driver assigns a spec and a rank.
 
-    `perform` never raises: it returns a remote method's error in an `Outcome`.
+    `perform` never raises: it returns a remote method's error in an `Outcome`. Calls have numbers
+    (see `call_relay`): the driver's may come after a relay's, and a relay's after later calls.
     """
 
     def __init__(self, number: int) -> None:
@@ -49,34 +52,67 @@ class WorkerActor:
         self._local_rank = 0
         self._worker: Worker | None = None
         self._training_thread = 0
+        self._call_number = 0
+        self._kept: Outcome | None = None
+        self._actors: dict[str, Any] = {}
 
     def __repr__(self) -> str:
         # Ray writes this before every line that the process prints.
         return f"rank {self._rank}"
 
     @ray.method
-    def assign(self, spec: bytes, rank: int, local_rank: int) -> str:
+    def assign(self, spec: bytes, rank: int, local_rank: int) -> tuple[str, str]:
         """Set the pickled spec and the ranks of the worker; called before the first `perform`.
 
         Returns:
-            The id of the node that the process runs on.
+            The id of the node that the process runs on, and the name of the actor.
         """
         self._spec, self._rank, self._local_rank = spec, rank, local_rank
-        node: str = ray.get_runtime_context().get_node_id()
-        return node
+        here = ray.get_runtime_context()
+        return here.get_node_id(), here.get_actor_name() or ""
 
     @ray.method
-    def perform(self, method: bytes, arguments: bytes) -> Outcome:
+    def perform(self, method: bytes, arguments: bytes, number: int) -> Outcome:
         """Call a remote method of the worker; the first call makes the worker.
 
         Args:
             method: the pickled `RemoteMethod`, a reference by name.
             arguments: the pickled positional and named arguments. They are a pickle of their own:
                 where their classes cannot be imported here, the method's contract is still known.
+            number: of the call. One that a relay has brought before is not performed again: this
+                returns its outcome.
         """
+        from lockstep.worker import Outcome
+
+        if number > self._call_number:
+            return self._perform(method, arguments, number)
+        kept, self._kept = self._kept, None
+        return kept or Outcome()
+
+    @ray.method
+    def perform_for_relay(self, method: bytes, arguments: bytes, number: int) -> Outcome | None:
+        """As `perform`; None where the driver has to ask for the outcome, or does not want it."""
+        if number <= self._call_number:
+            return None  # the driver has asked by itself, or has gone on to another call
+        self._kept = outcome = self._perform(method, arguments, number)
+        return outcome if is_small(outcome) else None
+
+    @ray.method(concurrency_group="relay")
+    def relay(
+        self, names: Sequence[str], method: bytes, arguments: bytes, number: int
+    ) -> list[Outcome | None]:
+        """Let workers perform a call, as a relay; see `pass_on`."""
+        return pass_on(
+            self._actors,
+            names,
+            lambda actor: actor.perform_for_relay.remote(method, arguments, number),
+        )
+
+    def _perform(self, method: bytes, arguments: bytes, number: int) -> Outcome:
         from lockstep.serialization import dumps_or_refuse
         from lockstep.worker import Communication, Outcome, RemoteCall, Worker, failed_outcome
 
+        self._call_number, self._kept = number, None
         self._training_thread = threading.get_ident()
         called: RemoteMethod[Worker, ..., object] = cloudpickle.loads(method)
         try:
@@ -184,5 +220,5 @@ def _load_spec(spec: bytes) -> Any:
 # Any: Ray's annotations do not know concurrency groups. The handles of its actors are typed.
 _remote: Any = ray.remote
 RemoteWorkerActor: ActorClass[WorkerActor] = _remote(
-    max_restarts=0, max_task_retries=0, concurrency_groups={"control": 2, "files": 1}
+    max_restarts=0, max_task_retries=0, concurrency_groups={"control": 2, "files": 1, "relay": 2}
 )(WorkerActor)

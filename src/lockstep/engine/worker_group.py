@@ -24,6 +24,7 @@ from lockstep.engine.actor_pool import (
     take_or_start,
 )
 from lockstep.engine.actor_termination import end_actor, kill_worker, wait_until_gone
+from lockstep.engine.call_relay import RANKS_PER_RELAY, next_call_number
 from lockstep.engine.cluster import connect, session, this_node
 from lockstep.engine.keyboard_interrupt import reraise_keyboard_interrupt
 from lockstep.engine.parameter_server_actor import ServerHandle
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from lockstep.engine.actor_pool import ActorPool
     from lockstep.engine.engine_protocol import Resources
     from lockstep.engine.worker_actor import WorkerActor
-    from lockstep.worker import Outcome, RemoteCall, WorkerSpec
+    from lockstep.worker import Outcome, RemoteCall, StartReport, WorkerSpec
     from ray import ObjectRef
 
     Actor = ActorProxy[WorkerActor]
@@ -59,7 +60,10 @@ class WorkerGroup:
         spares: workers without a rank that run their `setup`, or have run it.
         server: the parameter server, if there is one.
         generation: the number of the process group's generation; the first one is 0.
+        ranks_per_relay: how many ranks have a common relay, if there are many ranks.
     """
+
+    ranks_per_relay = RANKS_PER_RELAY
 
     def __init__(
         self, spec: WorkerSpec, resources: Resources, *, use_local: bool, num_spares: int
@@ -70,6 +74,7 @@ class WorkerGroup:
         self._resources = resources
         self._use_local = use_local
         self._num_started = 0
+        self._places: dict[WorkerHandle, ObjectRef[tuple[str, str]]] = {}
         self.generation = 0
         self._store: dist.TCPStore | None = None
         self._pool: ActorPool | None = None
@@ -111,8 +116,17 @@ class WorkerGroup:
         self.members = found[: spec.num_workers]
         for member in self.members:
             if member.actor is not None:
-                member.actor.assign.remote(self._payload, member.number, member.local_rank)
+                self._places[member] = member.actor.assign.remote(
+                    self._payload, member.number, member.local_rank
+                )
         self.spares = [self._start_spare(handle) for handle in found[spec.num_workers :]]
+
+    def note_started(self, reports: Sequence[StartReport]) -> None:
+        """Note what members are known by from their `start` on: process ids, names of actors."""
+        for member, report in zip(self.members, reports, strict=True):
+            member.pid = report.pid
+            if member in self._places:
+                _, member.name = ray.get(self._places.pop(member))
 
     def await_spares(self) -> None:
         """Wait until all spares are ready, so that a failing `setup` raises now and not in need."""
@@ -150,8 +164,9 @@ class WorkerGroup:
     def open_rendezvous(self) -> Rendezvous:
         """Open the rendezvous of `generation`, with a store of its own."""
         resources = self._resources
-        is_one_node = all(member.is_here for member in self.members)
-        only_node = this_node() if is_one_node else None
+        here = this_node()
+        is_one_node = all(member.node == here for member in self.members)
+        only_node = here if is_one_node else None
         host = LOOPBACK if is_one_node else ray.util.get_node_ip_address()
         self.close_rendezvous()
         server = self.server
@@ -204,8 +219,8 @@ class WorkerGroup:
 
     def _start_spare(self, handle: WorkerHandle) -> Spare:
         assert handle.actor is not None, "spares live in actors"
-        node_ref = handle.actor.assign.remote(self._payload, handle.number, handle.local_rank)
-        return Spare(handle, node_ref, _send(handle.actor, Worker.stand_by.with_args()))
+        place_ref = handle.actor.assign.remote(self._payload, handle.number, handle.local_rank)
+        return Spare(handle, place_ref, _send(handle.actor, Worker.stand_by.with_args()))
 
     def kill(self, worker: WorkerHandle) -> None:
         """Kill a worker's process, and forget the worker."""
@@ -273,7 +288,9 @@ class WorkerGroup:
 def _send(actor: Actor, call: RemoteCall[Worker, object]) -> ObjectRef[Outcome]:
     """Send `call` to an actor, outside of any `PendingCall`."""
     return actor.perform.remote(
-        cloudpickle.dumps(call.method), dumps_or_refuse((call.args, call.kwargs), "nothing")
+        cloudpickle.dumps(call.method),
+        dumps_or_refuse((call.args, call.kwargs), "nothing"),
+        next_call_number(),
     )
 
 

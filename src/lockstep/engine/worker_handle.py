@@ -27,6 +27,7 @@ class WorkerHandle:
         worker: the worker in the driver's process; None for a worker in an actor.
         bundle: the index of its bundle in the workers' placement group.
         pid: its process id; 0 until it has started.
+        name: the name of its actor, by which other workers find it; "" until it has started.
     """
 
     number: int
@@ -36,6 +37,7 @@ class WorkerHandle:
     worker: Worker | None = None
     bundle: int | None = None
     pid: int = 0
+    name: str = ""
 
     def __str__(self) -> str:
         where = f"pid {self.pid}" if self.pid else "not started"

@@ -19,6 +19,8 @@ from lockstep.metrics.weighted_mean import as_weight, merge_means, weighted_mean
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from lockstep.metrics.weighted_mean import WeightedMean
+
 EPOCH: Final = "epoch"
 
 
@@ -41,9 +43,8 @@ def merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
     latest: dict[str, Any] = {}
     for key in _keys_in_order(state["sums"] for state in states):
-        means = [state["sums"][key] for state in states if key in state["sums"]]
         # Of several shapes, the lowest rank's.
-        means = [mean for mean in means if means[0].fits(mean.total)]
+        means = _of_one_shape([state["sums"][key] for state in states if key in state["sums"]])
         merged[key], latest[f"last_{key}"] = merge_means(means)
     others = (item for state in states for item in state["others"].items())
     # `setdefault` keeps a metric that the user called `last_x`, a metric that is a number on any
@@ -65,7 +66,7 @@ def varying_metrics(states: Sequence[Mapping[str, Any]]) -> list[str]:
     varied = set[str]().union(*(state["varied"] for state in states))
     for key in averaged:
         means = [state["sums"][key] for state in states if key in state["sums"]]
-        if not all(means[0].fits(mean.total) for mean in means):
+        if len(_of_one_shape(means)) < len(means):
             varied.add(key)
     return sorted(varied | (_varying([state["others"] for state in states]) - averaged))
 
@@ -146,6 +147,14 @@ def merge_user_results(
             weights = [n for number, n in numbers if number is not None]
             merged[key] = weighted_mean(zip(read, weights, strict=True))
     return merged
+
+
+def _of_one_shape(means: Sequence[WeightedMean]) -> list[WeightedMean]:
+    """Those of `means` that can be added to the first one."""
+    if not means[0].weight:
+        return list(means)
+    shape = shape_of(means[0].total)
+    return [mean for mean in means if shape_of(mean.total) == shape]
 
 
 def _keys_in_order(mappings: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -179,7 +179,7 @@ class RecoveringEngine:
                 if pending_call.is_recoverable:
                     _add_retries_note(pending_call.cause(), call.contract.name, retries)
                 self._interrupt_if_all_live(call, pending_call)
-                is_over = not pending_call.pending  # else a renewal would wait for those ranks
+                is_over = not pending_call.performing  # else a renewal would wait for those ranks
                 if is_over and not pending_call.deaths and not pending_call.is_recoverable:
                     self._renew_memory_checkpoint(call)
                 return self._engine.results(pending_call)
@@ -291,7 +291,7 @@ class RecoveringEngine:
         cause, on_failure = pending_call.cause(), call.contract.on_failure
         if cause is None or pending_call.deaths or isinstance(cause, WorkerDiedError):
             return
-        still_performs = on_failure is OnFailure.REPEAT and bool(pending_call.pending)
+        still_performs = on_failure is OnFailure.REPEAT and bool(pending_call.performing)
         if on_failure is OnFailure.RESUME or still_performs:
             self._interrupt(call, cause)
             raise cause

@@ -246,7 +246,7 @@ class Regrouping:
         self._workers.generation += 1
         return Formation(
             rendezvous=self._workers.open_rendezvous(),
-            size=len(members),
+            numbers=tuple(member.number for member in members),
             source=source,
             # Ranks whose loop was cut short may have stopped at different lines after the step.
             stale=tuple(
@@ -308,8 +308,7 @@ class Regrouping:
 
     def _join(self, formation: Formation, table: RankTable, newcomers: Sequence[int]) -> bool:
         """Let the members form the group; False if a member was lost meanwhile."""
-        ranks = range(formation.size)
-        calls = {rank: join.with_args(rank, formation) for rank in ranks}
+        calls = dict.fromkeys(range(formation.size), join.with_args(formation))
         return self._perform(calls, table, newcomers) is not None
 
     def _replay(self, restore: StateRestore, table: RankTable, newcomers: Sequence[int]) -> bool:

@@ -100,7 +100,7 @@ class Watchdog:
             self._poll(pending_call)
 
     def _poll(self, pending_call: PendingCall[Any]) -> None:
-        performing = [self._workers.members[rank] for rank in pending_call.pending.values()]
+        performing = [self._workers.members[rank] for rank in pending_call.performing]
         now = self._clock.tick()
         statuses = self._poller.poll(performing, now)
         if pending_call.has_failed and self._broken_at is None:
@@ -127,6 +127,9 @@ class Watchdog:
             waiting = [each for each, one in statuses.items() if self._waits(one, now)]
             is_waited_for = others_wait or any(each is not worker for each in waiting)
             if is_waited_for and not self._waits(polled, now):
+                if polled.without_step_for(now) > self._limit_s / 2:
+                    # Else a rank would be at fault that a stopped relay has not brought the call.
+                    pending_call.ask_behind_relays()
                 is_timed = pending_call.contract.is_timed
                 fault = self._find_fault(worker, polled, now, is_timed=is_timed)
                 if fault is not None:
@@ -141,7 +144,7 @@ class Watchdog:
     ) -> None:
         """Fail the call, and free its ranks, if all of them wait for a rank that has left it."""
         by_rank: dict[int, WorkerStatus | None] = {} if local is None else {0: local}
-        for rank in pending_call.pending.values():
+        for rank in pending_call.performing:
             polled = statuses.get(self._workers.members[rank])
             answers = polled is not None and not self._is_silent(polled, now)
             by_rank[rank] = polled.latest if polled is not None and answers else None
@@ -159,7 +162,7 @@ class Watchdog:
         assert self._broken_at is not None
         if now - self._broken_at > _CASCADE_S:
             local = () if pending_call.local_status is None else (0,)
-            self._workers.break_group([*local, *pending_call.pending.values()])
+            self._workers.break_group([*local, *pending_call.performing])
 
     def _is_stuck(self, polled: PolledStatus, now: float) -> bool:
         """Whether the rank waits in a group that broke long ago.

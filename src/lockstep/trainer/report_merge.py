@@ -16,7 +16,7 @@ from lockstep.metrics.torchmetrics_merge import compute_merged, has_updates
 from lockstep.operator.shard_results import BY_OWN
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from lockstep.worker import PassResult, Report
 
@@ -28,11 +28,11 @@ def merge_reports(reports: Sequence[Report]) -> dict[str, Any]:
     passes = [each for report in reports for each in report.passes]
     # A user's loop around lockstep's may leave the value that is there on some ranks, as 0 * 100 is
     # 0: one that any of them has changed is the user's on all of them.
-    own = set[str]().union(*(each.keys_of_own() for each in passes))
+    own = set[str]().union(*(each.keys_of_own for each in passes))
     if any(each.sums is not None for each in passes):
         # A loop may return nothing on some ranks, or in some epochs. Not the names in the passes:
         # one that is repeated behind its last batch has none.
-        left_out = set[str]().union(*(each.keys_left_out() for each in passes))
+        left_out = set[str]().union(*(each.keys_left_out for each in passes))
         left_out -= {key for each in passes for key in each.metrics}
         ours = merge([report.sums for report in reports])
         result.update({key: ours[key] for key in ours if key not in own | left_out})
@@ -72,12 +72,13 @@ def warn_of_varying_metrics(reports: Sequence[Report]) -> None:
     Python shows the same warning once.
     """
     passes = [each for report in reports for each in report.passes]
-    own = set[str]().union(*(each.keys_of_own() for each in passes))
+    own = set[str]().union(*(each.keys_of_own for each in passes))
     varying = set[str]()
     if any(each.sums is not None for each in passes):
         varying.update(varying_metrics([report.sums for report in reports]))
         varying -= own
-    varying |= own.intersection(varying_results(_results_by_pass(reports)))
+    if own:
+        varying.update(varying_results(_results_by_pass(reports, own)))
     for name in sorted(varying):
         warnings.warn(
             f"the metric {name!r} is not the same on all batches and workers, and cannot be"
@@ -89,10 +90,15 @@ def warn_of_varying_metrics(reports: Sequence[Report]) -> None:
         )
 
 
-def _results_by_pass(reports: Sequence[Report]) -> list[list[dict[str, Any]]]:
+def _results_by_pass(reports: Sequence[Report], own: set[str]) -> list[list[dict[str, Any]]]:
+    """The metrics `own` of each pass, from the last one on, of the workers that ran it."""
     # From the end: a worker that joined late has not run the first ones.
     rows = zip_longest(*(reversed(report.passes) for report in reports))
-    return [[each.metrics for each in row if each is not None] for row in rows]
+    return [[_only(own, each.metrics) for each in row if each is not None] for row in rows]
+
+
+def _only(keys: set[str], metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in metrics.items() if key in keys}
 
 
 def _refuse_mixed_weights(reports: Sequence[Report]) -> None:
@@ -116,7 +122,9 @@ def _merge_own(passes: Sequence[PassResult], own: set[str]) -> dict[str, Any]:
     They count for the samples of their pass, or for what the loop says. One that lockstep's loop
     had averaged everywhere, by tokens maybe, counts for what it is an average of.
     """
-    results = [{key: value for key, value in each.metrics.items() if key in own} for each in passes]
+    if not own:
+        return {}
+    results = [_only(own, each.metrics) for each in passes]
     if not any(results):
         return {}
     merged = merge_user_results(results, [each.samples for each in passes])

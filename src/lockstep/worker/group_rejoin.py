@@ -53,6 +53,7 @@ class Formation:
     """The next generation of the group.
 
     Attributes:
+        numbers: the number of each rank's worker (see `Worker`).
         source: the rank whose state the others load.
         stale: ranks that load the state of `source`.
         local_ranks: each rank's index among the ranks of its host.
@@ -62,12 +63,17 @@ class Formation:
     """
 
     rendezvous: Rendezvous
-    size: int
+    numbers: tuple[int, ...]
     source: int
     stale: tuple[int, ...]
     local_ranks: tuple[int, ...]
     last_received: int = 0
     restore: StateRestore | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.numbers)
 
 
 @remote_method(Communication.NONE, OnFailure.RAISE, is_timed=True)
@@ -214,8 +220,9 @@ def _leave_broken_group(worker: Worker, interrupted: str | None) -> SurvivorStat
 
 
 @remote_method(Communication.RUN_GROUP, OnFailure.RAISE, is_timed=True)
-def join(worker: Worker, rank: int, formation: Formation) -> None:
-    """Become rank `rank` of the next generation.
+def join(worker: Worker, formation: Formation) -> None:
+    """Take a rank in the next generation. Each worker finds its own in `formation`, so that the
+    driver sends all of them the same call.
 
     Collective:
         Every rank of `formation`: forms the group, broadcasts the state if there are stale ranks,
@@ -226,6 +233,7 @@ def join(worker: Worker, rank: int, formation: Formation) -> None:
         PeerLostError: a rank did not come, or went away.
         ReplicasDifferError: the ranks do not hold the same state; on every rank.
     """
+    rank = formation.numbers.index(worker.number)
     _join_group(worker, rank, formation)
     operator, group = worker.operator, worker.operator._lockstep.context.group
     if formation.stale:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,6 +61,7 @@ class PassResult:
     samples: int
     over_call: frozenset[str] = frozenset()
 
+    @cached_property
     def keys_of_own(self) -> set[str]:
         """The metrics that the user's own loop returned, added to lockstep's loop or changed."""
         ours = self._means()
@@ -69,12 +71,20 @@ class PassResult:
             if key not in ours or not _is_same_value(ours[key], value)
         }
 
+    @cached_property
     def keys_left_out(self) -> set[str]:
         """The metrics of lockstep's loop that the user's own loop around it did not return."""
         return self._means().keys() - self.metrics.keys()
 
     def _means(self) -> dict[str, Any]:
         return {} if self.sums is None else merge([self.sums])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Found before it is sent: the driver would find them for one worker after the other.
+        return vars(self) | {
+            "keys_of_own": self.keys_of_own,
+            "keys_left_out": self.keys_left_out,
+        }
 
     def weight_of(self, key: str) -> tuple[int, float] | None:
         """What lockstep's loop has weighed metric `key` by; None if it did not average one.

@@ -83,6 +83,7 @@ class Worker(StateAccess):
     thread meanwhile.
 
     Attributes:
+        number: its number in the driver's messages, which stays while its rank may change.
         cursors: the position in the data, by purpose.
         num_batches_to_recompute: batches that earlier calls have counted, and that the next call
             computes again first.
@@ -100,7 +101,7 @@ class Worker(StateAccess):
 
     def __init__(self, spec: WorkerSpec, rank: int, local_rank: int) -> None:
         self.spec = spec
-        self.rank = rank
+        self.number = self.rank = rank
         self.local_rank = local_rank
         self._group: dist.ProcessGroup | None = None
         self._group_handle: Group | None = None

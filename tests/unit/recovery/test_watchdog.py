@@ -37,7 +37,8 @@ def performing(ranks):
         contract=Worker.train.contract,
         local_status=None,
         has_failed=False,
-        pending={rank: rank for rank in range(ranks)},
+        performing=list(range(ranks)),
+        ask_behind_relays=lambda: None,
         values={},
         deaths={},
         lost_peers=set(),
@@ -58,7 +59,7 @@ def test_who_waited_for_one_that_hung_has_time_to_hear_that_the_group_broke():
     assert list(watchdog.verdicts) == [hung]
 
     # Its death is heard; the others have not been freed yet.
-    pending_call.has_failed, pending_call.pending = True, {1: 1, 2: 2}
+    pending_call.has_failed, pending_call.performing = True, [1, 2]
     broke = time.monotonic()
     watchdog.poll(pending_call)
     assert list(watchdog.verdicts) == [hung]
@@ -70,6 +71,28 @@ def test_who_waited_for_one_that_hung_has_time_to_hear_that_the_group_broke():
     watchdog.begin_call()
     watchdog.verdicts.clear()
     watchdog.poll(pending_call)
+    assert watchdog.verdicts == {}
+
+
+def test_ranks_behind_relays_are_asked_long_before_one_is_at_fault():
+    """A rank to which a stopped relay has not brought the call makes no step, and does not wait."""
+    now, asked = [1000.0], []
+    idle, waiting = (WorkerHandle(number, "node", number) for number in range(2))
+    watchdog = Watchdog(SimpleNamespace(members=[idle, waiting]), 60.0, shadow_limit=3)
+    watchdog._clock = PollingClock(read=lambda: now[0])
+    waits = WorkerStatus(3, is_warm=True, phase=Phase.WAITING, line="", stack="")
+    does_nothing = WorkerStatus(3, is_warm=True, phase=Phase.FORWARD, line="", stack="")
+    watchdog._poller = Seen({idle: PolledStatus(does_nothing, 0), waiting: PolledStatus(waits, 0)})
+    call = performing(2)
+    call.ask_behind_relays = lambda: asked.append(now[0])
+    for _ in range(120):
+        watchdog.poll(call)
+        now[0] += 0.25
+    assert asked == []
+    for _ in range(2):
+        watchdog.poll(call)
+        now[0] += 0.25
+    assert asked
     assert watchdog.verdicts == {}
 
 
@@ -140,7 +163,7 @@ def test_ranks_that_wait_for_one_that_left_are_not_said_to_have_waited_while_nob
     waits = WorkerStatus(3, is_warm=True, phase=Phase.WAITING, line="", stack=stack)
     watchdog._poller = Seen({waiting: PolledStatus(waits, 0.0)})
     call, failures = performing(2), []
-    call.pending, call.values = {1: 1}, {0: SimpleNamespace(steps=3)}
+    call.performing, call.values = [1], {0: SimpleNamespace(steps=3)}
     call.fail = lambda rank, error, peer_lost: failures.append(error)
     watchdog.poll(call)
     now[0] += 10_000
