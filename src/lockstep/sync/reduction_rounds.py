@@ -111,12 +111,12 @@ class ReductionRounds:
         self.steps_taken = self._numbers_of_steps = self._watched_from = 0
         self._unread: UnreadTotals | None = None
         self._accumulated: list[Slot] = []  # whose gradient is a sum with those of earlier rounds
-        self._grad_watch = AutogradGradWatch(self.slots)
         self.local = LocalGradients(found.local)
         self._outside = LeavesOutside([*found.local, *found.parameters.values()], self.place)
         self.late = LateParameters(modules, found.parameters.values())
         self._new_window()
         self.transport = make_transport(self, self.slots, found.signature(), cap_bytes)
+        self._grad_watch = AutogradGradWatch(self.slots, can_wait=self.transport.steps_alike)
         self.listener = BackwardListener(
             self.slots, self.transport, self.backward_began, self._autograd_grad_called
         )
@@ -256,16 +256,14 @@ class ReductionRounds:
 
     def _at_end(self, function: Callable[[], None]) -> None:
         """Call `function` when the running backward has ended and its gradients are in place."""
-        if self.transport.ends_late:
-            # Queue twice: the transport queues its own callback in between.
-            call_at_end(lambda: call_at_end(function, self._fail), self._fail)
-        else:
-            call_at_end(function, self._fail)
+        call_at_end(function, self._fail, is_last=self.transport.ends_late)
 
-    def _autograd_grad_called(self) -> None:
-        """Note that ``torch.autograd.grad`` computes gradients of this rank alone."""
+    def _autograd_grad_called(self, slot: Slot, gradient: torch.Tensor, *, is_first: bool) -> None:
+        """Note that ``torch.autograd.grad`` computes a gradient of this rank alone."""
         if self.needs_guard and not self.is_paused:
-            self._grad_watch.note(self.place, self.num_rounds, self.steps_taken)
+            if is_first:
+                self._grad_watch.note(self.place, self.num_rounds, self.steps_taken)
+            self._grad_watch.note_gradient(slot, gradient)
 
     def _run_backward(self, run: Callable[[], None], weight: float | None) -> None:
         """Run a backward whose root carries `weight`; the round begins before it."""
@@ -309,6 +307,7 @@ class ReductionRounds:
 
     def _contribute(self) -> Contribution:
         made = self._window.contribution(self.weights, self._earlier)
+        made.asks = self._grad_watch.take_question()
         made.digest, self._contribution = self.digest.of_round(self.num_rounds), made
         return made
 
@@ -360,6 +359,8 @@ class ReductionRounds:
             self.transport.send_late()
         round_checks.judge(sums, mine, group, together=together)
         self.weights.update_units(sums)
+        if sums.asked:
+            self.digest.compare_next(slot.param for slot in self.slots)
 
     def _judge_unread_sums(self) -> None:
         """Judge sums that were left on the accelerator so that the host need not wait."""
@@ -432,7 +433,7 @@ class ReductionRounds:
         """Belong to `group`, after `leave`."""
         self.place = group.place
         self.weights = BatchWeights(group, self.num_shards, averages=self.weights.averages)
-        self._grad_watch = AutogradGradWatch(self.slots)  # a step that is made again asks again
+        self._grad_watch = AutogradGradWatch(self.slots, can_wait=self.transport.steps_alike)
         self.step = self.steps_taken = self._numbers_of_steps = 0  # a new rank has taken none
         self._group, self._is_broken = group, False
         self._reset()
@@ -462,9 +463,9 @@ class ReductionRounds:
         for slot in self._accumulated:
             slot.accept_changes()
 
-    def has_suspicious_changes(self, slots: Sequence[Slot], held: HeldIds) -> bool:
-        """Whether local gradients may have got into gradients or weights of `slots`."""
-        return self._grad_watch.has_suspicious_changes(slots, held)
+    def holds_own_gradients(self, slots: Sequence[Slot], held: HeldIds) -> bool:
+        """Whether local gradients have got into gradients or weights of `slots`."""
+        return self._grad_watch.holds_own_gradients(slots, held)
 
     @property
     def needs_guard(self) -> bool:
