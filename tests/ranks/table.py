@@ -212,6 +212,31 @@ def as_threads(
     return results
 
 
+def worker_outcomes(spec: WorkerSpec, body: Callable[[Worker], Any]) -> list[Any]:
+    """``body(worker)`` on each worker of `spec`, whose operator is built; or its exception."""
+
+    def one_rank(rank: int, make_group: Callable[[], Any]) -> Any:
+        worker = Worker(spec, rank, rank)
+        worker._group = make_group()
+        try:
+            worker._build_operator(torch.device("cpu"))
+            return body(worker)
+        finally:
+            worker.stop()
+
+    return as_threads(spec.num_workers, one_rank)
+
+
+def run_workers(spec: WorkerSpec, body: Callable[[Worker], Any]) -> list[Any]:
+    """As `worker_outcomes`, but the first failure is raised."""
+    results = worker_outcomes(spec, body)
+    failures = [result for result in results if isinstance(result, BaseException)]
+    # A rank that lost its peer says less than the peer.
+    for failure in sorted(failures, key=lambda one: isinstance(one, PeerLostError)):
+        raise failure
+    return results
+
+
 def in_units(operator_cls: type[Plain], dp_shard_size: int | None = None) -> type[Plain]:
     """The operator, with models of which no rank ever holds all layers."""
 

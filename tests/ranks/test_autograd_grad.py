@@ -160,13 +160,14 @@ def by_hand(rank, lr=0.1):
 def test_an_addition_is_no_factor_also_where_few_elements_tell(shape):
     param = nn.Parameter(torch.ones(shape, dtype=torch.float64))
     slot = Slot(0, "weight", param)
-    captures = AutogradGradWatch([slot])
+    captures = AutogradGradWatch([slot], can_wait=True)
     first = torch.zeros_like(param)
     first.view(-1)[0] = 2.0
     slot.set_reduced(first)
     captures.note("rank 0", 1, 0)
     first.view(-1)[-1] += 1.0  # a vector's last element is not among the samples
-    assert captures.has_suspicious_changes([slot], set)
+    assert not captures.holds_own_gradients([slot], set)
+    assert [captures.take_question() for _ in range(2)] == [True, False]
 
 
 def by_hand_through_data(rank):

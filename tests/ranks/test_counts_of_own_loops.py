@@ -7,15 +7,14 @@ Nine samples in global batches of four: in the third step rank 1 has none, and b
 import logging
 
 import pytest
-import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from harness import reset, rows
 from lockstep import TrainingOperator
 from lockstep.keys import BATCH_SIZE
 from lockstep.trainer.report_merge import merge_reports
-from lockstep.worker import LoopRequest, Worker, WorkerSpec
-from ranks.table import as_threads
+from lockstep.worker import LoopRequest, WorkerSpec
+from ranks.table import run_workers
 from ranks.table_operators import mlp, sgd
 
 X = rows(9, 4, seed=30)
@@ -62,22 +61,12 @@ def trained(operator_cls, num_workers=2, epochs=1):
     """The merged result of the last epoch, and each worker's operator."""
     spec = WorkerSpec(operator_cls, {BATCH_SIZE: 4}, num_workers, num_workers, seed=0)
 
-    def one_rank(rank, make_group):
-        worker = Worker(spec, rank, rank)
-        worker._group = make_group()
-        try:
-            worker._build_operator(torch.device("cpu"))
-            for _ in range(epochs):
-                report = worker.train(LoopRequest("train", None, False, {}))
-            return report, worker.operator
-        finally:
-            worker.stop()
+    def body(worker):
+        for _ in range(epochs):
+            report = worker.train(LoopRequest("train", None, False, {}))
+        return report, worker.operator
 
-    results = as_threads(num_workers, one_rank)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    reports, operators = zip(*results, strict=True)
+    reports, operators = zip(*run_workers(spec, body), strict=True)
     return merge_reports(reports), operators
 
 

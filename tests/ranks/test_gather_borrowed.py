@@ -15,11 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from harness import cut, rows
 from lockstep import TrainingOperator
-from lockstep.errors import PeerLostError
 from lockstep.operator import Options
-from lockstep.worker import LoopRequest, Worker, WorkerSpec
+from lockstep.worker import LoopRequest, WorkerSpec
 from ranks.contrastive import clip, towers
-from ranks.table import as_threads
+from ranks.table import run_workers
 from ranks.table_operators import sgd
 
 NUM_SAMPLES, GLOBAL_BATCH, NUM_SHARDS = 37, 12, 4
@@ -117,24 +116,13 @@ def on_workers(operator_cls, size, options):
     operator_cls.trained.clear()
     spec = WorkerSpec(operator_cls, {}, size, num_shards=NUM_SHARDS, seed=0, options=options)
 
-    def one_rank(rank, make_group):
-        worker = Worker(spec, rank, rank)
-        worker._group = make_group()
-        try:
-            worker._build_operator(torch.device("cpu"))
-            done = worker.train(LoopRequest("train", None, False, {}))
-            if not options.add_dist_sampler:
-                return done, None
-            return done, worker.validate(LoopRequest("validation", None, False, {}))
-        finally:
-            worker.stop()
+    def body(worker):
+        done = worker.train(LoopRequest("train", None, False, {}))
+        if not options.add_dist_sampler:
+            return done, None
+        return done, worker.validate(LoopRequest("validation", None, False, {}))
 
-    results = as_threads(size, one_rank)
-    failures = [result for result in results if isinstance(result, BaseException)]
-    # A rank that lost its peer says less than the peer.
-    for failure in sorted(failures, key=lambda one: isinstance(one, PeerLostError)):
-        raise failure
-    return results
+    return run_workers(spec, body)
 
 
 def one_process(loss, pieces):

@@ -20,12 +20,11 @@ from lockstep import TrainingOperator
 from lockstep.errors import (
     GradientNotReducedError,
     NotAvailableError,
-    PeerLostError,
     WeightError,
 )
 from lockstep.operator import Options
-from lockstep.worker import LoopRequest, Worker, WorkerSpec
-from ranks.table import as_threads
+from lockstep.worker import LoopRequest, WorkerSpec
+from ranks.table import run_workers
 from ranks.table_operators import mlp, sgd
 
 PER_BATCH = 2
@@ -48,23 +47,12 @@ def on_workers(operator_cls, purpose, num_steps=None, *, wrap_ddp=True, then=Non
     options = Options(add_dist_sampler=False, wrap_ddp=wrap_ddp)
     spec = WorkerSpec(operator_cls, {}, 2, num_shards=2, seed=0, options=options)
 
-    def one_rank(rank, make_group):
-        worker = Worker(spec, rank, rank)
-        worker._group = make_group()
-        try:
-            worker._build_operator(torch.device("cpu"))
-            request = LoopRequest(purpose, num_steps, False, {})
-            done = worker.train(request) if purpose == "train" else worker.validate(request)
-            return done if then is None else then(worker.operator)
-        finally:
-            worker.stop()
+    def body(worker):
+        request = LoopRequest(purpose, num_steps, False, {})
+        done = worker.train(request) if purpose == "train" else worker.validate(request)
+        return done if then is None else then(worker.operator)
 
-    results = as_threads(2, one_rank)
-    failures = [result for result in results if isinstance(result, BaseException)]
-    # A rank that lost its peer says less than the peer.
-    for failure in sorted(failures, key=lambda one: isinstance(one, PeerLostError)):
-        raise failure
-    return results
+    return run_workers(spec, body)
 
 
 class GathersAround(OwnRows):

@@ -22,7 +22,7 @@ from lockstep.errors import (
 from lockstep.operator import RankContext
 from lockstep.sync import replicate
 from lockstep.testing import assert_parity
-from lockstep.worker import Worker, WorkerSpec
+from lockstep.worker import WorkerSpec
 from ranks.public_bugs import (
     Alone,
     X,
@@ -42,7 +42,7 @@ from ranks.public_bugs import (
     sgd,
     weights,
 )
-from ranks.table import as_threads
+from ranks.table import worker_outcomes
 
 
 def with_adapter():
@@ -279,16 +279,7 @@ class ResetAfterwards(TrainingOperator):
 
 def test_b3_b7_weights_that_differ_by_rank_after_attaching_are_refused():
     spec = WorkerSpec(ResetAfterwards, {}, num_workers=2, num_shards=2, seed=0)
-
-    def one_rank(rank, make_group):
-        worker = Worker(spec, rank, rank)
-        worker._group = make_group()
-        try:
-            worker._build_operator(torch.device("cpu"))
-        finally:
-            worker.stop()
-
-    for refusal in as_threads(2, one_rank):
+    for refusal in worker_outcomes(spec, lambda worker: None):
         assert isinstance(refusal, ReplicasDifferError), refusal
         assert "head.weight" in str(refusal)
 

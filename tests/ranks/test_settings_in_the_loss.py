@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from harness import assert_same, reset, rows
 from lockstep import TrainingOperator
 from lockstep.keys import BATCH_SIZE
-from lockstep.worker import LoopRequest, Worker, WorkerSpec
-from ranks.table import as_threads
+from lockstep.worker import LoopRequest, WorkerSpec
+from ranks.table import run_workers
 from ranks.table_operators import mlp
 
 X, EPOCHS = rows(9, 4, seed=30), 2
@@ -70,22 +70,12 @@ def trained(operator_cls, num_workers, kind):
     config = {BATCH_SIZE: 4, "kind": kind}
     spec = WorkerSpec(operator_cls, config, num_workers, num_workers, seed=0)
 
-    def one_rank(rank, make_group):
-        worker = Worker(spec, rank, rank)
-        worker._group = make_group()
-        try:
-            worker._build_operator(torch.device("cpu"))
-            for _ in range(EPOCHS):
-                worker.train(LoopRequest("train", None, False, {}))
-            return weights(worker.operator.model), worker.operator.optimizer.param_groups[0]
-        finally:
-            worker.stop()
+    def body(worker):
+        for _ in range(EPOCHS):
+            worker.train(LoopRequest("train", None, False, {}))
+        return weights(worker.operator.model), worker.operator.optimizer.param_groups[0]
 
-    results = as_threads(num_workers, one_rank)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
+    return run_workers(spec, body)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])

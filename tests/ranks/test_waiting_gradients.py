@@ -14,9 +14,9 @@ import lockstep
 from harness import reset
 from lockstep.keys import BATCH_SIZE
 from lockstep.operator import Options
-from lockstep.worker import LoopRequest, Worker, WorkerSpec
+from lockstep.worker import LoopRequest, WorkerSpec
 from lockstep.worker.per_rank_state import add_every_rank
-from ranks.table import as_threads
+from ranks.table import run_workers
 from ranks.table_operators import Plain, mlp, sgd
 
 STEPS = 8
@@ -78,20 +78,7 @@ def on_workers(operator_cls, num_workers, body, **options):
         options=Options(**options),
     )
 
-    def one_rank(rank, make_group):
-        worker = Worker(spec, rank, rank)
-        worker._group = make_group()
-        try:
-            worker._build_operator(torch.device("cpu"))
-            return body(worker)
-        finally:
-            worker.stop()
-
-    results = as_threads(num_workers, one_rank)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
+    return run_workers(spec, body)
 
 
 def train(worker, num_steps):

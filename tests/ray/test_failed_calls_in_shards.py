@@ -63,8 +63,19 @@ class LoadsDifferently(InShards):
         self.optimizer.__class__ = Loads
 
 
+class WithOwnState(LoadsDifferently):
+    """Its own state holds shards, which all workers gather."""
+
+    def state_dict(self):
+        return {"first": next(self.model.parameters())}
+
+    def load_state_dict(self, state):
+        assert state["first"].shape == next(self.model.parameters()).shape
+
+
+@pytest.mark.parametrize("operator_cls", [LoadsDifferently, WithOwnState])
 def test_after_a_load_that_one_worker_refuses_long_before_another_one_is_done_nothing_has_changed(
-    tmp_path, monkeypatch
+    operator_cls, tmp_path, monkeypatch
 ):
     release = str(tmp_path / "release")
     wait = pending_call.PendingCall.wait
@@ -80,7 +91,7 @@ def test_after_a_load_that_one_worker_refuses_long_before_another_one_is_done_no
     def reset(operator):
         operator.optimizer.rank = None
 
-    with trainer_of(LoadsDifferently, num_workers=2) as trainer:
+    with trainer_of(operator_cls, num_workers=2) as trainer:
         trainer.train(num_steps=2)
         state = trainer.state_dict()
         trainer.train(num_steps=2)

@@ -163,7 +163,8 @@ class _Gather(torch.autograd.Function):
         else:
             # The gradient of a batch with weight zero may be NaN, and must not travel.
             sent = gradient if weight else torch.zeros_like(gradient)
-            mine = sum_of_own_rows(communication.group, communication.layout, sent)
+            unit = communication.own_unit
+            mine = sum_of_own_rows(communication.group, communication.layout, sent, unit)
         return mine.to(ctx.dtype), None, None, None, None
 
 
@@ -194,10 +195,15 @@ def all_rows(group: Group, layout: RowLayout, rows: torch.Tensor) -> torch.Tenso
     )
 
 
-def sum_of_own_rows(group: Group, layout: RowLayout, rows: torch.Tensor) -> torch.Tensor:
+def sum_of_own_rows(
+    group: Group, layout: RowLayout, rows: torch.Tensor, unit: float
+) -> torch.Tensor:
     """The sum over ranks of their gradients of this rank's rows; adjoint of `all_rows`.
 
     16-bit numbers are added as float32.
+
+    Args:
+        unit: of this rank's gradients, see `ReductionContext.unit`; those of the sum as well.
 
     Gradient:
         Not differentiable: the function is the backward of `all_rows`.
@@ -207,6 +213,7 @@ def sum_of_own_rows(group: Group, layout: RowLayout, rows: torch.Tensor) -> torc
     """
     dtype = torch.promote_types(rows.dtype, torch.float32)
     rows = rows.detach().to(dtype).contiguous()
+    rows = rows if unit == 1.0 else rows * unit
     longest = layout.longest
     if not layout.is_even:
         padded = rows.new_zeros(group.size * longest, *rows.shape[1:])
@@ -215,7 +222,8 @@ def sum_of_own_rows(group: Group, layout: RowLayout, rows: torch.Tensor) -> torc
         rows = padded
     received = rows.new_empty(longest, *rows.shape[1:])
     group.reduce_scatter(received, rows)
-    return received[: layout.counts[group.rank]]
+    own = received[: layout.counts[group.rank]]
+    return own if unit == 1.0 else own / unit
 
 
 def _require_known(argument: str, value: str, known: tuple[str, ...]) -> None:

@@ -447,6 +447,8 @@ def backward(operator: Operator, loss: torch.Tensor, weight: float | None) -> No
     """Backpropagate a loss of the current batch, and reduce; see `TrainingOperator.backward`."""
     state = operator._lockstep
     if state.sync is not None:
+        if weight is None:
+            state.global_batch.refuse_recount(state.sync, registered_parts(operator).parameters())
         state.sync.backward(loss, weight=state.global_batch.weight_of_backward(weight))
         return
     joint_batch = state.global_batch.joint_batch

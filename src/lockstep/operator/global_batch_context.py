@@ -28,13 +28,14 @@ from lockstep.reduction_context import ReductionContext, activate
 from lockstep.tensor_tree import leaves_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
 
     import torch
 
     from lockstep.operator.criterion_targets import CriterionCall
     from lockstep.operator.read_ahead_batches import ReadAheadBatches
+    from lockstep.sync import Synchroniser
 
 
 @dataclass(eq=False)
@@ -65,6 +66,7 @@ class GlobalBatchContext:
             is a mean over targets; see `AverageMeterCollection.update`.
         criterion_calls: what the default loss has called for the shard in hand, in order.
         num_computed: how many shards, and plain batches, were computed.
+        counted_in_round: how many rounds there had been at the last backward without a weight.
     """
 
     reduction: ReductionContext
@@ -85,6 +87,7 @@ class GlobalBatchContext:
     partial_weights: dict[str, float] = field(default_factory=dict)
     criterion_calls: list[CriterionCall] = field(default_factory=list)
     num_computed: int = 0
+    counted_in_round: int | None = None
 
     def between_batches(self) -> GlobalBatchContext:
         """The context that stands after this batch until the next one is delivered."""
@@ -230,6 +233,29 @@ class GlobalBatchContext:
         if ahead is not None:
             ahead.note_backward()
         return weight
+
+    def refuse_recount(self, sync: Synchroniser, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Before a backward without a weight: refuse to count the batch twice in a window.
+
+        Two losses of a batch, or parts of it: nobody can tell, and neither would be right.
+
+        Raises:
+            WeightError: the window holds another such backward of this batch.
+        """
+        if self.joint_batch is None or not self.reduction.averages:
+            return
+        is_again = sync.has_open_window and self.counted_in_round == sync.rounds
+        # A program may have zeroed the gradients: it gives the window up, and begins again.
+        if is_again and any(p.grad is not None and p.grad.any() for p in parameters):
+            raise WeightError(
+                "this batch would count twice in a window of no_sync",
+                expected="each batch counts once in the mean of its window",
+                cause="a backward without a weight counts for all samples of the batch: the"
+                " gradients of two losses would be halved",
+                fix="self.backward(loss_a + loss_b); for a part of the batch, its own number of"
+                " samples: self.backward(loss, weight=len(part))",
+            )
+        self.counted_in_round = sync.rounds
 
 
 def _unknown_samples_error(batch: Any, delivered: ShardBatch) -> WeightError:

@@ -345,7 +345,7 @@ class TrainingOperator:
         Args:
             loss: scalar.
             weight: how much this loss counts against the other workers' losses; the number
-                of samples delivered if None.
+                of samples delivered if None, once for each batch of a window.
 
         Gradient:
             After the last backward of the step (see `no_sync`): the sum of weight times

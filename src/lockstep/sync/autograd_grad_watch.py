@@ -8,8 +8,14 @@ optimizer stepped (an update by hand), or reduced gradients that have changed ot
 factor or a limit.
 
 Some elements of each weight tell of writes through ``weight.data``, which no version counts. Some
-elements of each gradient tell clipping from additions. The other ranks are not asked: a rank
-that computes gradients for its log alone must not wait for peers.
+elements of each gradient tell clipping from additions.
+
+A rank that computes gradients for its log alone must not wait for peers, which do not know of it.
+So a rank compares with its peers before the step only where the change is a multiple of what
+``torch.autograd.grad`` has returned: then the program uses that, and its other ranks do, too. Any
+other change (a weight decay by hand, or the sign of such a gradient) is as likely one that
+all ranks make alike. The rank asks, in its next round, to compare the weights; all ranks
+hear of it, and do in the round after that.
 """
 
 from __future__ import annotations
@@ -33,11 +39,22 @@ _SAMPLED: Final = 4
 """Elements of each weight that are compared, and of each gradient, beside its norm."""
 
 
+_KEPT: Final = 4
+"""Gradients of each weight that are kept of what ``torch.autograd.grad`` has returned."""
+
+
 class _Mark(NamedTuple):
     """What changes when a program writes to a weight: its version, or some elements as bytes."""
 
     version: int
     elements: bytes
+
+    def numbers(self, param: torch.Tensor) -> torch.Tensor:
+        """The elements of `param`."""
+        if not self.elements:
+            return torch.empty(0, dtype=torch.float64, device="cpu")
+        dtype = param.dtype.to_real()
+        return torch.frombuffer(bytearray(self.elements), dtype=dtype).double()
 
 
 class _Moment(NamedTuple):
@@ -61,14 +78,20 @@ class _Before(NamedTuple):
 class AutogradGradWatch:
     """Notes calls of ``torch.autograd.grad``, and finds the traces that its gradients leave.
 
+    Of one membership of the group: a step that is made again asks again.
+
     Args:
         slots: the parameters.
+        can_wait: the ranks' weights will tell, if a change is another one on each rank.
     """
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[Slot], *, can_wait: bool) -> None:
         self._slots = slots
+        self._can_wait = can_wait
         self._last: _Moment | None = None
         self._before: dict[Slot, _Before] = {}
+        self._returned: dict[Slot, list[torch.Tensor]] = {}
+        self._asks = False
 
     def note(self, place: str, rounds: int, steps: int) -> None:
         """Note that ``torch.autograd.grad`` computes gradients now.
@@ -79,12 +102,13 @@ class AutogradGradWatch:
             steps: number of optimizers' steps so far.
 
         Raises:
-            GradientNotReducedError: weights were changed since the last time, and nothing was
-                reduced.
+            GradientNotReducedError: weights were changed by what it returned the last time, and
+                nothing was reduced.
         """
         now = _Moment(rounds, steps, _marks_of(self._slots))
         last, self._last = self._last, now
-        if last is not None and last[:2] == now[:2] and last.weights != now.weights:
+        is_same_step = last is not None and last[:2] == now[:2]
+        if last is not None and is_same_step and self._holds_own(self._changes_of(last, now)):
             raise GradientNotReducedError(
                 "weights were changed after torch.autograd.grad, and no gradient was reduced",
                 where=f"{place}, step {steps + 1}",
@@ -96,6 +120,18 @@ class AutogradGradWatch:
         for slot, mark in zip(self._slots, now.weights, strict=True):
             if slot not in self._before:
                 self._before[slot] = _Before(mark, _sample_of(slot))
+
+    def note_gradient(self, slot: Slot, gradient: torch.Tensor) -> None:
+        """Note what ``torch.autograd.grad`` returns for a parameter."""
+        if gradient.layout is torch.strided or is_shard(gradient):
+            kept = self._returned.setdefault(slot, [])
+            # Not read from the device before a change has to be explained.
+            self._returned[slot] = [*kept, _some_elements(gradient).clone()][-_KEPT:]
+
+    def take_question(self) -> bool:
+        """Whether to ask for a comparison, in the round that begins; once for each reason."""
+        asks, self._asks = self._asks, False
+        return asks
 
     @property
     def is_pending(self) -> bool:
@@ -112,8 +148,9 @@ class AutogradGradWatch:
         if slot in self._before:
             self._before[slot] = self._before[slot]._replace(sample=_sample_of(slot))
 
-    def has_suspicious_changes(self, slots: Sequence[Slot], held: HeldIds) -> bool:
-        """Before an optimizer of `slots` steps: whether the program changed weights or gradients.
+    def holds_own_gradients(self, slots: Sequence[Slot], held: HeldIds) -> bool:
+        """Before an optimizer of `slots` steps: whether the program changed weights or gradients
+        by what ``torch.autograd.grad`` returned. After other changes the next round asks.
 
         Gradients that were multiplied by a factor, or cut to a limit, do not count. Weights of
         other optimizers do: the gradients of `slots` were computed with them.
@@ -126,7 +163,7 @@ class AutogradGradWatch:
         if not self._before:
             return False
         marks = dict(zip(self._before, _marks_of(self._before), strict=True))
-        are_weights_changed = any(marks[s] != before.weight for s, before in self._before.items())
+        moved = {s: (b.weight, marks[s]) for s, b in self._before.items() if marks[s] != b.weight}
         found = [(slot, self._before.pop(slot)) for slot in slots if slot in self._before]
         ids = held()
         self._before = {
@@ -134,20 +171,93 @@ class AutogradGradWatch:
             for slot, before in self._before.items()
             if id(slot.param) in ids or slot.param.grad is not None
         }
-        if are_weights_changed:
+        changes: list[_Change] = []
+        if moved or _has_changed_gradients(found):
+            changes += [_weight_change(slot, *pair) for slot, pair in moved.items()]
+            changes += [each for pair in found for each in _gradient_changes(*pair)]
+        holds_own = self._holds_own(changes)
+        self._returned = {s: kept for s, kept in self._returned.items() if s in self._before}
+        return holds_own
+
+    def _changes_of(self, last: _Moment, now: _Moment) -> list[_Change]:
+        pairs = zip(self._slots, last.weights, now.weights, strict=True)
+        return [_weight_change(slot, *pair) for slot, *pair in pairs if pair[0] != pair[1]]
+
+    def _holds_own(self, changes: Sequence[_Change]) -> bool:
+        """Whether one of `changes` is of what was returned; the next round asks about others."""
+        if not changes:
+            return False
+        if not self._can_wait:
             return True
-        if any(_is_assigned_by_hand(slot) for slot, before in found if before.sample is None):
-            return True
-        pairs = [
-            (before.sample, _sample(grad))
-            for slot, before in found
-            if before.sample is not None
-            and (grad := slot.param.grad) is not None
-            and grad.layout is torch.strided
-        ]
-        kinds = {slot.param.dtype for slot, before in found if before.sample is not None}
-        rounding = 8.0 * max((torch.finfo(kind).eps for kind in kinds), default=0.0)
-        return not all(_is_clipped(*each, rounding) for each in _group_for_comparison(pairs))
+        holds_own = any(each.is_multiple_of(self._returned.get(each.slot, ())) for each in changes)
+        self._asks |= not holds_own
+        return holds_own
+
+
+class _Change(NamedTuple):
+    """Some elements by which a program has changed a weight or a gradient.
+
+    Attributes:
+        values: of the change, float64.
+        rounding: how large it may be without a change, because the sum is rounded.
+    """
+
+    slot: Slot
+    values: torch.Tensor
+    rounding: torch.Tensor
+
+    def is_multiple_of(self, returned: Sequence[torch.Tensor]) -> bool:
+        """Whether the change is one of these gradients, or their sum, times a factor."""
+        found = [each.double().cpu() for each in returned]
+        sums = [torch.stack(found).sum(dim=0)] if len(found) > 1 else []
+        return any(self._is_multiple_of(each) for each in [*found, *sums])
+
+    def _is_multiple_of(self, gradient: torch.Tensor) -> bool:
+        telling = (gradient != 0) & (self.values.abs() > 16 * self.rounding)
+        if telling.count_nonzero() < 2:
+            return False  # one number is always some multiple of another one
+        largest = int(torch.where(telling, gradient.abs(), 0.0).argmax())
+        scaled = gradient * (self.values[largest] / gradient[largest])
+        error = self.rounding + torch.finfo(self.slot.param.dtype).eps * scaled.abs()
+        return bool(((self.values - scaled).abs() <= 8 * error).all())
+
+
+def _change(slot: Slot, before: torch.Tensor, now: torch.Tensor) -> _Change:
+    eps = torch.finfo(slot.param.dtype).eps
+    return _Change(slot, now - before, eps * torch.maximum(before.abs(), now.abs()))
+
+
+def _weight_change(slot: Slot, before: _Mark, now: _Mark) -> _Change:
+    return _change(slot, before.numbers(slot.param), now.numbers(slot.param))
+
+
+def _gradient_changes(slot: Slot, before: _Before) -> list[_Change]:
+    """What was added to a parameter's gradient, and what took its place."""
+    grad = slot.param.grad
+    if grad is None or grad.layout is not torch.strided:
+        return []
+    if before.sample is not None and not _has_changed_gradients([(slot, before)]):
+        return []
+    now = _some_elements(grad).double().cpu()
+    zeros = torch.zeros_like(now)
+    was = zeros if before.sample is None else before.sample[: len(now)]
+    return [_change(slot, was, now), _change(slot, zeros, now)]
+
+
+def _has_changed_gradients(found: Sequence[tuple[Slot, _Before]]) -> bool:
+    """Whether gradients were changed otherwise than by a factor or a limit."""
+    if any(_is_assigned_by_hand(slot) for slot, before in found if before.sample is None):
+        return True
+    pairs = [
+        (before.sample, _sample(grad))
+        for slot, before in found
+        if before.sample is not None
+        and (grad := slot.param.grad) is not None
+        and grad.layout is torch.strided
+    ]
+    kinds = {slot.param.dtype for slot, before in found if before.sample is not None}
+    rounding = 8.0 * max((torch.finfo(kind).eps for kind in kinds), default=0.0)
+    return not all(_is_clipped(*each, rounding) for each in _group_for_comparison(pairs))
 
 
 def _group_for_comparison(

@@ -51,6 +51,7 @@ class BucketTransport(Transport):
             travels before backward has ended: inside it, a rank that waited for a server could
             keep a peer waiting that needs it in a collective of the model's own.
         wait_for_peers: called first at the end of a round; raises if a rank is at another place.
+        steps_alike: see `Transport`.
 
     Attributes:
         reducer: of the parameters that are in buckets.
@@ -68,7 +69,9 @@ class BucketTransport(Transport):
         order: ShardOrder | None = None,
         combine: Callable[[Group, Bucket], Pending] | None = None,
         wait_for_peers: Callable[[], None] | None = None,
+        steps_alike: bool = True,
     ) -> None:
+        self.steps_alike = steps_alike
         self._controller = controller
         self._slots = slots
         self._signature = signature

@@ -34,7 +34,12 @@ def nesting_depth() -> int:
     return depth
 
 
-def call_at_end(function: Callable[[], None], or_else: Callable[[], None] | None = None) -> None:
+def call_at_end(
+    function: Callable[[], None],
+    or_else: Callable[[], None] | None = None,
+    *,
+    is_last: bool = False,
+) -> None:
     """Call `function` when the outermost backward that is running on this thread has ended.
 
     Its exceptions reach the caller of that backward, with their own type.
@@ -42,7 +47,11 @@ def call_at_end(function: Callable[[], None], or_else: Callable[[], None] | None
     Args:
         function: called if the backward has not failed.
         or_else: called if it has, before its exception reaches the caller.
+        is_last: after the callbacks that others queue for the end while this backward runs.
     """
+    if is_last:
+        call_at_end(lambda: call_at_end(function, or_else), or_else)
+        return
     last = _AtEnd(function, or_else)
     call_at_end_of_task(_RequeueInOuterTask(last) if nesting_depth() else last)
 

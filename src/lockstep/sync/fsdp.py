@@ -76,7 +76,9 @@ class FSDPSync(GradientSync):
             buffers=buffers,
             averages=averages,
             make_transport=partial(
-                BucketTransport, wait_for_peers=partial(self._wait_for_peers, _ROUND)
+                BucketTransport,
+                wait_for_peers=partial(self._wait_for_peers, _ROUND),
+                steps_alike=False,
             ),
         )
         self._sharded: list[ShardedOptimizer] = []

@@ -287,8 +287,8 @@ def _check(watch: _Watch) -> None:
         if owner.last_full_round <= since:
             _check_each(owner, watch, slots, since)
         # Asked first: it forgets what the slots had before.
-        is_suspicious = owner.has_suspicious_changes(slots, _registry.held_ids)
-        if is_suspicious or _may_be_scaled_apart(owner, slots):
+        holds_own = owner.holds_own_gradients(slots, _registry.held_ids)
+        if holds_own or _may_be_scaled_apart(owner, slots):
             _compare_between_ranks(owner, watch, slots)
         watch.rounds[owner] = owner.num_rounds
         owner.note_step(watch.number)

@@ -41,7 +41,7 @@ from lockstep.sync.late_parameters import LateParameters
 from lockstep.sync.leaves_outside import LeavesOutside
 from lockstep.sync.local_gradients import LocalGradients
 from lockstep.sync.round_contribution import PLAIN, WEIGHTED, Contribution, Fault, RoundDigest
-from lockstep.sync.weighted_loss_scale import BatchWeights, as_weight
+from lockstep.sync.weighted_loss_scale import BatchWeights, as_weight, require_loss, scale_loss
 from lockstep.sync.zero_weight_backward import GradientsBefore
 
 if TYPE_CHECKING:
@@ -111,12 +111,12 @@ class ReductionRounds:
         self.steps_taken = self._numbers_of_steps = self._watched_from = 0
         self._unread: UnreadTotals | None = None
         self._accumulated: list[Slot] = []  # whose gradient is a sum with those of earlier rounds
-        self._grad_watch = AutogradGradWatch(self.slots)
         self.local = LocalGradients(found.local)
         self._outside = LeavesOutside([*found.local, *found.parameters.values()], self.place)
         self.late = LateParameters(modules, found.parameters.values())
         self._new_window()
         self.transport = make_transport(self, self.slots, found.signature(), cap_bytes)
+        self._grad_watch = AutogradGradWatch(self.slots, can_wait=self.transport.steps_alike)
         self.listener = BackwardListener(
             self.slots, self.transport, self.backward_began, self._autograd_grad_called
         )
@@ -155,13 +155,13 @@ class ReductionRounds:
         if weight is None:
             self._open_window(PLAIN)
         else:
-            weight = as_weight(weight, self.place)
-            self._judge_unread_sums()  # the weights of the last round set the unit of the next one
-            given = backward_kwargs.get("gradient")
-            scale, loss, backward_kwargs["gradient"] = self.weights.scale_loss(loss, given, weight)
+            weight, given = as_weight(weight, self.place), backward_kwargs.get("gradient")
+            require_loss(loss, given, self.place)
+            self._open_window(WEIGHTED)  # the weights of the last round set the unit of this one
+            share = self._window.in_own_unit(self.weights, weight, self.transport)
+            scale, loss, backward_kwargs["gradient"] = scale_loss(loss, given, share)
             self._outside.look_at(loss, scale)
-            self._open_window(WEIGHTED)
-            self._window.weight += scale
+            self._window.weight += scale * self._window.scale
         self._run_backward(lambda: loss.backward(**backward_kwargs), scale)
 
     def _open_window(self, kind: str) -> None:
@@ -193,12 +193,7 @@ class ReductionRounds:
 
     def keep_window(self) -> None:
         """See `GradientSync.keep_window`."""
-        if self._window.kind is None:
-            return
-        if self._window.check_gradients(self.slots, self._earlier.by_slot):
-            self._window.faults.append(Fault("edited_in_window"))
-            self._window.remember_gradients(self.slots)  # the window stays, to be refused
-        self._window.hide_gradients(self.slots)
+        self._window.keep(self.slots, self._earlier.by_slot)
 
     def forget_window(self) -> None:
         """Drop the gradients since the last round. Every rank does, or none; no collective."""
@@ -209,7 +204,9 @@ class ReductionRounds:
 
     def pack_shard(self) -> ShardGradient:
         """See `GradientSync.pack_shard`."""
-        gradient = self.transport.ordered_reducer.pack_shard(self._window.pack_weight())
+        # The gradients of local parameters stay in one sum, which has one unit.
+        packed = self._window.pack_weight(keeps_unit=self.local.has_any)
+        gradient = self.transport.ordered_reducer.pack_shard(*packed)
         self._leave_window_open()
         return gradient
 
@@ -259,16 +256,14 @@ class ReductionRounds:
 
     def _at_end(self, function: Callable[[], None]) -> None:
         """Call `function` when the running backward has ended and its gradients are in place."""
-        if self.transport.ends_late:
-            # Queue twice: the transport queues its own callback in between.
-            call_at_end(lambda: call_at_end(function, self._fail), self._fail)
-        else:
-            call_at_end(function, self._fail)
+        call_at_end(function, self._fail, is_last=self.transport.ends_late)
 
-    def _autograd_grad_called(self) -> None:
-        """Note that ``torch.autograd.grad`` computes gradients of this rank alone."""
+    def _autograd_grad_called(self, slot: Slot, gradient: torch.Tensor, *, is_first: bool) -> None:
+        """Note that ``torch.autograd.grad`` computes a gradient of this rank alone."""
         if self.needs_guard and not self.is_paused:
-            self._grad_watch.note(self.place, self.num_rounds, self.steps_taken)
+            if is_first:
+                self._grad_watch.note(self.place, self.num_rounds, self.steps_taken)
+            self._grad_watch.note_gradient(slot, gradient)
 
     def _run_backward(self, run: Callable[[], None], weight: float | None) -> None:
         """Run a backward whose root carries `weight`; the round begins before it."""
@@ -281,7 +276,9 @@ class ReductionRounds:
             if not self.is_paused:
                 self._begin_round()
             by_id = {id(slot.param): grad for slot, grad in self._earlier.by_slot.items()}
-            around = reduction_context.activate_for_backward(self.attached_group(), weight, by_id)
+            around = reduction_context.activate_for_backward(
+                self.attached_group(), weight, by_id, unit=self._window.scale
+            )
             with self.transport.backward(before.by_slot if before else None), around:
                 run()
         except BaseException:
@@ -310,6 +307,7 @@ class ReductionRounds:
 
     def _contribute(self) -> Contribution:
         made = self._window.contribution(self.weights, self._earlier)
+        made.asks = self._grad_watch.take_question()
         made.digest, self._contribution = self.digest.of_round(self.num_rounds), made
         return made
 
@@ -332,7 +330,7 @@ class ReductionRounds:
         assert contribution is not None
         if self._window.kind == WEIGHTED:
             contribution.weight = self._window.total_weight
-            self.local.close_window(contribution.weight if self.weights.averages else 1.0)
+            self.local.close_window(self._window.root_weight if self.weights.averages else 1.0)
         try:
             result = finish(self.late.faults())
         except BaseException:
@@ -361,6 +359,8 @@ class ReductionRounds:
             self.transport.send_late()
         round_checks.judge(sums, mine, group, together=together)
         self.weights.update_units(sums)
+        if sums.asked:
+            self.digest.compare_next(slot.param for slot in self.slots)
 
     def _judge_unread_sums(self) -> None:
         """Judge sums that were left on the accelerator so that the host need not wait."""
@@ -433,7 +433,7 @@ class ReductionRounds:
         """Belong to `group`, after `leave`."""
         self.place = group.place
         self.weights = BatchWeights(group, self.num_shards, averages=self.weights.averages)
-        self._grad_watch = AutogradGradWatch(self.slots)  # a step that is made again asks again
+        self._grad_watch = AutogradGradWatch(self.slots, can_wait=self.transport.steps_alike)
         self.step = self.steps_taken = self._numbers_of_steps = 0  # a new rank has taken none
         self._group, self._is_broken = group, False
         self._reset()
@@ -463,9 +463,9 @@ class ReductionRounds:
         for slot in self._accumulated:
             slot.accept_changes()
 
-    def has_suspicious_changes(self, slots: Sequence[Slot], held: HeldIds) -> bool:
-        """Whether local gradients may have got into gradients or weights of `slots`."""
-        return self._grad_watch.has_suspicious_changes(slots, held)
+    def holds_own_gradients(self, slots: Sequence[Slot], held: HeldIds) -> bool:
+        """Whether local gradients have got into gradients or weights of `slots`."""
+        return self._grad_watch.holds_own_gradients(slots, held)
 
     @property
     def needs_guard(self) -> bool:

@@ -83,7 +83,8 @@ def _out_of_step_error(
     )
     if sums.digest != mine.digest * group.size and sums.check == mine.check * group.size:
         got = (
-            "that round of another replicate(), a first round with other weights, other values in"
+            "that round of another replicate(), a first round with other weights, other weights"
+            " after a change that torch.autograd.grad may have had a part in, other values in"
             " buffers that ranks have registered since the last round, or gradients that had left"
             " before a collective"
         )

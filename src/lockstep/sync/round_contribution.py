@@ -52,12 +52,18 @@ class RoundDigest:
         self._size, self._number = size, number
         self._weights = list(weights)
         self._take_added = take_added
+        self._asked_for: list[torch.Tensor] = []
+
+    def compare_next(self, weights: Iterable[torch.Tensor]) -> None:
+        """Let the next round compare `weights`; every rank does, or none."""
+        self._asked_for = list(weights)
 
     def of_round(self, earlier_rounds: int) -> int:
         """The digest of the round that follows so many rounds."""
         if earlier_rounds:
             self._weights = []
-        compared = [*self._weights, *self._take_added()] if self._size > 1 else []
+        asked_for, self._asked_for = self._asked_for, []
+        compared = [*self._weights, *asked_for, *self._take_added()] if self._size > 1 else []
         return digest_of(self._size, self._number, *map(sum_of_bits, compared))
 
 
@@ -90,6 +96,7 @@ class RoundTotals(NamedTuple):
         delivered: how many ranks knew the weight of their plain gradients beforehand.
         others: how many ranks ran other collectives in their backward, while buckets could leave.
         digest: see `digest_of`.
+        asked: how many ranks ask to compare the weights in the next round; see `AutogradGradWatch`.
         check: which model and which round each rank believes this to be; a small integer.
         check_squared: the square of a part of it: ranks that disagree can have the same sum, and
             not the same sum of squares as well.
@@ -104,6 +111,7 @@ class RoundTotals(NamedTuple):
     delivered: float
     others: float
     digest: float
+    asked: float
     check: float
     check_squared: float
     earlier: float
@@ -116,7 +124,7 @@ class Contribution:
     Attributes:
         kind: PLAIN, WEIGHTED, or None for a rank without gradients.
         weight: of the rank's gradients, in units.
-        scale: factor of the gradients in the bucket (1 if the root was weighted).
+        scale: factor of the gradients in the bucket: what the root did not carry of the weight.
         faults: reasons for all ranks to refuse the round.
         earlier: see `EarlierGradients.number`; the same on all ranks, or they refuse.
         is_edited: the program has changed gradients of earlier rounds.
@@ -127,6 +135,7 @@ class Contribution:
         has_others: see `RoundTotals.others`.
         digest: of the number of this sync among those of the group, and of where its buckets left
             among other collectives; the same on all ranks, or they refuse.
+        asks: see `RoundTotals.asked`.
         check: number of the model and the round to which the contribution belongs.
         unpacked_weight: the part of `weight` that is not of a shard whose gradient was packed.
         num_backwards: in the rank's window; none from before the program gave a window up.
@@ -143,6 +152,7 @@ class Contribution:
     has_unfrozen: bool = False
     has_others: bool = False
     digest: int = 0
+    asks: bool = False
     check: int = 0
     unpacked_weight: float = 0.0
     num_backwards: int = 0
@@ -166,6 +176,7 @@ class Contribution:
             unfrozen=float(self.has_unfrozen),
             others=float(self.has_others),
             digest=float(self.digest),
+            asked=float(self.asks),
             check=float(self.check),
             check_squared=float(self.check_squared),
             earlier=float(self.earlier),

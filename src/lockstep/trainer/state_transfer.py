@@ -115,6 +115,7 @@ class StateTransfer:
         self._begin(state)
         self._workers.call(Worker.check_state.with_args(state))
         self._dataset.set_dataset(None, self._workers)
+        self._workers.call(Worker.hold_state.with_args())
         try:
             self._workers.call(Worker.apply_state.with_args(state))
         except BaseException:

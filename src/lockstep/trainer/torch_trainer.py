@@ -402,7 +402,11 @@ class TorchTrainer:
         return self._workers.call_rank_0(Worker.averaged_models.with_args())
 
     def get_local_operator(self) -> TrainingOperator:
-        """The operator in this process: with one worker, or with ``use_local=True``."""
+        """The operator in this process: with one worker, or with ``use_local=True``.
+
+        To change what trains, use `apply_all_operators`: where a window of `accumulate` is open, it
+        takes the run back to the window's beginning first, and an undo keeps the change.
+        """
         return self._workers.required_local_operator()
 
     def state_dict(self) -> dict[str, Any]:

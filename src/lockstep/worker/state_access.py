@@ -269,23 +269,33 @@ class StateAccess:
     def check_state(self, state: Mapping[str, Any]) -> None:
         refuse_unfit_state(self.run, state)
 
-    @remote_method(Communication.OWN_STATE, OnFailure.REPEAT_WRITE)
-    def apply_state(self, state: Mapping[str, Any]) -> None:
-        """Load `state`; until `settle_state` the state from before can be restored.
+    @remote_method(Communication.OWN_STATE, OnFailure.REPEAT)
+    def hold_state(self) -> None:
+        """Hold the present state, to which `settle_state` can go back.
 
-        Args:
-            state: as `state_dict` returns it; or with a `StoredTensor` in the place of tensors, of
-                which this rank reads its rows.
+        A call of its own, because here alone ranks may wait for each other: one that refuses
+        `apply_state` leaves nobody waiting.
         """
-        incoming, self.incoming = self.incoming, None
-        if incoming is None:
-            incoming = read_own_tensors(self._own_part(state), *self.place_in_shards)
         before = self.own_state_dict()
         # `before` lies at the start of the open window: batches after it are computed again, and
         # must not be counted again.
         num_counted = self.operator._lockstep.committed - before["global_step"]
         buffers = buffer_values(self.run, state_dicts.copy_own_rows)
         self._before_load = before, buffers, self.num_batches_to_recompute + num_counted
+
+    @remote_method(Communication.NONE, OnFailure.REPEAT_WRITE)
+    def apply_state(self, state: Mapping[str, Any]) -> None:
+        """Load `state`; until `settle_state` the state that is held can be restored.
+
+        Args:
+            state: as `state_dict` returns it; or with a `StoredTensor` in the place of tensors, of
+                which this rank reads its rows.
+        """
+        if self._before_load is None:  # the group has formed anew since: on every rank
+            self.hold_state()
+        incoming, self.incoming = self.incoming, None
+        if incoming is None:
+            incoming = read_own_tensors(self._own_part(state), *self.place_in_shards)
         if self.operator._lockstep.step_log is not None:
             self.operator._lockstep.step_log.rewind_to(0)
         self.load_state(incoming)

@@ -9,8 +9,8 @@ from torch import nn
 import lockstep
 from lockstep.errors import ConfigurationError
 from lockstep.operator import Options
-from lockstep.worker import LoopRequest, Worker, WorkerSpec
-from ranks.table import as_threads
+from lockstep.worker import LoopRequest, WorkerSpec
+from ranks.table import worker_outcomes
 
 
 class TwoOptimizers(Regression):
@@ -120,15 +120,9 @@ def test_one_worker_alone_may_not_skip_a_step_of_fp16(num_workers):
         OfEachItsOwn, {}, num_workers, num_shards=2, seed=0, options=Options(precision="fp16")
     )
 
-    def one_rank(rank, make_group):
-        worker = Worker(spec, rank, rank)
-        worker._group = make_group()
-        try:
-            worker._build_operator(torch.device("cpu"))
-            return worker.train(LoopRequest("train", 1, False, {}))
-        finally:
-            worker.stop()
+    def body(worker):
+        return worker.train(LoopRequest("train", 1, False, {}))
 
-    for result in as_threads(num_workers, one_rank):
+    for result in worker_outcomes(spec, body):
         assert isinstance(result, ConfigurationError) == (num_workers == 2)
         assert num_workers == 1 or "fp16" in str(result)

@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from lockstep.errors import TrainerClosedError
 from lockstep.operator import Options
-from lockstep.worker import LoopRequest, Worker, WorkerSpec
-from ranks.table import as_threads
+from lockstep.worker import LoopRequest, WorkerSpec
+from ranks.table import run_workers
 from unit.trainer.programs import (
     Regression,
     by_hand,
@@ -143,17 +143,11 @@ def test_weights_are_copied_for_a_loop_that_gathers_behind_its_step_and_for_no_o
     options = Options(sync=sync, check_finite=True)
     spec = WorkerSpec(operator_cls, {}, 2, num_shards=2, seed=0, options=options)
 
-    def one_rank(rank, make_group):
-        worker = Worker(spec, rank, rank)
-        worker._group = make_group()
-        try:
-            worker._build_operator(torch.device("cpu"))
-            worker.train(LoopRequest("train", 3, False, {}))
-            return worker.rollback._loop.may_communicate_after_optimizer
-        finally:
-            worker.stop()
+    def body(worker):
+        worker.train(LoopRequest("train", 3, False, {}))
+        return worker.rollback._loop.may_communicate_after_optimizer
 
-    assert as_threads(2, one_rank) == [operator_cls is Gathers] * 2
+    assert run_workers(spec, body) == [operator_cls is Gathers] * 2
 
 
 class Normalised(Regression):

@@ -81,7 +81,8 @@ class ParameterServerSync(GradientSync):
             else cast("Channel", self.server)
         )
         try:
-            transport = partial(BucketTransport, combine=self._sum_at_server)
+            combine = self._sum_at_server
+            transport = partial(BucketTransport, combine=combine, steps_alike=False)
             super().__init__(modules, group, make_transport=transport, **options)
         except BaseException:
             self._channel.close()
