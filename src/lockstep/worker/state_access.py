@@ -187,7 +187,8 @@ class StateAccess:
         if "train" in self.cursors:
             cursor = self.cursors["train"]
             key = DATASET if self.reads_dataset else "train"
-            state["position"][key]["step"] = cursor.window_start
+            if cursor.has_open_window:
+                state["position"][key] |= {"step": cursor.window_start, "is_over": False}
             state["global_step"] -= cursor.step - cursor.window_start
             self._put_window_start(state)
             if self._user_state_before is not None:
