@@ -136,8 +136,16 @@ class Rollback:
         self._buffer_places = [(owner, key) for owner in self._layers for key in buffers_of(owner)]
         can_copy = self._loop.is_own and self._copies_weights
         self._copies_before_batch = can_copy and any(map(inner_optimizers, self._run.optimizers))
-        self._settings_at_call = None if self._call_began is None else self._settings()
+        self._settings_at_call = self._settings_before(cursor)
         self._buffers_at_call = self._copy_buffers_before(cursor)
+
+    def _settings_before(self, cursor: Cursor) -> LayersCopy | None:
+        """The settings to which an undo of the call goes back; see `_copy_buffers_before`."""
+        if self._call_began is None:
+            return None
+        opened = self._open if cursor.has_open_window else None
+        before = None if opened is None else opened.settings
+        return before or self._settings()
 
     def _copy_buffers_before(self, cursor: Cursor) -> Copies:
         """The buffers to which an undo of the call goes back: before its open window, if any."""
@@ -440,6 +448,13 @@ class Rollback:
         """Put weights that forwards write, as before the open step, into the modules' `states`."""
         if self._open is not None:
             self._in_place_writes.put_into(self._run.plain_modules(), states)
+
+    def put_window_settings(self, state: dict[str, Any], take: Callable[[Any], Any]) -> None:
+        """Put settings that a loop of the user's own may change, as before the open step, into a
+        state of the run; the default loop changes none in a window."""
+        settings = None if self._open is None else self._open.settings
+        if isinstance(settings, SettingsCopy):
+            settings.put_into(state, take)
 
     @property
     def user_state_before(self) -> UserStateCopy | None:

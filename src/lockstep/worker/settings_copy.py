@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp import GradScaler
@@ -13,7 +13,7 @@ from lockstep._torch_compat.scaler_copy import ScalerCopy
 from lockstep.tensor_copies import TensorCopies
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
@@ -85,6 +85,24 @@ class SettingsCopy(LayersCopy):
         ]
         self._values = TensorCopies()
         self._values.take(self._tensors)
+
+    def put_into(self, state: dict[str, Any], take: Callable[[Any], Any]) -> None:
+        """Put what was copied of schedulers and optimizers' settings into a `state` of the run.
+
+        Args:
+            take: copies values for the state.
+        """
+        known = dict(zip(map(id, self._schedulers), self._states, strict=True))
+        members = {"schedulers": self._run.schedulers, "stepped_by_loop": self._run.stepped_by_loop}
+        for key, steppers in members.items():
+            for place, stepper in enumerate(steppers):
+                if id(stepper) in known:
+                    state[key][place] = take(known[id(stepper)])
+        values = dict(zip(map(id, self._tensors), self._values.values, strict=True))
+        for saved, groups in zip(state["optimizers"], self._groups, strict=True):
+            for held, settings in zip(saved.get("param_groups", ()), groups, strict=False):
+                copied = {key: values.get(id(each), each) for key, each in settings.items()}
+                held.update(take(copied))
 
     def restore(self) -> None:
         super().restore()
