@@ -263,7 +263,7 @@ class Rollback:
         state.steps_taken_back = 0
         opened = OpenStep(
             start,
-            buffers=[buffers_of(owner)[key] for owner, key in self._buffer_places],
+            buffers=[(owner, key, buffers_of(owner)[key]) for owner, key in self._buffer_places],
             rounds=self._loop.num_rounds,
             settings=self._settings(),
             gradients=self._earlier_gradients(),
@@ -272,7 +272,7 @@ class Rollback:
         if self._sync is not None:
             self._sync.watch_gradients()
         self._loop.begin_step()
-        self._buffers.take([held for held in opened.buffers if held is not None])
+        self._buffers.take(opened.filled_buffers)
         if self._user_state is not None:
             self._user_state.take()
         self._in_place_writes.take(self._parameters if opened.copies is None else [])
@@ -440,9 +440,9 @@ class Rollback:
         """Restore the buffers' values from the beginning of the open step."""
         if self._open is None:
             return
-        for (owner, key), buffer in zip(self._buffer_places, self._open.buffers, strict=True):
+        for owner, key, buffer in self._open.buffers:
             buffers_of(owner)[key] = buffer
-        self._buffers.restore([held for held in self._open.buffers if held is not None])
+        self._buffers.restore(self._open.filled_buffers)
 
     def put_window_start(self, states: list[dict[str, Any]]) -> None:
         """Put weights that forwards write, as before the open step, into the modules' `states`."""

@@ -159,3 +159,43 @@ def test_a_call_that_is_undone_to_the_window_s_start_has_the_schedule_of_then(op
         with pytest.raises(ValueError, match="once"):
             one.train(num_steps=1)
         assert finish(one) == expected
+
+
+class Registers(nn.Module):
+    """Its forward registers a buffer, the sum of what it has seen, in the second batch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.num_forwards = nn.Linear(3, 2).double(), 0
+
+    def forward(self, x):
+        self.num_forwards += 1
+        if self.num_forwards == 1:
+            self.register_buffer("seen", torch.zeros(3, dtype=torch.float64))
+        self.seen.add_(x.detach().sum(0))
+        return self.linear(x)
+
+
+class RegistersLate(Normalised):
+    def setup(self, config):
+        self.model = Registers()
+        self.optimizer = sgd(self.model)
+        self.register(models=self.model, optimizers=self.optimizer, criterion=nn.MSELoss())
+        self.register_data(train_loader=loader())
+        self.fails = False
+
+
+def test_a_window_in_which_a_buffer_was_registered_is_undone():
+    """The undo itself failed, in every later call: it looked for the buffers of another call."""
+    with trainer(RegistersLate, accumulate=4) as one:
+        one.train(num_steps=STEPS)
+        expected = weights(one.get_model())
+    with trainer(RegistersLate, accumulate=4) as one:
+        one.train(num_steps=1)
+        fail_next(one)
+        with pytest.raises(ValueError, match="once"):
+            one.train(num_steps=2)
+        assert one.status()["step"] == 0
+        one.train(num_steps=STEPS)
+        assert torch.equal(weights(one.get_model()), expected)
