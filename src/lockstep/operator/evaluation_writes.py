@@ -24,6 +24,7 @@ import torch
 
 from lockstep._torch_compat import buffers_of, version_of
 from lockstep.errors import NotAvailableError
+from lockstep.operator.group_settings_copy import GroupSettingsCopy
 from lockstep.operator.in_place_writes import copy_of_weight, has_value, version, write_back
 from lockstep.sync import buffer_places, is_local
 from lockstep.sync.local_parameters import is_local_buffer
@@ -56,6 +57,8 @@ class EvaluationWrites:
         self._silent: set[object] = set()
         self._batches_left = _BATCHES
         self._held: list[_HeldWeight | _HeldBuffer] | None = None
+        # A loss may change settings of the optimizers, too.
+        self._settings: GroupSettingsCopy | None = None
         self._where = ""
         self._has_warned = False
 
@@ -70,9 +73,10 @@ class EvaluationWrites:
         Raises:
             NotAvailableError: see `take_back`.
         """
-        outer = self._held, self._where
+        outer = self._held, self._settings, self._where
         self._where = where
         self._held = [*self._weights_of(run), *_buffers_of(run)]
+        self._settings = GroupSettingsCopy(run.optimizers)
         try:
             yield
         except BaseException:
@@ -81,7 +85,7 @@ class EvaluationWrites:
         else:
             self.take_back()
         finally:
-            self._held, self._where = outer
+            self._held, self._settings, self._where = outer
 
     def end_batch(self) -> None:
         """Take back what the evaluation of a batch has written.
@@ -120,6 +124,8 @@ class EvaluationWrites:
         lost: list[torch.Tensor] = []
         if self._held is None:
             return lost
+        if self._settings is not None:
+            self._settings.restore()
         looks = self._batches_left > 0
         with torch.no_grad():
             for each in self._held:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from lockstep.operator.state_copy import StateCopy
     from lockstep.worker.saved_gradients import SavedGradients
-    from lockstep.worker.settings_copy import LayersCopy
+    from lockstep.worker.settings_copy import LayersCopy, StepSettings
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class OpenStep:
         buffers: the modules' buffers, each behind its owner and its name; `Rollback` holds copies
             of their values. A later call, with which the step may go on, may find others.
         rounds: the number of reductions before the step.
+        groups: the settings of optimizers, which a loss of the default loop may change.
         settings: which layers are frozen; in a loop of the user's own also learning rates and the
             like. None between two batches of the default loop.
         stepped_at: the number of reductions when the first optimizer of this step stepped; None: no
@@ -53,6 +54,7 @@ class OpenStep:
     start: StepStart
     buffers: list[tuple[nn.Module, str, torch.Tensor | None]]
     rounds: int
+    groups: StepSettings
     settings: LayersCopy | None
     stepped_at: int | None = None
     collectives_before_optimizer: int = 0

@@ -199,3 +199,51 @@ def test_a_window_in_which_a_buffer_was_registered_is_undone():
         assert one.status()["step"] == 0
         one.train(num_steps=STEPS)
         assert torch.equal(weights(one.get_model()), expected)
+
+
+class Decays(Normalised):
+    """Its loss changes a setting of the optimizer, from the one before."""
+
+    def setup(self, config):
+        super().setup(config)
+        if config["tensor"]:
+            self.optimizer.param_groups[0]["lr"] = torch.tensor(0.1, dtype=torch.float64)
+
+    def compute_loss(self, batch, batch_info):
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.9
+        return super().compute_loss(batch, batch_info)
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_settings_that_the_loss_changes_are_undone(accumulate, tensor):
+    """A step that was computed again changed them again."""
+    arguments = {"scheduler_step_freq": "manual", "accumulate": accumulate}
+    with trainer(Decays, config={"tensor": tensor}, **arguments) as one:
+        expected = finish(one)
+    with trainer(Decays, config={"tensor": tensor}, **arguments) as one:
+        one.train(num_steps=2)
+        fail_next(one)
+        with pytest.raises(ValueError, match="once"):
+            one.validate()
+        fail_next(one)
+        with pytest.raises(ValueError, match="once"):
+            one.train()
+        one.train(num_steps=3)
+        state = one.state_dict()
+        assert finish(one) == expected
+    with trainer(Decays, config={"tensor": tensor}, **arguments) as one:
+        one.load_state_dict(state)
+        assert finish(one) == expected
+
+
+def test_settings_that_the_program_changes_in_a_window_outlive_an_undo():
+    with run(Normalised) as one:
+        one.train(num_steps=2)
+        one.get_local_operator().optimizer.param_groups[0]["lr"] = 0.025
+        one.train(num_steps=1)
+        fail_next(one)
+        with pytest.raises(ValueError, match="once"):
+            one.train()
+        assert finish(one)[0] == 0.025
