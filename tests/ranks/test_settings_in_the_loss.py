@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from harness import assert_same, reset, rows
 from lockstep import TrainingOperator
+from lockstep.errors import LostUpdateError
 from lockstep.keys import BATCH_SIZE
 from lockstep.worker import LoopRequest, WorkerSpec
 from ranks.table import run_workers
@@ -65,10 +66,10 @@ def weights(model):
     return {name: each.detach().clone() for name, each in model.named_parameters()}
 
 
-def trained(operator_cls, num_workers, kind):
+def trained(operator_cls, num_workers, kind, num_shards=None):
     """Each rank's weights and settings."""
     config = {BATCH_SIZE: 4, "kind": kind}
-    spec = WorkerSpec(operator_cls, config, num_workers, num_workers, seed=0)
+    spec = WorkerSpec(operator_cls, config, num_workers, num_shards or num_workers, seed=0)
 
     def body(worker):
         for _ in range(EPOCHS):
@@ -99,3 +100,49 @@ class OfEachRank(WarmsUp):
 def test_what_no_forward_has_changed_stays_a_ranks_own():
     settings = [each["of_this_rank"] for _, each in trained(OfEachRank, 2, "a number")]
     assert settings == [0, 1]
+
+
+class Decays(WarmsUp):
+    """The rate follows from the one before."""
+
+    def compute_loss(self, batch, batch_info):
+        decay(self.optimizer)
+        return self.model(batch[0]).square().mean()
+
+
+def decay(optimizer):
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.9
+
+
+def decayed_by_hand(kind):
+    model = reset(mlp(), 7)
+    optimizer = sgd(model, kind)
+    for _ in range(EPOCHS):
+        for x in X.split(4):
+            decay(optimizer)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    return weights(model), float(optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("kind", ["a number", "a tensor"])
+@pytest.mark.parametrize(("num_workers", "num_shards"), [(1, 1), (1, 2), (2, 2), (2, 3), (2, 4)])
+def test_a_relative_change_is_made_once_a_batch(num_workers, num_shards, kind):
+    """It was made once for each shard, so that a rank with two of them went on with less."""
+    expected, rate = decayed_by_hand(kind)
+    for got, settings in trained(Decays, num_workers, kind, num_shards):
+        assert_same(got, expected)
+        assert float(settings["lr"]) == pytest.approx(rate, rel=1e-14)
+
+
+class FollowsItsSamples(WarmsUp):
+    def compute_loss(self, batch, batch_info):
+        self.optimizer.param_groups[0]["lr"] = float(batch[0].sum())
+        return self.model(batch[0]).square().mean()
+
+
+def test_settings_that_differ_between_shards_are_refused():
+    with pytest.raises(LostUpdateError, match="different settings"):
+        trained(FollowsItsSamples, 1, "a number", 2)

@@ -23,7 +23,6 @@ import torch
 
 from lockstep.errors import ConfigurationError, NonFiniteError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP, SCHEDULER_STEP_BATCH
-from lockstep.metrics import AverageMeterCollection, merge
 from lockstep.operator.batch_refusals import (
     refuse_norms_of_one_shard,
     weight_of_inner_backward,
@@ -38,6 +37,7 @@ from lockstep.operator.default_forward import (
 )
 from lockstep.operator.default_loop_refusals import refuse_optimizers, warn_of_optimizers_left
 from lockstep.operator.loop_protocols import Operator, place_in_epoch, rank_and_step
+from lockstep.operator.metrics_recorder import MetricsRecorder
 from lockstep.operator.preserved_state import preserve_state
 from lockstep.operator.registered_schedulers import step_schedulers
 from lockstep.operator.registration import registered_parts
@@ -48,7 +48,6 @@ from lockstep.operator.shard_weights import ShardWeights
 from lockstep.phases import Phase, in_phase
 from lockstep.sync import GradientSync
 from lockstep.sync.optimizer_inspection import optimizer_parameters
-from lockstep.tensor_copies import is_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -58,51 +57,6 @@ if TYPE_CHECKING:
     from lockstep.operator.shadow import ShadowedStep
     from lockstep.operator.shard_batch import ShardBatch
     from lockstep.operator.training_parts import TrainingParts
-
-
-class _MetricsRecorder:
-    """Metrics of one pass, for the caller of the loop, and of the whole call, for the driver.
-
-    A mean of means is wrong on uneven shards, so workers send sums. A call may touch several
-    epochs, and the user's own `train_epoch` around ours gets each pass's summary, as a plain
-    dict to extend; for entries that it does not change, the driver computes the mean from the sums.
-    """
-
-    def __init__(self, state: OperatorState) -> None:
-        self._state = state
-        self._pass = AverageMeterCollection()
-        # In the first pass of a call both are one collection, so that nothing is counted twice.
-        if state.meters.is_empty:
-            state.meters = self._pass
-        self._call = state.meters
-
-    def add(self, metrics: dict[str, Any]) -> None:
-        """Count the metrics of the current batch.
-
-        Collective:
-            Every rank, for each norm or sum of weights in shards among them: an all-reduce. So it
-            is read here, also of a borrowed batch, whose metrics count nothing.
-        """
-        metrics = {name: _reduced(value) for name, value in metrics.items()}
-        global_batch, log = self._state.global_batch, self._state.step_log
-        samples = global_batch.num_samples_of(metrics)
-        partial, global_batch.partial_weights = global_batch.partial_weights, {}
-        if log is not None and global_batch.purpose == "train":
-            log.add(metrics, samples, partial)
-        both = (self._pass,) if self._call is self._pass else (self._pass, self._call)
-        for meters in both:
-            # The number in the run: a worker that joined after a failure has seen fewer batches.
-            meters.begin_step(self._state.committed + 1)
-            meters.update(metrics, n=samples, partial=partial)
-        self._state.latest = metrics
-
-    def summary(self) -> dict[str, Any]:
-        sums = self._state.pass_sums = self._pass.state()
-        return merge([sums])
-
-
-def _reduced(metric: Any) -> Any:
-    return metric.item() if is_shard(metric) and metric.numel() == 1 else metric
 
 
 # ------------------------------------------------------------------------------- training
@@ -115,7 +69,7 @@ def train_epoch(
     state.step_actions.set_training(registered_parts(operator))
     state.ran_default_epoch = True
     refuse_optimizers(operator)
-    recorder = _MetricsRecorder(state)
+    recorder = MetricsRecorder(state)
     with operator.timers.record("train_epoch"):
         for batch_idx, batch in enumerate(iterator, place_in_epoch(iterator)):
             batch_info = {**info, "batch_idx": batch_idx, "global_step": operator.global_step}
@@ -464,12 +418,15 @@ def backward(operator: Operator, loss: torch.Tensor, weight: float | None) -> No
 
 def validate(operator: Operator, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
     state = operator._lockstep
-    evaluating, timing = registered_parts(operator).in_evaluation(), operator.timers
-    with evaluating, state.in_validation(), torch.no_grad(), timing.record("validation"):
-        recorder = _MetricsRecorder(state)
+    run, timing = registered_parts(operator), operator.timers
+    evaluating = run.in_evaluation()
+    unchanged = state.evaluation_writes.taken_back(run, rank_and_step(operator))
+    with evaluating, unchanged, state.in_validation(), torch.no_grad(), timing.record("validation"):
+        recorder = MetricsRecorder(state)
         for batch_idx, batch in enumerate(iterator, place_in_epoch(iterator)):
             result = operator.validate_batch(batch, {**info, "batch_idx": batch_idx})
             recorder.add(require_metrics(operator, "validate_batch", result))
+            state.evaluation_writes.end_batch()
         return recorder.summary()
 
 
@@ -481,6 +438,7 @@ def validate_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -
     per_shard = is_computed_per_shard(operator, batch)
     results = ShardResults(operator, "validation")
     for shard in global_batch.shards_in(batch):
+        state.evaluation_writes.take_back()
         with (
             operator.timers.record("eval_fwd"),
             state.precision.autocast(),

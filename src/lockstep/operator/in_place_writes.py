@@ -56,7 +56,7 @@ class InPlaceWriteTracker:
             parameters: all parameters of the run; of shards this rank's rows are copied.
         """
         self._parameters = list(parameters)
-        self._versions = [_version(parameter) for parameter in parameters]
+        self._versions = [version(parameter) for parameter in parameters]
         self._held = dict.fromkeys(parameters) if self._steps_left else dict(self._found)
         self._copies.take([_own_rows(parameter) for parameter in self._held])
         self.is_ahead_of_step, self._has_missed = True, False
@@ -91,7 +91,7 @@ class InPlaceWriteTracker:
 
     def copy_found(self) -> dict[torch.Tensor, torch.Tensor]:
         """Copies of the weights that batches write to, as they are now."""
-        return {each: _own_rows(each).detach().clone() for each in self._found}
+        return {each: copy_of_weight(each) for each in self._found}
 
     def put_into(
         self, modules: Iterable[nn.Module], states: Iterable[dict[str, Any] | None]
@@ -109,7 +109,7 @@ class InPlaceWriteTracker:
 
     def _find_changed(self) -> list[torch.Tensor]:
         pairs = zip(self._parameters, self._versions, strict=True)
-        return [parameter for parameter, version in pairs if _version(parameter) != version]
+        return [parameter for parameter, before in pairs if version(parameter) != before]
 
     def find_writes(self) -> None:
         """Find the weights that the batch has changed so far."""
@@ -136,6 +136,11 @@ def write_back(values: Mapping[torch.Tensor, torch.Tensor]) -> None:
     overwrite([_own_rows(weight) for weight in values], list(values.values()))
 
 
+def copy_of_weight(weight: torch.Tensor) -> torch.Tensor:
+    """A copy of the weight's value, for `write_back`; of a shard's this rank's rows."""
+    return _own_rows(weight).detach().clone()
+
+
 def has_value(weight: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether a weight has the value that `value` is a copy of, to the bit."""
     return same_bits(_own_rows(weight).detach(), value)
@@ -150,7 +155,7 @@ def _own_rows(parameter: torch.Tensor) -> torch.Tensor:
     return rows_of_shard(parameter)
 
 
-def _version(parameter: torch.Tensor) -> int:
+def version(parameter: torch.Tensor) -> int:
     """A number that grows with each write: DTensor counts its own, and its rows those to them."""
     rows = _own_rows(parameter)
     return version_of(parameter) + (0 if rows is parameter else version_of(rows))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.metrics import AverageMeterCollection
+from lockstep.operator.evaluation_writes import EvaluationWrites
 from lockstep.operator.global_batch_context import GlobalBatchContext
 from lockstep.operator.in_place_writes import InPlaceWriteTracker
 from lockstep.operator.mixed_precision import Precision
@@ -85,6 +86,8 @@ class OperatorState:
             by the default loop.
         in_place_writes: the weights that batches write to before an optimizer steps. Takes copies
             where `Rollback` opens a step, or where the default loop needs them.
+        evaluation_writes: takes back what forwards write in the default `validate`, and in
+            `predict`. Learns in them to which weights that is.
         committed: global batches that have happened since the run began. Set by
             `BatchIterator.commit`, by `Rollback` and by `state_dict.apply`.
         weighed_by: the unit of the default loops' weights (samples or the user's own), by purpose,
@@ -133,6 +136,7 @@ class OperatorState:
         self.shadow = Shadow(every, limit) if every else None
         self.window = WindowBatches()
         self.in_place_writes = InPlaceWriteTracker()
+        self.evaluation_writes = EvaluationWrites(self.in_place_writes)
         self.committed = 0
         self.weighed_by: dict[str, str] = {}
         self.ran_default_epoch = False

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ShardWeights`: weights that a forward writes change once in a batch, whatever the sharding.
 
+So do the settings of the optimizers, which a loss may change.
+
 A momentum encoder follows the weights in every forward; prototypes are normalised there. In one
 process that happens once. Here every shard starts from the weights that the batch began with, so
 that the forward of each writes the same values, on each worker; a worker whose shards are empty
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.errors import LostUpdateError, NotAvailableError
 from lockstep.operator.group_settings import read_group_settings, share_group_settings
+from lockstep.operator.group_settings_copy import GroupSettingsCopy
 from lockstep.operator.in_place_writes import has_value, write_back
 
 if TYPE_CHECKING:
@@ -58,6 +61,8 @@ class ShardWeights:
         self._settings = [] if sharing is None else read_group_settings(run.optimizers)
         self._before: dict[torch.Tensor, torch.Tensor] = {}
         self._first: dict[torch.Tensor, torch.Tensor] | None = None
+        self._settings_before = GroupSettingsCopy(run.optimizers) if is_compared else None
+        self._first_settings: GroupSettingsCopy | None = None
         if is_compared or sharing is not None:
             if not writes.is_ahead_of_step:  # without an undo nobody else takes the copies
                 writes.take(list(run.parameters()))
@@ -66,18 +71,21 @@ class ShardWeights:
             self._before = writes.copy_found()
 
     def put_committed(self) -> None:
-        """Before another shard: put the weights back with which the batch began."""
+        """Before another shard: put back the weights and settings with which the batch began."""
         write_back(self._before)
+        if self._settings_before is not None:
+            self._settings_before.restore()
 
     def after_forward(self) -> None:
         """After a shard's forward: find what it has written.
 
         Raises:
-            LostUpdateError: it has written another value than the first shard's.
+            LostUpdateError: it has written another value than the first shard's, or other settings.
             NotAvailableError: nobody has the value from before.
         """
         if not self._is_compared:
             return
+        self._compare_settings()
         self._writes.find_writes()
         values = self._writes.values_before()
         for weight in self._writes.found:
@@ -91,6 +99,19 @@ class ShardWeights:
         for weight, before in self._before.items():
             if not has_value(weight, self._first.get(weight, before)):
                 raise self._different_error(weight)
+
+    def _compare_settings(self) -> None:
+        settings = GroupSettingsCopy(self._run.optimizers)
+        if self._first_settings is None:
+            self._first_settings = settings
+        elif not settings.has_values_of(self._first_settings):
+            raise LostUpdateError(
+                "the losses of two shards have written different settings of an optimizer",
+                where=self._where(),
+                cause="what they set depends on their samples, on random numbers, or on a count of"
+                " shards, and all of it but one shard's would be lost",
+                fix="let it follow from self.global_step, or set it in a train_batch of your own",
+            )
 
     def share(self, sync: Synchroniser | None, *, has_written: bool) -> None:
         """At the end of a batch: a worker that computed no shard gets what the others have written,

@@ -153,7 +153,7 @@ class TrainingOperator:
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate every batch without gradients; returns metrics, weighted by samples.
 
-        Every registered module is in evaluation mode meanwhile, and in its former mode afterwards.
+        Modules are in evaluation mode meanwhile; modes, and what forwards write, go back.
         """
         return default_loops.validate(self, val_iterator, info)
 

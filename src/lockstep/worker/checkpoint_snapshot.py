@@ -129,15 +129,25 @@ class SnapshotTaker:
         is_settled = self.is_settled(committed)
         self._has_seen_step |= committed.has_stepped
         if self._is_requested and not self._needs_all_ranks:
-            self._take_requested_snapshot(is_settled)
+            self._take_requested_snapshot(is_settled, committed)
         if not self._is_due or not is_settled or (self._has_own_loop and self._needs_all_ranks):
             return False
         # The variables of a user's `train_epoch` cannot be copied between two batches, so
         # `after_call` takes the snapshot.
         if self._worker.has_own_epoch:
             return False
+        self._look_for_end(committed)
         self._copy()
         return True
+
+    def _look_for_end(self, committed: CommittedCounts) -> None:
+        """Before a copy in the middle of a call: find out whether the epoch is over.
+
+        A run that goes on from the copy would begin an epoch too many otherwise, or end one too
+        soon. The call reads the next batch in any case, unless it ends here.
+        """
+        if not committed.is_at_limit:
+            self._worker.cursors["train"].look_for_end()
 
     def is_settled(self, committed: CommittedCounts) -> bool:
         """Whether no gradients wait for the next batch; the same on every rank."""
@@ -198,7 +208,7 @@ class SnapshotTaker:
         """Whether no gradients of the default loop wait for the next batch."""
         return not self._worker.cursors["train"].has_open_window
 
-    def _take_requested_snapshot(self, is_settled: bool) -> None:
+    def _take_requested_snapshot(self, is_settled: bool, committed: CommittedCounts) -> None:
         """Take the snapshot that the driver has requested before the end of the call."""
         if self._worker.rank != 0:
             self._is_requested = False
@@ -206,6 +216,7 @@ class SnapshotTaker:
             before = self._worker.before_call
             self._keep(Snapshot(before["global_step"], before))
         elif is_settled:
+            self._look_for_end(committed)
             self._copy()
 
     def _copy(self) -> None:

@@ -21,6 +21,7 @@ class CommittedCounts:
         on_commit: called after every step.
         before_batch: called before every batch; an error that it raises ends the call between two
             steps.
+        limit: the steps with which the call ends; None for the rest of the epoch.
     """
 
     steps: int = 0
@@ -28,3 +29,9 @@ class CommittedCounts:
     has_stepped: bool = False
     on_commit: Callable[[], None] | None = None
     before_batch: Callable[[], None] | None = None
+    limit: int | None = None
+
+    @property
+    def is_at_limit(self) -> bool:
+        """Whether the call reads nothing more."""
+        return self.limit is not None and self.steps >= self.limit

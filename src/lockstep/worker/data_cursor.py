@@ -85,6 +85,9 @@ class Cursor:
         self._unread: Exception | None = None
         self._agreed_in: Group | None = None
         self._agrees_at_read: Group | None = None
+        # Whether the epoch is over behind a step of it, as a state has said or reading has shown.
+        # The source may say something else: its length may be unknown, or another one by now.
+        self._known_end: tuple[int, int, bool] | None = None
         # How the present epoch began, by `StepSource.first_items`, and the one before it, into
         # which a step may be undone.
         self._first_items: dict[int, str] = {}
@@ -92,8 +95,10 @@ class Cursor:
     @property
     def place(self) -> dict[str, Any]:
         """The position as a state holds it, with the size of its steps in samples, and with the
-        beginning of the epoch's order, where they are known."""
+        beginning of the epoch's order, where they are known; in an epoch, whether it is over."""
         place: dict[str, Any] = {"epoch": self.epoch, "step": self.step}
+        if self.step:
+            place["is_over"] = self.is_over
         if self.has_scheduled:
             place["has_scheduled"] = True
         known = {
@@ -109,7 +114,11 @@ class Cursor:
             DataOrderError: it lies in the middle of an epoch, behind steps of another size, and
                 within a step of the source.
         """
-        self.move_to(place["epoch"], self._own_step(place))
+        # A state of an earlier version does not say whether its epoch is over.
+        is_over = place.get("is_over")
+        step = place["step"] if is_over else self._own_step(place)
+        self.move_to(place["epoch"], step)
+        self._known_end = None if is_over is None else (self.epoch, step, is_over)
         self.has_scheduled = place.get("has_scheduled", False)
         # A state of an earlier version has none.
         first = place.get("first_items")
@@ -280,6 +289,7 @@ class Cursor:
     def ends_before(self, index: int) -> bool:
         """Whether the epoch ends before step `index`, the next one to be read.
 
+        An epoch that was over when a state was saved stays over, whatever the source says by now.
         Reads one step ahead unless the length is exact: a `__len__` of the user's may say too few
         steps, and too many.
 
@@ -287,6 +297,8 @@ class Cursor:
             DataOrderError: the data goes on where it ends by its length; on every rank that reads
                 this data.
         """
+        if index == self.step and self._known_end == (self.epoch, index, True):
+            return True
         total = self.source.steps_per_epoch
         is_end, is_exact = total is not None and index >= total, self.source.has_exact_length
         # Nothing has been read from here: the pass that reached this end has read one step ahead
@@ -301,6 +313,22 @@ class Cursor:
 
     def commit(self) -> None:
         self.step += 1
+
+    def look_for_end(self) -> None:
+        """Before a state is saved in an epoch: find out whether it is over behind its last step.
+
+        Reads one step ahead where only reading can tell.
+        """
+        if self.step and not self.source.has_exact_length and self._steps is not None:
+            self._known_end = self.epoch, self.step, self.ends_before(self.step)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step of the epoch is committed, as far as is known without reading."""
+        known, total = self._known_end, self.source.steps_per_epoch
+        if known is not None and known[:2] == (self.epoch, self.step):
+            return known[2]
+        return total is not None and 0 < total <= self.step
 
     @property
     def has_open_window(self) -> bool:
@@ -319,8 +347,7 @@ class Cursor:
     @property
     def epochs_finished(self) -> int:
         """Passes completed; a pass whose last step is committed counts before `finish_epoch`."""
-        total = self.source.steps_per_epoch
-        return self.epoch + (total is not None and 0 < total <= self.step)
+        return self.epoch + self.is_over
 
 
 def _other_size_error(place: Mapping[str, Any], here: int) -> DataOrderError:

@@ -83,7 +83,8 @@ class DatasetSwitch:
     @property
     def epochs_finished(self) -> int:
         """Passes completed over datasets that are not read any more."""
-        return 0 if self.position is None else self.position["epoch"]
+        before = self.position or {"epoch": 0}
+        return int(before["epoch"]) + bool(before.get("is_over"))
 
     def positions(self, cursors: Mapping[str, Cursor]) -> dict[str, dict[str, Any]]:
         """The places of the loaders, by purpose, and of the dataset, for a state.

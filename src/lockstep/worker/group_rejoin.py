@@ -192,6 +192,10 @@ def _leave_broken_group(worker: Worker, interrupted: str | None) -> SurvivorStat
     # A dataset of Ray's was split for the ranks of the group that is left.
     worker.feed(None, None)
     call = worker.loop_run if interrupted is not None else None
+    undone = None
+    if call is not None and interrupted == "validation":
+        # First: it goes back to the models with which it began, behind the window's batches.
+        undone = worker.undo(call)
     if is_unreduced:
         # No other rank has these gradients, and those of a lost worker are lost: all ranks begin
         # the window anew.
@@ -204,7 +208,7 @@ def _leave_broken_group(worker: Worker, interrupted: str | None) -> SurvivorStat
     # ranks: the sums of its metrics on a lost worker are lost.
     if call is None or (call.is_over and interrupted == "train"):
         return SurvivorState(run_position(worker), None if call is None else call.progress)
-    undone = worker.undo(call)
+    undone = undone or worker.undo(call)
     if undone is Undone.IMPOSSIBLE:
         worker.has_state = False
         return SurvivorState(None)

@@ -132,7 +132,9 @@ class LoopRun:
         }
         self._arithmetic = arithmetic
         self._rollback = rollback
-        self.committed = CommittedCounts(steps=-num_batches_to_recompute, on_commit=on_commit)
+        self.committed = CommittedCounts(
+            steps=-num_batches_to_recompute, on_commit=on_commit, limit=self.limit
+        )
         self.first_epoch, self.first_step = cursor.epoch, cursor.step + num_batches_to_recompute
         self.is_over = False
         self._shards = self._state.context.shard_assignment.shards

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from lockstep.operator.state_copy import StateCopy
     from lockstep.worker.saved_gradients import SavedGradients
-    from lockstep.worker.settings_copy import LayersCopy
+    from lockstep.worker.settings_copy import LayersCopy, StepSettings
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,10 @@ class OpenStep:
 
     Attributes:
         start: the counts and positions at the beginning.
-        buffers: the modules' buffers, in the order of `Rollback._buffer_places`; `Rollback` holds
-            copies of their values.
+        buffers: the modules' buffers, each behind its owner and its name; `Rollback` holds copies
+            of their values. A later call, with which the step may go on, may find others.
         rounds: the number of reductions before the step.
+        groups: the settings of optimizers, which a loss of the default loop may change.
         settings: which layers are frozen; in a loop of the user's own also learning rates and the
             like. None between two batches of the default loop.
         stepped_at: the number of reductions when the first optimizer of this step stepped; None: no
@@ -48,8 +52,9 @@ class OpenStep:
     """
 
     start: StepStart
-    buffers: list[Any]
+    buffers: list[tuple[nn.Module, str, torch.Tensor | None]]
     rounds: int
+    groups: StepSettings
     settings: LayersCopy | None
     stepped_at: int | None = None
     collectives_before_optimizer: int = 0
@@ -57,3 +62,8 @@ class OpenStep:
     num_ended: int = 0
     copies: StateCopy | None = None
     gradients: SavedGradients | None = None
+
+    @property
+    def filled_buffers(self) -> list[torch.Tensor]:
+        """The buffers that were not None."""
+        return [buffer for _, _, buffer in self.buffers if buffer is not None]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One worker's share of `trainer.predict`: its shards of a loader that the driver sends.
 
-The run does not change: the position in the data, the random numbers and the modules' modes are
-restored. No rank waits for another.
+The run does not change: the position in the data, the random numbers, the modules' modes, and what
+forwards write (see `EvaluationWrites`) are restored. No rank waits for another.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from lockstep.data import BatchParts, ShardedLoader
 from lockstep.operator.global_batch_context import GlobalBatchContext
+from lockstep.operator.loop_protocols import rank_and_step
 from lockstep.operator.mixed_tensors import explain_mixed_tensors
 from lockstep.operator.shard_batch import ShardBatch
 from lockstep.phases import Phase, in_phase
@@ -69,6 +70,7 @@ def predict(worker: Worker, loader: Any) -> list[Prediction]:
             worker.arithmetic(),
             torch.no_grad(),
             run.in_evaluation(),
+            operator._lockstep.evaluation_writes.taken_back(run, rank_and_step(operator)),
             operator._lockstep_predicting(),
             explain_mixed_tensors(operator),
         ):
@@ -104,6 +106,7 @@ def _predict_part(
     with state.precision.autocast(), context.activate_shard(shard, per_shard=per_shard):
         batch = operator.to_device(shard.batch)
         output = operator.predict_batch(batch, {"batch_idx": step})
+    state.evaluation_writes.end_batch()
     output = tree_map(_to_sendable, output)
     return Prediction(step, shard.shard, part.indices, part.num_samples, output)
 

@@ -48,7 +48,7 @@ from lockstep.tensor_copies import TensorCopies
 from lockstep.worker.loop_behaviour import LoopBehaviour
 from lockstep.worker.open_step import OpenStep, StepStart
 from lockstep.worker.saved_gradients import SavedGradients
-from lockstep.worker.settings_copy import LayersCopy, SettingsCopy
+from lockstep.worker.settings_copy import LayersCopy, SettingsCopy, StepSettings
 from lockstep.worker.user_state_copy import UserStateCopy
 
 if TYPE_CHECKING:
@@ -136,8 +136,16 @@ class Rollback:
         self._buffer_places = [(owner, key) for owner in self._layers for key in buffers_of(owner)]
         can_copy = self._loop.is_own and self._copies_weights
         self._copies_before_batch = can_copy and any(map(inner_optimizers, self._run.optimizers))
-        self._settings_at_call = None if self._call_began is None else self._settings()
+        self._settings_at_call = self._settings_before(cursor)
         self._buffers_at_call = self._copy_buffers_before(cursor)
+
+    def _settings_before(self, cursor: Cursor) -> LayersCopy | None:
+        """The settings to which an undo of the call goes back; see `_copy_buffers_before`."""
+        if self._call_began is None:
+            return None
+        opened = self._open if cursor.has_open_window else None
+        before = None if opened is None else opened.settings
+        return before or self._settings()
 
     def _copy_buffers_before(self, cursor: Cursor) -> Copies:
         """The buffers to which an undo of the call goes back: before its open window, if any."""
@@ -238,6 +246,7 @@ class Rollback:
         if self._open is not None:
             if not has_own_loop:
                 self._open.settings = self._settings()
+                self._open.groups.begin_batch()
             self._tell_server(self._open.start.committed)
             return
         # With several batches a step, the batches of an interrupted step are counted again.
@@ -255,8 +264,9 @@ class Rollback:
         state.steps_taken_back = 0
         opened = OpenStep(
             start,
-            buffers=[buffers_of(owner)[key] for owner, key in self._buffer_places],
+            buffers=[(owner, key, buffers_of(owner)[key]) for owner, key in self._buffer_places],
             rounds=self._loop.num_rounds,
+            groups=StepSettings(self._changed_by_loss),
             settings=self._settings(),
             gradients=self._earlier_gradients(),
             copies=self._copy_all() if self._copies_before_batch else None,
@@ -264,7 +274,7 @@ class Rollback:
         if self._sync is not None:
             self._sync.watch_gradients()
         self._loop.begin_step()
-        self._buffers.take([held for held in opened.buffers if held is not None])
+        self._buffers.take(opened.filled_buffers)
         if self._user_state is not None:
             self._user_state.take()
         self._in_place_writes.take(self._parameters if opened.copies is None else [])
@@ -277,6 +287,12 @@ class Rollback:
             return SettingsCopy(self._run, self._all_parameters, self._layers)
         return LayersCopy(self._all_parameters, self._layers)
 
+    @property
+    def _changed_by_loss(self) -> list[torch.optim.Optimizer]:
+        """The optimizers whose settings a loss of the user's own may change in the default loop."""
+        own_loss = self._operator._lockstep_overrides(TrainingOperator.compute_loss)
+        return self._run.optimizers if own_loss and not self._loop.is_own else []
+
     def restore_layers(self) -> None:
         """After a step that counts although its loop has failed: leave no layer frozen."""
         # Behind the default loop's optimizer no loss is computed, so that what is frozen stays so.
@@ -288,6 +304,7 @@ class Rollback:
         opened = self._open
         if opened is not None and not self._loop.is_own:
             opened.settings = None  # what the user freezes between two batches stays so
+            opened.groups.end_batch()
         if cursor.has_open_window or (
             opened is not None and self._loop.holds_unused_gradients(opened)
         ):
@@ -421,6 +438,7 @@ class Rollback:
         self._in_place_writes.restore()
         if self._user_state is not None:
             self._user_state.restore()
+        opened.groups.restore()
         if opened.settings is not None:
             # Later: schedulers may have stepped between the batches of a window, before the copy.
             opened.settings.restore()
@@ -432,14 +450,21 @@ class Rollback:
         """Restore the buffers' values from the beginning of the open step."""
         if self._open is None:
             return
-        for (owner, key), buffer in zip(self._buffer_places, self._open.buffers, strict=True):
+        for owner, key, buffer in self._open.buffers:
             buffers_of(owner)[key] = buffer
-        self._buffers.restore([held for held in self._open.buffers if held is not None])
+        self._buffers.restore(self._open.filled_buffers)
 
     def put_window_start(self, states: list[dict[str, Any]]) -> None:
         """Put weights that forwards write, as before the open step, into the modules' `states`."""
         if self._open is not None:
             self._in_place_writes.put_into(self._run.plain_modules(), states)
+
+    def put_window_settings(self, state: dict[str, Any], take: Callable[[Any], Any]) -> None:
+        """Put settings that a step may change, as before the open step, into a state of the run."""
+        if self._open is not None:
+            self._open.groups.put_into(state, take)
+            if isinstance(self._open.settings, SettingsCopy):
+                self._open.settings.put_into(state, take)
 
     @property
     def user_state_before(self) -> UserStateCopy | None:

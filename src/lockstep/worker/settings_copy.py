@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.amp import GradScaler
 
 from lockstep._torch_compat.scaler_copy import ScalerCopy
-from lockstep.tensor_copies import TensorCopies
+from lockstep.operator.group_settings_copy import GroupSettingsCopy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    import torch
     from torch import nn
 
     from lockstep.operator.training_parts import TrainingParts
@@ -70,21 +70,21 @@ class SettingsCopy(LayersCopy):
         self._scalers = [ScalerCopy(each) for each in steppers if _is_plain_scaler(each)]
         self._schedulers = [each for each in steppers if not _is_plain_scaler(each)]
         self._states = [copy.deepcopy(each.state_dict()) for each in self._schedulers]
-        self._groups = [
-            [{key: value for key, value in group.items() if key != "params"} for group in groups]
-            for groups in (optimizer.param_groups for optimizer in run.optimizers)
-        ]
-        # Schedulers write into a learning rate that is a tensor. The object itself is kept beside
-        # the copy of its value: a compiled step reads that object.
-        self._tensors = [
-            value
-            for groups in self._groups
-            for group in groups
-            for value in group.values()
-            if isinstance(value, torch.Tensor)
-        ]
-        self._values = TensorCopies()
-        self._values.take(self._tensors)
+        self._groups = GroupSettingsCopy(run.optimizers)
+
+    def put_into(self, state: dict[str, Any], take: Callable[[Any], Any]) -> None:
+        """Put what was copied of schedulers and optimizers' settings into a `state` of the run.
+
+        Args:
+            take: copies values for the state.
+        """
+        known = dict(zip(map(id, self._schedulers), self._states, strict=True))
+        members = {"schedulers": self._run.schedulers, "stepped_by_loop": self._run.stepped_by_loop}
+        for key, steppers in members.items():
+            for place, stepper in enumerate(steppers):
+                if id(stepper) in known:
+                    state[key][place] = take(known[id(stepper)])
+        self._groups.put_into(state, take)
 
     def restore(self) -> None:
         super().restore()
@@ -92,14 +92,39 @@ class SettingsCopy(LayersCopy):
             scheduler.load_state_dict(state)
         for scaler in self._scalers:
             scaler.restore()
-        for optimizer, groups in zip(self._run.optimizers, self._groups, strict=True):
-            # The step calls `add_param_group` again when it is repeated.
-            del optimizer.param_groups[len(groups) :]
-            for group, settings in zip(optimizer.param_groups, groups, strict=False):
-                for new in group.keys() - settings.keys() - {"params"}:
-                    del group[new]
-                group.update(settings)
-        self._values.restore(self._tensors)
+        self._groups.restore()
+
+
+class StepSettings:
+    """The settings of optimizers before a step of the default loop, whose losses may change them.
+
+    What the program sets between two batches, or two calls, is no part of the step, and stays.
+
+    Args:
+        optimizers: none where no loss of the user's own runs, and in loops with a `SettingsCopy`.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._before = self._behind_batch = GroupSettingsCopy(optimizers)
+
+    def end_batch(self) -> None:
+        """Note what a batch of the step has left."""
+        self._behind_batch = GroupSettingsCopy(self._optimizers)
+
+    def begin_batch(self) -> None:
+        """Before a further batch of the step: take over what was set since the one before."""
+        now = GroupSettingsCopy(self._optimizers)
+        if not now.has_values_of(self._behind_batch):
+            self._before = now
+
+    def put_into(self, state: dict[str, Any], take: Callable[[Any], Any]) -> None:
+        """See `GroupSettingsCopy.put_into`."""
+        self._before.put_into(state, take)
+
+    def restore(self) -> None:
+        """Restore what was copied."""
+        self._before.restore()
 
 
 def _is_plain_scaler(stepper: object) -> bool:

@@ -187,9 +187,12 @@ class StateAccess:
         if "train" in self.cursors:
             cursor = self.cursors["train"]
             key = DATASET if self.reads_dataset else "train"
-            state["position"][key]["step"] = cursor.window_start
+            if cursor.has_open_window:
+                state["position"][key] |= {"step": cursor.window_start, "is_over": False}
             state["global_step"] -= cursor.step - cursor.window_start
             self._put_window_start(state)
+            if self._is_rewound and self._rollback is not None:
+                self._rollback.put_window_settings(state, state_dicts.copy_to_cpu)
             if self._user_state_before is not None:
                 state["operator"] = state_dicts.copy_to_cpu(self._operator_state())
 
@@ -221,6 +224,14 @@ class StateAccess:
         done = rollback.undo(self.cursors["train"], CommittedCounts())
         self.num_batches_to_recompute += before - state.committed
         return done
+
+    def return_before_validation(self) -> None:
+        """Before a validation that may change the user's own state: as `return_to_window`.
+
+        States and undos take that state from the window's start, without what came after it.
+        """
+        if self._user_state_before is not None:
+            self.return_to_window()
 
     @property
     def _user_state_before(self) -> UserStateCopy | None:

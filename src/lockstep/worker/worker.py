@@ -424,6 +424,7 @@ class Worker(StateAccess):
     @remote_method(Communication.RUN_GROUP, OnFailure.RESUME, is_timed=True)
     def validate(self, request: LoopRequest) -> Report:
         """Validate; after an interruption again from the beginning, so that all samples count."""
+        self.return_before_validation()
         return self._run(request)
 
     def _run(self, request: LoopRequest) -> Report:
@@ -484,6 +485,7 @@ class Worker(StateAccess):
     @remote_method(Communication.UNKNOWN, OnFailure.RAISE)
     def update_scheduler(self, metric: float) -> None:
         """Step every scheduler, with `metric` where one takes it."""
+        self.return_to_window()
         update_schedulers(self.run.schedulers, metric)
 
     # ------------------------------------------------------------------------ users' functions

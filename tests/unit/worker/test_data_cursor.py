@@ -417,6 +417,7 @@ def test_a_state_of_an_earlier_version_goes_on(name: str) -> None:
     state = saved_in_the_middle(data)
     assert state["position"]["train"].pop("first_items")
     assert state["position"]["train"].pop("samples_per_step") == 6
+    assert state["position"]["train"].pop("is_over") is False
     assert state["position"]["train"] == {"epoch": 1, "step": 2}
     with reads(data) as one:
         one.load_state_dict(state)

@@ -403,6 +403,7 @@ class LightningOperator(TrainingOperator):
         per_shard = is_computed_per_shard(self, batch)
         results = ShardResults(self, "validation")
         for shard in state.global_batch.shards_in(batch):
+            state.evaluation_writes.take_back()
             with (
                 self.timers.record("eval_fwd"),
                 state.precision.autocast(),
