@@ -243,9 +243,9 @@ class LightningOperator(TrainingOperator):
                 module.on_train_epoch_start()
                 self._started_epoch = epoch
             metrics = super().train_epoch(iterator, info)
+            self._batch_end_hook.share_writes()
             epoch_over = is_epoch_over(iterator)
             if epoch_over:
-                self._batch_end_hook.share_writes()
                 self._step_epoch_schedulers(epoch)
                 if unsupported.overrides(module, "on_train_epoch_end"):
                     logged = self._logging.values_so_far()
