@@ -429,3 +429,52 @@ def test_what_the_batch_end_hook_wrote_is_not_lost_in_silence(tmp_path):
         pytest.raises(WorkerDiedError, match=r"(?s)behind step 3.*on_train_batch_end"),
     ):
         trainer.train()
+
+
+class _WritesBehindAnEpoch(BoringModel):
+    """Its epoch's end changes weights and what it has collected, and a worker ends itself there."""
+
+    def __init__(self, mark, gathers):
+        super().__init__()
+        self.mark, self.gathers, self.outputs = mark, gathers, []
+        self.temperature = nn.Parameter(torch.ones(1), requires_grad=False)
+        self.rows = torchmetrics.CatMetric()
+
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        self.outputs.append(output["loss"].detach())
+        self.rows.update(batch[:, 0])
+        return output
+
+    def on_train_epoch_end(self):
+        assert torch.stack(self.outputs).isfinite().all()
+        with torch.no_grad():
+            self.temperature.mul_(0.9)
+        if self.trainer.global_rank == 1 and not os.path.exists(self.mark):
+            open(self.mark, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.gathers:
+            self.log("rows", float(self.rows.compute().numel()))
+            self.rows.reset()
+        self.outputs.clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gathers", [False, True])
+def test_after_a_death_in_on_train_epoch_end_it_has_run_once_for_the_epoch(gathers, tmp_path):
+    """Of the rank that lives it has run to its end, or waits for the dead one in a gather."""
+    mark, rows = str(tmp_path / "died"), _rows(16, 32)
+    operator = TrainingOperator.from_lightning(
+        lambda config: _WritesBehindAnEpoch(mark, gathers).double(), DataLoader(rows, batch_size=4)
+    )
+    with TorchTrainer(
+        training_operator_cls=operator, num_workers=2, spare_workers=int(not gathers)
+    ) as trainer:
+        first = trainer.train()
+        assert len(trainer.status()["recoveries"]) == 1
+        second = trainer.train()
+        temperatures = trainer.apply_all_operators(
+            lambda operator: operator.module.temperature.item()
+        )
+    assert temperatures == [pytest.approx(0.81)] * len(temperatures)
+    assert not gathers or (first["rows"], second["rows"]) == (8, 16)
