@@ -130,6 +130,10 @@ class Regrouping:
         is_short = len(self._workers.members) < self._engine.spec.num_workers
         return is_short and bool(self.spares.ready_workers())
 
+    def require_all_workers(self) -> None:
+        """From now on form no generation with fewer workers than the run began with."""
+        self._min_workers = self._engine.spec.num_workers
+
     def request_leave(self) -> None:
         """Ask all members to leave the group before their next batch."""
         for member in self._workers.members:
