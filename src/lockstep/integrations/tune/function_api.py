@@ -49,7 +49,7 @@ def report(trainer: TorchTrainer, metrics: Mapping[str, Any], *, checkpoint: boo
             arguments = {"training_operator_cls": Digits, "num_workers": 2, "config": config}
             with TorchTrainer(**arguments) as trainer:
                 restore(trainer)
-                for _ in range(10):
+                while trainer.status()["epochs_finished"] < 10:
                     trainer.train()
                     report(trainer, trainer.validate())
 
