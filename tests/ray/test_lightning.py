@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import TorchTrainer, TrainingOperator
+from lockstep.errors import WorkerDiedError
 from lockstep.testing import Strike, struck
 
 pytestmark = pytest.mark.filterwarnings(
@@ -358,3 +359,122 @@ def test_what_hooks_of_an_epoch_draw_is_the_same_on_each_worker_also_after_a_dea
     assert one == other
     assert len(set(one.values())) == 4
     assert drawn(Strike("kill", rank=1, step=3, phase="backward")) == [one, one]
+
+
+class _FollowsBehindSteps(BoringModel):
+    """A target follows the weights behind each step, and a worker ends itself in the last one."""
+
+    def __init__(self, dying_rank, mark):
+        super().__init__()
+        self.dying_rank, self.mark = dying_rank, mark
+        self.target = nn.Linear(32, 2).requires_grad_(False)
+
+    def _die(self):
+        is_last = self.trainer.global_step == 3 and self.trainer.global_rank == self.dying_rank
+        if is_last and not os.path.exists(self.mark):
+            open(self.mark, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def lr_scheduler_step(self, scheduler, metric):
+        """Called on every rank, behind the optimizer's step."""
+        scheduler.step()
+        if self.dying_rank:
+            self._die()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.layer.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self._die()
+        with torch.no_grad():
+            self.target.weight.lerp_(self.layer.weight, 0.3)
+
+
+def _operator_that_follows(dying_rank, mark):
+    """Three ranks, and 13 rows: of the third global batch the first rank alone has a sample."""
+
+    def made(config):
+        torch.manual_seed(1)
+        return _FollowsBehindSteps(dying_rank, mark).double()
+
+    return TrainingOperator.from_lightning(made, DataLoader(_rows(13, 32), batch_size=2))
+
+
+def _targets(trainer):
+    return trainer.apply_all_operators(lambda operator: operator.module.target.weight.detach())
+
+
+@pytest.mark.slow
+def test_after_a_death_behind_an_epochs_last_step_all_have_what_the_batch_end_hook_wrote(tmp_path):
+    targets = []
+    for dying_rank in (2, None):
+        operator = _operator_that_follows(dying_rank, str(tmp_path / "died"))
+        with TorchTrainer(training_operator_cls=operator, num_workers=3, num_shards=3) as trainer:
+            trainer.train()
+            assert len(trainer.status()["recoveries"]) == (dying_rank is not None)
+            targets.append(_targets(trainer))
+    (one, other), expected = targets
+    assert torch.equal(one, other)
+    assert (one - expected[0]).abs().max() < 1e-12
+
+
+@pytest.mark.slow
+def test_what_the_batch_end_hook_wrote_is_not_lost_in_silence(tmp_path):
+    """The rank that has died was the only one with a sample of the batch."""
+    operator = _operator_that_follows(0, str(tmp_path / "died"))
+    with (
+        TorchTrainer(training_operator_cls=operator, num_workers=3, num_shards=3) as trainer,
+        pytest.raises(WorkerDiedError, match=r"(?s)behind step 3.*on_train_batch_end"),
+    ):
+        trainer.train()
+
+
+class _WritesBehindAnEpoch(BoringModel):
+    """Its epoch's end changes weights and what it has collected, and a worker ends itself there."""
+
+    def __init__(self, mark, gathers):
+        super().__init__()
+        self.mark, self.gathers, self.outputs = mark, gathers, []
+        self.temperature = nn.Parameter(torch.ones(1), requires_grad=False)
+        self.rows = torchmetrics.CatMetric()
+
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        self.outputs.append(output["loss"].detach())
+        self.rows.update(batch[:, 0])
+        return output
+
+    def on_train_epoch_end(self):
+        assert torch.stack(self.outputs).isfinite().all()
+        with torch.no_grad():
+            self.temperature.mul_(0.9)
+        if self.trainer.global_rank == 1 and not os.path.exists(self.mark):
+            open(self.mark, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.gathers:
+            self.log("rows", float(self.rows.compute().numel()))
+            self.rows.reset()
+        self.outputs.clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gathers", [False, True])
+def test_after_a_death_in_on_train_epoch_end_it_has_run_once_for_the_epoch(gathers, tmp_path):
+    """Of the rank that lives it has run to its end, or waits for the dead one in a gather."""
+    mark, rows = str(tmp_path / "died"), _rows(16, 32)
+    operator = TrainingOperator.from_lightning(
+        lambda config: _WritesBehindAnEpoch(mark, gathers).double(), DataLoader(rows, batch_size=4)
+    )
+    with TorchTrainer(
+        training_operator_cls=operator, num_workers=2, spare_workers=int(not gathers)
+    ) as trainer:
+        first = trainer.train()
+        assert len(trainer.status()["recoveries"]) == 1
+        second = trainer.train()
+        temperatures = trainer.apply_all_operators(
+            lambda operator: operator.module.temperature.item()
+        )
+    assert temperatures == [pytest.approx(0.81)] * len(temperatures)
+    assert not gathers or (first["rows"], second["rows"]) == (8, 16)

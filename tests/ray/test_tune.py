@@ -4,7 +4,10 @@
 import json
 import logging
 import os
+import re
 import signal
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -284,6 +287,41 @@ def test_a_function_reports_and_goes_on(tmp_path):
     assert not found[0].metrics["restored"]
     with found[0].checkpoint.as_directory() as folder:
         assert set(os.listdir(folder)) >= {"trainer.checkpoint", "hyperparameters.json"}
+
+
+@pytest.mark.slow
+@needs_room
+def test_the_documented_function_trains_as_long_after_a_failure_as_without(tmp_path):
+    """It fails behind its first report, and goes on from the checkpoint in it."""
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "tune.md").read_text()
+    program = re.search(r"^def trial\(config\):\n(?:    .*\n)+", page, re.MULTILINE).group()
+    failed = tmp_path / "failed"
+
+    def report_and_fail(*arguments):
+        report(*arguments)
+        if not failed.exists():
+            failed.touch()
+            raise LookupError("stumbled")
+
+    names = {
+        "BATCH_SIZE": BATCH_SIZE,
+        "SmallDigits": Tuned,
+        "TorchTrainer": partial(TorchTrainer, scheduler_step_freq="epoch"),
+        "report": report_and_fail,
+        "restore": restore,
+    }
+    exec(program, names)
+    found = fit(
+        tune.with_resources(names["trial"], resources(num_workers=2)),
+        {BATCH_SIZE: 12, "lr": 0.1},
+        tmp_path / "results",
+        iterations=9,
+        failure_config=tune.FailureConfig(max_failures=1),
+    )
+    assert failed.exists()
+    with found[0].checkpoint.as_directory() as folder, opened() as trainer:
+        trainer.load(os.path.join(folder, "trainer.checkpoint"))
+        assert trainer.status()["epochs_finished"] == 2
 
 
 # ----------------------------------------------------- the hyperparameters of another trial

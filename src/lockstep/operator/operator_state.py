@@ -16,6 +16,7 @@ from lockstep.operator.mixed_precision import Precision
 from lockstep.operator.registered_torchmetrics import RegisteredMetrics
 from lockstep.operator.shadow import Shadow
 from lockstep.operator.step_actions import StepActions
+from lockstep.operator.writes_behind_steps import WritesBehindSteps
 from lockstep.reduction_context import ReductionContext
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ class OperatorState:
             where `Rollback` opens a step, or where the default loop needs them.
         evaluation_writes: takes back what forwards write in the default `validate`, and in
             `predict`. Learns in them to which weights that is.
+        writes_behind_steps: what an integration's hooks write behind the optimizer's step. Noted by
+            the integration; settled where the group forms anew.
         committed: global batches that have happened since the run began. Set by
             `BatchIterator.commit`, by `Rollback` and by `state_dict.apply`.
         weighed_by: the unit of the default loops' weights (samples or the user's own), by purpose,
@@ -137,6 +140,7 @@ class OperatorState:
         self.window = WindowBatches()
         self.in_place_writes = InPlaceWriteTracker()
         self.evaluation_writes = EvaluationWrites(self.in_place_writes)
+        self.writes_behind_steps = WritesBehindSteps()
         self.committed = 0
         self.weighed_by: dict[str, str] = {}
         self.ran_default_epoch = False

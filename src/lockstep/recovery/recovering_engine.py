@@ -32,9 +32,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from lockstep.data import shards_of
 from lockstep.engine.idle_worker_eviction import evicted_error, register_for_eviction
 from lockstep.engine.rollback_errors import warn_of_cut_short_step
-from lockstep.error_texts import GO_ON, first_line
-from lockstep.errors import PoisonedStepError, WorkerDiedError
+from lockstep.error_texts import GO_ON
+from lockstep.errors import NotShardableError, PoisonedStepError, WorkerDiedError
 from lockstep.operator import TrainingOperator
+from lockstep.recovery.call_errors import lost_changes_error, partial_call_error
 from lockstep.recovery.incident import Incident
 from lockstep.recovery.lost_sample_counts import LostSampleCounts
 from lockstep.recovery.lost_worker import LostWorker
@@ -62,8 +63,6 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 _log = logging.getLogger("lockstep.recovery")
-
-_CALL_AGAIN: Final = "the workers are complete again, with the state from before it: call it again"
 
 _MAX_DEATHS: Final = 3
 """Deaths that one shard of one step may cause: the first worker and two replacements."""
@@ -174,8 +173,11 @@ class RecoveringEngine:
                 # Only loops have lost reports, and R is Report then.
                 return [*self._engine.results(pending_call), *cast("list[R]", lost_counts.reports)]
             # Members that were asked to leave for a newcomer have not failed.
+            may_go_on = pending_call.is_recoverable or self._asks_for_all_workers(
+                call, pending_call
+            )
             left -= 0 if self._has_asked_to_leave and not pending_call.deaths else 1
-            if not pending_call.is_recoverable or left < 0:
+            if not may_go_on or left < 0:
                 if pending_call.is_recoverable:
                     _add_retries_note(pending_call.cause(), call.contract.name, retries)
                 self._interrupt_if_all_live(call, pending_call)
@@ -189,10 +191,28 @@ class RecoveringEngine:
             lost_counts.record_losses(new_generation)
             if call.contract.on_failure is OnFailure.RAISE:
                 self._replace_lost()
-                raise _partial_call_error(pending_call, new_generation)
+                raise partial_call_error(pending_call, new_generation)
             progress = new_generation.source.progress
             if call.contract.on_failure is OnFailure.RESUME and progress is not None:
                 attempt = call.resume_at(progress)
+
+    def _asks_for_all_workers(
+        self, call: RemoteCall[Worker, object], pending_call: PendingCall[Any]
+    ) -> bool:
+        """Whether a loop goes on with replacements for all lost workers, and not without them.
+
+        A loop that takes plain batches reads all shards of a worker as one batch. The shards that a
+        survivor has taken over may not become one: ready batches of different widths.
+        """
+        is_short = len(self.workers.members) < self._engine.spec.num_workers
+        is_loop = call.contract.on_failure is OnFailure.RESUME
+        if not (is_short and is_loop and isinstance(pending_call.cause(), NotShardableError)):
+            return False
+        self._regrouping.require_all_workers()
+        self._has_asked_to_leave = True
+        self._regrouping.request_leave()
+        self.workers.break_group(range(len(self.workers.members)))
+        return True
 
     def _renew_memory_checkpoint(self, call: RemoteCall[Worker, object]) -> None:
         """After a call that may have changed the state by other means than training.
@@ -213,7 +233,7 @@ class RecoveringEngine:
             self._engine.results(pending_call)
         self._recover(renewal, pending_call)
         self._replace_lost()
-        raise _lost_changes_error(call.contract.name, pending_call)
+        raise lost_changes_error(call.contract.name, pending_call)
 
     def _perform(
         self, call: RemoteCall[Worker, R], rank: int | None, listener: CallListener | None
@@ -469,29 +489,3 @@ def _add_retries_note(cause: BaseException | None, name: str, retries: int) -> N
             f"workers were lost {retries + 1} times in this call: max_retries={retries} is"
             f" used up; {name}(max_retries=...) allows more"
         )
-
-
-def _partial_call_error(
-    pending_call: PendingCall[Any], new_generation: NewGeneration
-) -> BaseException:
-    name = pending_call.contract.name
-    fix = (
-        "the workers are complete again, with the survivors' state: look at it, and call again"
-        " if that is right"
-        if new_generation.restore is None
-        else _CALL_AGAIN
-    )
-    what = f"a worker died during {name}, which may have happened on the others"
-    return _died_error(what, pending_call, fix)
-
-
-def _lost_changes_error(name: str, pending_call: PendingCall[Any]) -> BaseException:
-    what = f"a worker died just after {name}, and what that has changed is lost"
-    return _died_error(what, pending_call, _CALL_AGAIN)
-
-
-def _died_error(what: str, pending_call: PendingCall[Any], fix: str) -> BaseException:
-    cause = pending_call.cause()
-    died = WorkerDiedError(what, cause=None if cause is None else first_line(cause), fix=fix)
-    died.__cause__ = cause
-    return died

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from lockstep.engine.pending_call import PendingCall
     from lockstep.engine.ray_engine import RayEngine
     from lockstep.engine.worker_handle import WorkerHandle
+    from lockstep.operator.writes_behind_steps import WrittenBehind
     from lockstep.recovery.watchdog import Watchdog
     from lockstep.worker import (
         CheckpointOnDisk,
@@ -129,6 +130,10 @@ class Regrouping:
         is_short = len(self._workers.members) < self._engine.spec.num_workers
         return is_short and bool(self.spares.ready_workers())
 
+    def require_all_workers(self) -> None:
+        """From now on form no generation with fewer workers than the run began with."""
+        self._min_workers = self._engine.spec.num_workers
+
     def request_leave(self) -> None:
         """Ask all members to leave the group before their next batch."""
         for member in self._workers.members:
@@ -167,6 +172,8 @@ class Regrouping:
                 raise rollback_impossible_error(abandoned_because)
             if furthest is None:
                 raise _no_worker_left_error(table.lost_workers, list(survivors))
+            if not furthest.written_behind.has_last_step:
+                raise _writes_lost_error(table.lost_workers, furthest.position)
             self._workers.set_members(self._members(table))
             formation = self._formation(survivors, furthest, table)
             if formation is None:
@@ -400,14 +407,16 @@ def _ranks_without_state(
 
 def _find_furthest(survivors: dict[WorkerHandle, SurvivorState]) -> SurvivorState | None:
     able = [state for state in survivors.values() if state.position is not None]
-    return max(able, key=lambda one: (one.position or (0, 0), not one.is_cut_short), default=None)
+    return max(able, key=_progress_of, default=None)
+
+
+def _progress_of(state: SurvivorState) -> tuple[tuple[int, int], WrittenBehind, bool]:
+    """What tells two survivors' states apart; the larger one is further."""
+    return state.position or (0, 0), state.written_behind, not state.is_cut_short
 
 
 def _has_same_progress(state: SurvivorState | None, other: SurvivorState) -> bool:
-    return state is not None and (state.position, state.is_cut_short) == (
-        other.position,
-        other.is_cut_short,
-    )
+    return state is not None and _progress_of(state) == _progress_of(other)
 
 
 def _no_worker_left_error(
@@ -427,6 +436,18 @@ def _no_worker_left_error(
             ' sync="fsdp", training read a Ray dataset'
         )
     return died
+
+
+def _writes_lost_error(
+    lost_workers: Sequence[LostWorker], position: RunPosition | None
+) -> WorkerDiedError:
+    steps = 0 if position is None else position.steps
+    return _lost_error(
+        f"what was written to weights behind step {steps} is lost",
+        lost_workers,
+        cause="on_train_batch_end writes to weights, the workers that are left had no samples of"
+        " that step's batch, and those that had some are lost before all had what they wrote",
+    )
 
 
 def _parts_lost_error(lost_workers: Sequence[LostWorker]) -> WorkerDiedError:

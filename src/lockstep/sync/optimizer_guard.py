@@ -419,5 +419,7 @@ def judge_losses(losses: list[float], where: str) -> None:
         where=where,
         expected="the global loss, the same on every rank",
         got=", ".join(f"{loss:.6g} on rank {rank}" for rank, loss in enumerate(losses)),
-        fix="return the mean of the ranks' losses from the closure (torch.distributed.all_reduce)",
+        cause="a mean of the ranks' means is no global loss: gradients are weighted by samples",
+        fix="in the closure loss = lockstep.global_mean(losses), with a loss for each row;"
+        " loss.backward(); return loss",
     )

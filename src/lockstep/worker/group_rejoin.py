@@ -103,6 +103,10 @@ def leave_broken_group(
     is_at_window_start = worker.num_batches_to_recompute > recomputed_before
     if memory is not None and survivor.position is not None and worker.mesh.replicate_size > 1:
         _take_without_peers(worker, survivor, interrupted)
+    if survivor.position is not None:
+        state = worker.operator._lockstep
+        written_behind = state.writes_behind_steps.written(state.committed)
+        survivor = replace(survivor, written_behind=written_behind)
     if is_abandoned and survivor.position is not None:
         survivor = _abandoned(worker, survivor, interrupted)
     if memory is None or survivor.position is None:
@@ -251,6 +255,7 @@ def join(worker: Worker, formation: Formation) -> None:
     else:
         go_back(worker, group, formation.restore)
     worker.expect_usual_weight()
+    operator._lockstep.writes_behind_steps.note_shared()
     with_optimizers = worker.spec.options.sync != "parameter_server"
     state_broadcast.agree_on_bits(group, worker.run, worker.mesh, with_optimizers=with_optimizers)
     group.confirm()
@@ -323,3 +328,4 @@ def _load_full_state(worker: Worker, full_state: dict[str, Any]) -> None:
     worker.operator._lockstep.weighed_by = dict(full_state["weighed_by"])
     worker.num_batches_to_recompute = full_state["num_batches_to_recompute"]
     worker.rollback.expect_written_parameters(full_state["written_parameters"])
+    worker.operator._lockstep.writes_behind_steps.note_shared()

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from lockstep.operator.writes_behind_steps import WrittenBehind
+
 if TYPE_CHECKING:
     from lockstep.worker.loop_run import LoopProgress
     from lockstep.worker.memory_checkpoint import MemoryCheckpoint, Part, TrainCall
@@ -33,6 +35,7 @@ class SurvivorState:
         progress: the progress of the interrupted call; None without one.
         is_cut_short: a loop of the user's own failed after the last step's optimizers, so that its
             code after them did not run.
+        written_behind: what it has written behind its last step, which not all ranks may have.
         num_batches_to_recompute: see `Worker`.
         other_places: epoch and step in data that is not for training, by purpose.
         held: the parts of memory checkpoints that it has, each with the rank whose part it is.
@@ -43,6 +46,7 @@ class SurvivorState:
     position: RunPosition | None
     progress: LoopProgress | None = None
     is_cut_short: bool = False
+    written_behind: WrittenBehind = field(default_factory=WrittenBehind)
     num_batches_to_recompute: int = 0
     other_places: dict[str, tuple[int, int]] = field(default_factory=dict)
     held: tuple[tuple[MemoryCheckpoint, int], ...] = ()

@@ -6,9 +6,12 @@ process. Here a worker calls it once for each of its shards, and not at all for 
 has no samples. So each call starts from the weights and buffers that the first one found; and the
 workers whose shards were empty get the weights of another one.
 
-They get them when the epoch is over: a global batch with fewer samples than shards is an epoch's
-last. Rejected: right after the batch. A worker that is lost while its peers, whose optimizers have
-stepped, wait for it leaves a step that cannot be undone (see `lockstep.worker.rollback`).
+They get them at the end of the pass: a global batch with fewer samples than shards is an epoch's
+last, and the pass may end with it although the epoch's end is not known yet (a stream, and a call
+with ``num_steps``). Rejected: right after the batch. A worker that is lost while its peers, whose
+optimizers have stepped, wait for it leaves a step that cannot be undone (see
+`lockstep.worker.rollback`). If the group breaks in between, the others get the state of a worker
+that has called the hook (see `lockstep.operator.writes_behind_steps`).
 """
 
 from __future__ import annotations
@@ -49,7 +52,6 @@ class BatchEndHook:
         self._operator, self._module, self._logging = operator, module, logging
         self._may_write = overrides(module, "on_train_batch_end")
         self._writes = InPlaceWriteTracker()
-        self._has_called = True
 
     def call(self, outputs: Sequence[Output], index: int) -> None:
         """Call the hook for each of `outputs`, of batch `index` of the epoch.
@@ -57,9 +59,12 @@ class BatchEndHook:
         Raises:
             LostUpdateError: two calls have written different values to a weight.
         """
-        self._has_called = bool(outputs)
         has_several = len(outputs) > 1
-        is_missed = self._operator._lockstep.global_batch.has_empty_shards
+        state = self._operator._lockstep
+        is_missed = state.global_batch.has_empty_shards
+        if self._may_write and is_missed and state.has_peers:
+            step = state.committed + 1
+            state.writes_behind_steps.note_unshared(step, has_written=bool(outputs))
         if not self._may_write or not outputs or not (has_several or is_missed):
             for each in outputs:
                 self._call_once(each, index)
@@ -76,17 +81,20 @@ class BatchEndHook:
             self._writes.take([])  # frees the copies: the next such batch may be an epoch away
 
     def share_writes(self) -> None:
-        """At an epoch's end: a worker that had no samples gets what the hook has written.
+        """At the end of a pass: a worker that had no samples gets what the hook has written.
 
         Collective:
-            Every rank, where the module has the hook: one small exchange, and broadcasts.
+            Every rank, where the module has the hook and a shard of the last batch was empty: one
+            small exchange, and broadcasts.
         """
-        sync = self._operator._lockstep.sync
-        if sync is None or not sync.needs_guard or not self._may_write:
+        state = self._operator._lockstep
+        behind = state.writes_behind_steps
+        if state.sync is None or not behind.are_unshared:
             return
-        if sync.broadcast_weights(self._writes.found, has_written=self._has_called):
-            sync.broadcast_buffers()
-        self._has_called = True
+        has_written = behind.written(state.committed).has_last_step
+        if state.sync.broadcast_weights(self._writes.found, has_written=has_written):
+            state.sync.broadcast_buffers()
+        behind.note_shared()
 
     def _call_once(self, output: Output, index: int) -> None:
         returned, batch, num_samples = output

@@ -22,6 +22,7 @@ from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.integrations.lightning import unsupported
 from lockstep.integrations.lightning.batch_end_hook import BatchEndHook, Output
 from lockstep.integrations.lightning.checkpoint_hooks import run_on_load_hooks, run_on_save_hooks
+from lockstep.integrations.lightning.epoch_end_hook import EpochEndHook
 from lockstep.integrations.lightning.logging_capture import LoggingCapture
 from lockstep.integrations.lightning.lr_schedulers import (
     SchedulerStepper,
@@ -194,6 +195,7 @@ class LightningOperator(TrainingOperator):
         self._validated: set[str] = set()  # the names that a validation has logged
         self._outputs: list[Output] = []
         self._batch_end_hook = BatchEndHook(self, module, self._logging)
+        self._epoch_end_hook = EpochEndHook(self, module, self._logging)
 
     def _prepare_data(self) -> None:
         """Call `prepare_data`, which downloads, on one worker of each node; the others wait."""
@@ -243,15 +245,15 @@ class LightningOperator(TrainingOperator):
                 module.on_train_epoch_start()
                 self._started_epoch = epoch
             metrics = super().train_epoch(iterator, info)
+            self._batch_end_hook.share_writes()
             epoch_over = is_epoch_over(iterator)
             if epoch_over:
-                self._batch_end_hook.share_writes()
                 self._step_epoch_schedulers(epoch)
-                if unsupported.overrides(module, "on_train_epoch_end"):
+                if self._epoch_end_hook.is_due(epoch):
                     logged = self._logging.values_so_far()
                     self._update_callback_metrics(logged, epoch_over=False)
                     with hide_metrics(self._view, self._validated - logged.keys()):
-                        module.on_train_epoch_end()
+                        self._epoch_end_hook.call(epoch)
             logged, of_epoch = self._logging.end_pass(epoch_over=epoch_over)
         self._lockstep.names_over_call = frozenset(logged)
         self._epoch_is_over = epoch_over
@@ -272,13 +274,16 @@ class LightningOperator(TrainingOperator):
         some ranks with the epoch ended and others not. A process that has not trained the epoch
         calls no hook, which would miss what `training_step` has collected, and has no metrics.
         """
-        for ended in range(self._num_ended_epochs, epoch):
+        behind = self._lockstep.writes_behind_steps
+        for ended in range(min(self._num_ended_epochs, behind.ended_epochs), epoch):
             update_view(self._view, current_epoch=ended)
+            has_missed = self._started_epoch != ended and self._num_ended_epochs <= ended
             self._step_epoch_schedulers(ended)
-            if self._started_epoch == ended:
-                self.module.on_train_epoch_end()
-            elif self._steps_schedulers:
+            if self._started_epoch == ended and self._epoch_end_hook.is_due(ended):
+                self._epoch_end_hook.call(ended)
+            elif has_missed and self._steps_schedulers:
                 self._scheduler_stepper.miss_metrics(ended)
+        behind.ended_epochs = max(behind.ended_epochs, epoch)
         update_view(self._view, current_epoch=epoch)
 
     def _begin_fit(self) -> None:
@@ -439,6 +444,7 @@ class LightningOperator(TrainingOperator):
             "steps": self._view.global_step,
             "epoch": self._view.current_epoch,
             "ended_epochs": self._num_ended_epochs,
+            "ended_by_hook": self._lockstep.writes_behind_steps.ended_epochs,
             "plateaus": self._scheduler_stepper.state_dict(),
             "checkpoint": run_on_save_hooks(self._view, self._hook_targets),
             "datamodule": None if self.datamodule is None else self.datamodule.state_dict(),
@@ -449,6 +455,8 @@ class LightningOperator(TrainingOperator):
         update_view(self._view, current_epoch=state["epoch"], global_step=state["steps"])
         # Earlier versions counted none: what they had not ended stays so.
         self._num_ended_epochs = state.get("ended_epochs", state["epoch"])
+        behind = self._lockstep.writes_behind_steps
+        behind.ended_epochs = state.get("ended_by_hook", self._num_ended_epochs)
         self._scheduler_stepper.load_state_dict(state["plateaus"])
         if goes_back:  # a worker that is a step behind the others goes on with its epoch
             self._started_epoch = -1

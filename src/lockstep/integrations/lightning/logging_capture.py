@@ -151,9 +151,13 @@ class LoggingCapture:
         self._of_epoch[self._purpose] = LoggedMetrics()
         self._seen[self._purpose] = 0.0
 
-    def mark(self) -> Any:
-        """What the module has logged so far, for `restore` should the step or call be undone."""
-        if self._is_capturing:
+    def mark(self, *, may_reset: bool = False) -> Any:
+        """What the module has logged so far, for `restore` should the step or call be undone.
+
+        Args:
+            may_reset: what follows may reset metrics, so that their rows are copied as well.
+        """
+        if self._is_capturing and not may_reset:
             put_back = partial(restore_metrics, mark_metrics(self._metrics))
         else:
             # Of a call that is undone the end may have run, which gathers metrics and resets them.

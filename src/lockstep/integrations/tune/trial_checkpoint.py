@@ -6,6 +6,10 @@ changed. An optimizer's state holds its learning rate, so that a plain load woul
 So the checkpoint also holds the hyperparameters with which the optimizers were made. A trial that
 was made with other hyperparameters keeps its own; its learning rate is multiplied by the factor by
 which a scheduler had changed the better trial's.
+
+A parameter group that was added since `setup` (a layer that was unfrozen) is in no config. It keeps
+what was loaded, and its learning rate moves with its optimizer's: by the factor between the two
+trials' rates of the first group.
 """
 
 from __future__ import annotations
@@ -87,11 +91,35 @@ def _apply_own_hyperparameters(
     ours: Hyperparameters, theirs: Hyperparameters, operator: TrainingOperator
 ) -> None:
     run = registered_parts(operator)
-    for number, optimizer in enumerate(run.optimizers):
-        for index, group in enumerate(optimizer.param_groups):
-            _apply_to_group(group, ours[number][index], theirs[number][index])
+    for optimizer, mine, others in zip(run.optimizers, ours, theirs, strict=True):
+        groups = optimizer.param_groups
+        noted = list(zip(groups, mine, others, strict=False))
+        for group, own, other in noted:
+            _apply_to_group(group, own, other)
+        for added in groups[len(noted) :]:
+            _scale_rates(added, _factor_between(mine[0], others[0]))
     for scheduler in run.schedulers:
         _update_base_rates(scheduler)
+
+
+def _base_rate(noted: Mapping[str, Any]) -> Any:
+    """The learning rate before a scheduler: in `initial_lr` where there is a scheduler."""
+    return noted.get("initial_lr", noted.get("lr"))
+
+
+def _factor_between(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
+    """Our learning rate over theirs; 1 where they have none, or a rate of zero."""
+    mine, other = _base_rate(ours), _base_rate(theirs)
+    return mine / other if mine is not None and other else 1.0
+
+
+def _scale_rates(group: dict[str, Any], factor: float) -> None:
+    for name in ("lr", "initial_lr"):
+        rate = group.get(name)
+        if isinstance(rate, torch.Tensor):
+            rate.mul_(factor)
+        elif rate is not None:
+            group[name] = rate * factor
 
 
 def _apply_to_group(

@@ -14,7 +14,7 @@ from tests.unit.integrations.lightning.modules import (
 )
 from tests.unit.integrations.lightning.two_threads import on_two_threads
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import LostUpdateError
@@ -111,6 +111,27 @@ def test_a_worker_without_samples_writes_too(module_cls):
     first, second = on_two_threads(operator, body)
     assert farthest(first, second) == 0
     assert farthest(first, by_one_process(module_cls)) < 1e-12
+
+
+class Stream(IterableDataset):
+    """Whose end no rank knows before it has come to it."""
+
+    def __iter__(self):
+        yield from Subset(problem(), range(SAMPLES))
+
+
+def test_a_worker_without_samples_has_what_was_written_when_a_call_ends_with_the_epochs_last_step():
+    """The epoch's end is known to the next call alone."""
+
+    def body(worker):
+        for _ in range(EPOCHS):
+            worker.train(LoopRequest("train", -(-SAMPLES // GLOBAL_BATCH), False, {}))
+        return worker.operator.module
+
+    stream = DataLoader(Stream(), GLOBAL_BATCH // 2)
+    first, second = on_two_threads(TrainingOperator.from_lightning(FollowsInTheEnd, stream), body)
+    assert farthest(first, second) == 0
+    assert farthest(first, by_one_process(FollowsInTheEnd)) < 1e-12
 
 
 def trainer_of(module_cls, num_shards):
