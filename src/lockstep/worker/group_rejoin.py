@@ -34,11 +34,11 @@ from lockstep.worker import state_broadcast
 from lockstep.worker.loader_sharding import make_sharded_loader
 from lockstep.worker.loop_run import LoopProgress
 from lockstep.worker.memory_recovery import go_back, take_again
+from lockstep.worker.open_step import Undone
 from lockstep.worker.position_queries import run_position
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 from lockstep.worker.state_dict import copy_to_cpu
 from lockstep.worker.survivor_state import RunPosition, SurvivorState
-from lockstep.worker.worker import Undone
 
 if TYPE_CHECKING:
     from lockstep.worker.memory_recovery import StateRestore

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -67,3 +68,16 @@ class OpenStep:
     def filled_buffers(self) -> list[torch.Tensor]:
         """The buffers that were not None."""
         return [buffer for _, _, buffer in self.buffers if buffer is not None]
+
+
+class Undone(Enum):
+    """What `Worker.undo` has undone."""
+
+    CALL = auto()
+    STEP = auto()
+
+    NOTHING_AS_STEP_COUNTS = auto()
+    """The step was cut short after its optimizers had stepped, and counts."""
+
+    IMPOSSIBLE = auto()
+    """The state from before the step is lost."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -27,6 +26,7 @@ from lockstep.worker.device import pick_device
 from lockstep.worker.gloo_sockets import GlooSockets
 from lockstep.worker.loop_run import LoopRequest, LoopRun
 from lockstep.worker.memory_checkpoint import MemoryCheckpoints, tracked_weights
+from lockstep.worker.open_step import Undone
 from lockstep.worker.process_group import (
     Rendezvous,
     form_group,
@@ -59,19 +59,6 @@ if TYPE_CHECKING:
     from lockstep.worker.survivor_state import SurvivorState
 
 _CLOSING_S: Final = 1.0
-
-
-class Undone(Enum):
-    """What `Worker.undo` has undone."""
-
-    CALL = auto()
-    STEP = auto()
-
-    NOTHING_AS_STEP_COUNTS = auto()
-    """The step was cut short after its optimizers had stepped, and counts."""
-
-    IMPOSSIBLE = auto()
-    """The state from before the step is lost."""
 
 
 class Worker(StateAccess):
