@@ -8,8 +8,10 @@ ranks that are behind load the state of the one that is furthest. The driver cal
 A rank commits a step only after all communication of the step, so that its weights then hold every
 rank's contribution; and no rank can finish the communication of the next step before all ranks have
 entered it. So the surviving ranks are at most one step apart: those behind load the state of the
-furthest, and the step that no rank has committed is computed again. Under ``sync="fsdp"``, where no
-rank has the whole state, all ranks go back to a memory checkpoint instead (`memory_recovery`).
+furthest, and the step that no rank has committed is computed again. Of ranks at the same step one
+that has made the writes behind it is further (`operator.writes_behind_steps`). Under
+``sync="fsdp"``, where no rank has the whole state, all ranks go back to a memory checkpoint instead
+(`memory_recovery`).
 
 The state that travels is that of a checkpoint (see `state_dict`), and what a checkpoint leaves to
 `setup`: buffers (see `buffer_values`).
