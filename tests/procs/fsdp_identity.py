@@ -27,8 +27,10 @@ from tests.procs.odd_optimizers import (
     Lookahead,
     OfOldStyle,
     OfTwoKinds,
+    ReadsParts,
     RemembersNorms,
     WritesToGradients,
+    WritesToParts,
 )
 from torch import nn
 
@@ -332,6 +334,8 @@ OPTIMIZERS = {
     "of old style": OfOldStyle,
     "writes to gradients": WritesToGradients,
     "empties gradients": EmptiesGradients,
+    "reads parts": ReadsParts,
+    "writes to columns": lambda ps: WritesToParts(ps, lambda t: t[..., :2] if t.dim() > 1 else t),
     "Lookahead": lookahead,
     "of two kinds": OfTwoKinds,
     "of two kinds with groups of their own": partial(OfTwoKinds, own_groups=True),

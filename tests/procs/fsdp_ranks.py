@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.procs import fsdp_identity, units_cases
+from tests.procs import fsdp_identity, fsdp_parts, units_cases
 from torch import nn
 
 from harness import reset
@@ -184,10 +184,16 @@ REFUSALS = {
 }
 
 
+ALONE = {
+    "identity": [*fsdp_identity.CASES, *fsdp_parts.CASES],
+    "units": units_cases.CASES,
+}
+
+
 def cases(choice: str):
     """Name, number of ranks, and what to call with the group."""
-    if choice in ("identity", "units"):
-        for case in (fsdp_identity if choice == "identity" else units_cases).CASES:
+    if choice in ALONE:
+        for case in ALONE[choice]:
             yield case.__name__, 2, (case,)
         return
     slow = choice == "slow"

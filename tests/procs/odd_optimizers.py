@@ -55,6 +55,37 @@ class AssignsData(ByNorms):
                 param.data = param.data - options["lr"] * param.grad.data
 
 
+class WritesToParts(ByNorms):
+    """A step for each part of a weight's rows, as optimizers have it that treat heads apart.
+
+    Attributes:
+        part: gives a part of a weight, a gradient or a state.
+    """
+
+    def __init__(self, params, part):
+        super().__init__(params)
+        self.part = part
+
+    def step(self, closure=None):
+        for options in self.param_groups:
+            for param in options["params"]:
+                # A version alone would not tell that a part of the step is lost.
+                param.data.mul_(0.99)
+                self.part(param.data).add_(self.part(param.grad), alpha=-options["lr"])
+
+
+class ReadsParts(ByNorms):
+    """By the largest number in each half of the rows, and in the first row."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for options in self.param_groups:
+            for param in options["params"]:
+                parts = [*param.grad.chunk(2), param.grad[0]] if param.dim() else []
+                length = 1 + sum(part.abs().max() for part in parts)
+                param.add_(param.grad / length, alpha=-options["lr"])
+
+
 class RemembersNorms(ByNorms):
     """Follows the norm of the gradient of the step before; its momenta are in a list."""
 

@@ -3,6 +3,7 @@
 
 import pytest
 from tests.procs.fsdp_identity import CODES, SAME, SAME_BY_NAME
+from tests.procs.fsdp_parts import PARTS
 from tests.procs.test_fsdp_exact import results_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -42,6 +43,13 @@ def test_each_as_in_one_process(ranks, case, name):
 )
 def test_refused_on_every_rank(ranks, case, code):
     assert [found[case.__name__] for found in ranks] == [code, code]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_write_that_is_lost_is_refused_on_every_rank(ranks, name):
+    for found in ranks:
+        assert "[LS003]" in found["parts_written_to"][name]
+        assert "sharded dimension" in found["parts_written_to"][name]
 
 
 def test_a_step_that_one_rank_leaves_out_is_named_before_anything_changes(ranks):

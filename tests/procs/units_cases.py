@@ -278,6 +278,32 @@ def a_unit_unfrozen_under_mp_policy(group):
     return max(float((one - other).abs().max()) for one, other in pairs)
 
 
+def backwards_with_inputs(group):
+    """For all weights, for those of one block, and for those of no block; with a weight, too."""
+    pair = Pair(group)
+    chosen = (
+        lambda model: list(model.parameters()),
+        lambda model: list(model.blocks[1].parameters()),
+        lambda model: [model.short, model.head.bias],
+        lambda model: model.blocks[0].wide.weight,
+    )
+    for step, choose in enumerate(chosen * 2):
+        pair.sync.begin_step(step)
+        for _, optimizer in pair.both():
+            optimizer.zero_grad()
+        if step < len(chosen):
+            pair.sync.set_delivered_weight(len(X[pair.part]))
+            pair.loss().backward(inputs=choose(pair.model))
+        else:
+            pair.sync.backward(pair.loss(), weight=len(X[pair.part]), inputs=choose(pair.model))
+        pair.loss(pair.truths, slice(None)).backward(inputs=choose(pair.truths[0]))
+        pairs = zip(pair.model.parameters(), pair.truths[0].parameters(), strict=True)
+        assert all((one.grad is None) == (other.grad is None) for one, other in pairs)
+        for _, optimizer in pair.both():
+            optimizer.step()
+    return pair.apart()
+
+
 SAME = [
     a_criterion_in_which_no_module_is_a_unit,
     modules_added_after_register,
@@ -285,6 +311,7 @@ SAME = [
     evaluated_first,
     distributions_returned,
     largest_numbers,
+    backwards_with_inputs,
     a_unit_unfrozen_under_mp_policy,
 ]
 
@@ -405,6 +432,18 @@ def a_sparse_embedding(group):
     return refused(lambda: Pair(group, Words))
 
 
+def gradients_of_weights_asked_for(group):
+    pair = Pair(group)
+    pair.train(1)
+    weights = list(pair.model.parameters())
+    texts = {refused(lambda: torch.autograd.grad(pair.loss(), weights))}
+    texts.add(refused(lambda: torch.autograd.grad(pair.loss(), weights, allow_unused=True)))
+    pair.train()
+    assert pair.apart() < 1e-12
+    (text,) = texts
+    return text
+
+
 REFUSED = {
     clipped_by_a_list_of_before: ("LS102", "`short`"),
     stepped_by_an_optimizer_of_before: ("LS102", "`grad` of it"),
@@ -415,6 +454,7 @@ REFUSED = {
     zeroed_in_a_window_on_one_rank: ("LS101", "2, 1"),
     data_of_a_gradient_assigned: ("LS003", "p.grad.copy_"),
     data_of_a_gradient_assigned_before_a_backward: ("LS003", "p.grad.copy_"),
+    gradients_of_weights_asked_for: ("LS003", "loss.backward()"),
     channels_last: ("LS003", "channels_last"),
     a_sparse_embedding: ("LS103", "`words.weight`"),
 }

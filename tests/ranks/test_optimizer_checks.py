@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from tests.procs.odd_optimizers import Lookahead
 from torch import nn
 
 from harness import reset, rows, run_ranks
@@ -70,6 +71,61 @@ def test_optimizers_that_differ_are_refused_on_every_rank(make_optimizer, named)
     with pytest.raises(ReplicasDifferError, match="same optimizers") as caught:
         registers(checked)
     assert named in str(caught.value)
+
+
+def stepped(model, optimizer, factor=1.0):
+    """`optimizer` with a state, and the weights of before."""
+    before = [param.detach().clone() for param in model.parameters()]
+    (model(X).square().mean() * factor).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        for param, value in zip(model.parameters(), before, strict=True):
+            param.copy_(value)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "named"),
+    [
+        (
+            lambda model, rank: stepped(model, sgd(model.parameters(), momentum=0.9), 1 + rank),
+            "momentum_buffer",
+        ),
+        (
+            lambda model, rank: (
+                torch.optim.Adam(model.parameters())
+                if rank
+                else stepped(model, torch.optim.Adam(model.parameters()))
+            ),
+            "nothing more",
+        ),
+        (
+            lambda model, rank: Lookahead(
+                stepped(model, sgd(model.parameters(), momentum=0.9), 1 + rank)
+            ),
+            "momentum_buffer",
+        ),
+    ],
+    ids=["values", "on one rank alone", "within another one"],
+)
+def test_states_that_differ_are_refused_on_every_rank(make_optimizer, named):
+    """Loaded on rank 0 alone, or from other files."""
+    with pytest.raises(ReplicasDifferError, match="state of `") as caught:
+        registers(make_optimizer)
+    assert named in str(caught.value)
+
+
+def test_states_that_are_the_same_may_be_there_before():
+    registers(lambda model, rank: stepped(model, torch.optim.Adam(model.parameters())))
+
+
+def test_a_state_of_what_is_local_may_differ():
+    def own_state(model, rank):
+        local(model)
+        return stepped(model, sgd(model.parameters(), momentum=0.9), 1 + rank)
+
+    registers(own_state)
 
 
 def test_schedulers_that_differ_are_refused():

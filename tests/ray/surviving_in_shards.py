@@ -84,6 +84,19 @@ class EveryOther(InShards):
         return {"train_loss": loss.item()}
 
 
+class StepsBeforeTheNextBatch(InShards):
+    """A step uses the gradients of the batch before."""
+
+    def train_batch(self, batch, batch_info):
+        features, classes = batch
+        if self.global_step:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        loss = self.criterion(self.model(features), classes)
+        loss.backward()
+        return {"train_loss": loss.item()}
+
+
 class OwnEpoch(InShards):
     """Only this loop knows what lies between two batches."""
 

@@ -16,6 +16,7 @@ from tests.ray.surviving_in_shards import (
     InShards,
     Interrupted,
     OwnEpoch,
+    StepsBeforeTheNextBatch,
     counts,
     kill,
     run,
@@ -115,7 +116,7 @@ def _by_calls(trainer, workers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operator_cls", [EveryOther, OwnEpoch])
+@pytest.mark.parametrize("operator_cls", [EveryOther, StepsBeforeTheNextBatch, OwnEpoch])
 @pytest.mark.parametrize("step", [5, 9])
 def test_loops_of_ones_own(operator_cls, step):
     expected, _, bits = undisturbed(operator_cls, noise=0.3)

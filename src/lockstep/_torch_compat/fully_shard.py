@@ -191,7 +191,13 @@ class ShardedUnit:
     @property
     def leaves(self) -> list[torch.Tensor]:
         """What stands for the parameters in graphs, since the first forward."""
-        return [] if self._group is None else [leaf for _, leaf in self._leaves()]
+        return [leaf for _, leaf in self.leaf_of_each]
+
+    @property
+    def leaf_of_each(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Each parameter that may get a gradient, with its leaf, since the first forward."""
+        found = [] if self._group is None else self._leaves()
+        return [(held.sharded_param, leaf) for held, leaf in found]
 
     def _before_reduction(self, *_: Any) -> None:
         used: list[nn.Parameter] = []

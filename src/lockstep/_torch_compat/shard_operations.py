@@ -75,7 +75,7 @@ def reduce_scalars_when_read() -> Iterator[None]:
     def read(operation: Any, args: tuple[Any, ...], _: dict[str, Any]) -> Any:
         return operation(args[0].full_tensor())
 
-    with _replace(_READS, read):
+    with replace_operations(_READS, read):
         yield
 
 
@@ -93,7 +93,7 @@ def refuse_draws(error: Callable[[str], Exception]) -> Iterator[None]:
     def draw(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise error(operation.overloadpacket.__name__)
 
-    with _replace(_DRAWS, draw):
+    with replace_operations(_DRAWS, draw):
         yield
 
 
@@ -114,10 +114,10 @@ def reduce_empty_shards() -> Iterator[None]:
         if operation in _LARGEST or not 0 <= order < math.inf:
             is_list = isinstance(first, list | tuple)
             first = list(map(_without_empty, first)) if is_list else _without_empty(first)
-        with _as_torch_has_it(operation):
+        with as_torch_has_it(operation):
             return operation(first, *rest, **kwargs)
 
-    with _replace((*_LARGEST, *_NORMS), reduce):
+    with replace_operations((*_LARGEST, *_NORMS), reduce):
         yield
 
 
@@ -135,7 +135,7 @@ def _without_empty(tensor: Any) -> Any:
 
 
 @contextmanager
-def _as_torch_has_it(operation: Any) -> Iterator[None]:
+def as_torch_has_it(operation: Any) -> Iterator[None]:
     """Inside, no handler of ours is in the way of an operation."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
     ours = handlers.pop(operation)
@@ -148,7 +148,13 @@ def _as_torch_has_it(operation: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _replace(operations: Sequence[Any], handler: Callable[..., Any]) -> Iterator[None]:
+def replace_operations(operations: Sequence[Any], handler: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `handler` is called in the place of ``DTensor``'s operations.
+
+    Args:
+        operations: overloads of operators of ``torch.ops.aten``.
+        handler: is called with the operation, its arguments and its keyword arguments.
+    """
     handlers = DTensor._op_dispatcher._custom_op_handlers
     with _lock:
         for each in operations:

@@ -16,6 +16,7 @@ from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.operator.buffer_values import loader_into
 from lockstep.operator.host_file_lock import host_lock
 from lockstep.operator.registration import registered_parts
+from lockstep.sync.optimizer_inspection import load_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -156,7 +157,7 @@ def from_model(
         @staticmethod
         def _lockstep_load_into_instance(state: Mapping[str, Any]) -> None:
             load_modules(state)
-            optimizer.load_state_dict(copy.deepcopy(state["optimizers"][0]))
+            load_state(optimizer, copy.deepcopy(state["optimizers"][0]))
             given_optimizer.note_settings()
 
     return ModelOperator

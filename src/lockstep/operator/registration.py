@@ -33,14 +33,17 @@ from lockstep.operator.weight_averages import make_weight_averages
 from lockstep.sync import is_local
 from lockstep.sync.local_parameters import mark_copies
 from lockstep.sync.meta_device import initialise, is_on_meta
+from lockstep.sync.optimizer_inspection import optimizers_with_state
 from lockstep.sync.replica_checks import batch_dependent_embedding_error
 from lockstep.sync.shard_units import check_policy, find_units
 from lockstep.sync.synced_tensors import batch_dependent_options
+from lockstep.tensor_tree import leaves_with_path, tree_map_with_path
 
 if TYPE_CHECKING:
     from lockstep.operator.loop_protocols import Operator
     from lockstep.operator.rank_context import RankContext
     from lockstep.operator.training_parts import SyncOptions
+    from lockstep.tensor_tree import KeyPath
 
 
 class _DefaultReduction(str):
@@ -173,8 +176,7 @@ def build_training_parts(
         _refuse_scaling_by_frequency(registered)
     for module in registered.modules():
         _move(module, registered, context)
-    for optimizer in registered.optimizers:
-        _move_state(optimizer)
+    _move_state(registered.optimizers)
     # Averages are made before the hooks: a copy of a model with hooks would have them, too.
     registered.averages = make_weight_averages(ema, registered.plain_models(), context.device)
     if context.options.wrap_ddp:
@@ -253,11 +255,35 @@ def conclude_setup(operator: Operator, registered: TrainingParts, returned: Any)
     registered.buffers_after_setup = {name: buffer_shapes(each) for name, each in modules.items()}
 
 
-def _move_state(optimizer: torch.optim.Optimizer) -> None:
-    # Loading its own state moves the momentum of an optimizer that has stepped to the parameters'
-    # device. The groups need nothing: `module.to` keeps the Parameter objects.
-    if optimizer.state:
-        optimizer.load_state_dict(optimizer.state_dict())
+def _move_state(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Move the state of optimizers that have stepped to the devices of their parameters.
+
+    ``optimizer.load_state_dict(optimizer.state_dict())`` would move it as well, but round it to the
+    parameters' dtypes, and put other groups in the place of those that the user may have kept.
+    Groups need nothing: ``module.to`` keeps the Parameter objects.
+    """
+    for optimizer in optimizers_with_state(optimizers):
+        for group in optimizer.param_groups:
+            # As torch has it: the host reads a step count, unless a kernel does.
+            keeps_step = not (group.get("capturable") or group.get("fused"))
+            for param in group["params"]:
+                if param in optimizer.state:
+                    held = optimizer.state[param]
+                    optimizer.state[param] = _on_device(held, param.device, keeps_step=keeps_step)
+
+
+def _on_device(state: Any, device: torch.device, *, keeps_step: bool) -> Any:
+    """One parameter's state with its tensors on `device`; the same objects where they are."""
+
+    def is_elsewhere(path: KeyPath, leaf: Any) -> bool:
+        stays = keeps_step and [key.value for key in path] == ["step"]
+        return isinstance(leaf, torch.Tensor) and leaf.device != device and not stays
+
+    if not any(is_elsewhere(path, leaf) for path, leaf in leaves_with_path(state)):
+        return state
+    return tree_map_with_path(
+        lambda path, leaf: leaf.to(device) if is_elsewhere(path, leaf) else leaf, state
+    )
 
 
 def _refuse_buffers(module: nn.Module) -> None:

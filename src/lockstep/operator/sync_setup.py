@@ -12,7 +12,7 @@ import torch
 from lockstep._torch_compat import COMPILER
 from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.operator.model_copies import copy_models, places_of_modules
-from lockstep.operator.optimizer_comparison import compare_optimizers
+from lockstep.operator.optimizer_comparison import compare_optimizers, describe_states
 from lockstep.operator.rank_context import ONE_PROCESS, ONE_PROCESS_BY_SHARD, shard_order
 from lockstep.paused_gc import pause_gc
 from lockstep.sync import (
@@ -27,7 +27,7 @@ from lockstep.sync import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from lockstep.operator.rank_context import Options, RankContext
     from lockstep.operator.training_parts import SyncOptions, TrainingParts
@@ -45,16 +45,19 @@ def attach(registered: TrainingParts, context: RankContext) -> None:
     """
     if not any(True for _ in registered.parameters()):
         return
+    # Before they are cut into shards. A parameter server takes those of rank 0.
+    is_served = context.options.sync == "parameter_server"
+    states = [] if is_served or context.group.is_alone else describe_states(registered)
     registered.sync = _synchroniser(registered, context)
     if context.group.size > 1:
-        _compare(registered, context)
+        _compare(registered, context, states)
 
 
-def _compare(registered: TrainingParts, context: RankContext) -> None:
+def _compare(registered: TrainingParts, context: RankContext, states: Sequence[str] = ()) -> None:
     assert registered.sync is not None, "attached"
     registered.attached = tuple(registered.parameters())
     try:
-        compare_optimizers(context.group, registered)
+        compare_optimizers(context.group, registered, states)
         tell_apart(registered.optimizers)
     except BaseException:
         # `register` fails and returns nothing; the hooks would stay on the user's parameters.

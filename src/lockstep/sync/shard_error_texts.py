@@ -68,6 +68,17 @@ def gradient_of_gradient_error(where: str) -> NotAvailableError:
     )
 
 
+def gradient_asked_error(where: str) -> NotAvailableError:
+    return NotAvailableError(
+        "gradients of sharded weights cannot be asked for",
+        where=where,
+        got="torch.autograd.grad(..., parameters of a model in shards)",
+        cause="they would be of this rank's own loss, and of whole weights",
+        fix="loss.backward(), or loss.backward(inputs=[...]) for some weights alone, and"
+        ' `parameter.grad`; or register(shard="whole")',
+    )
+
+
 def unnoticed_error(where: str) -> GradientNotReducedError:
     return GradientNotReducedError(
         "a backward has brought gradients to a sharded model without its units' notice",

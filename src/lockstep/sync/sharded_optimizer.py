@@ -19,8 +19,9 @@ import torch
 from torch.optim import Adafactor, Optimizer
 
 from lockstep._torch_compat import is_step_wrapper
+from lockstep._torch_compat.lost_writes import find_lost_writes
 from lockstep._torch_compat.shard_operations import reduce_empty_shards, reduce_scalars_when_read
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, NotAvailableError
 from lockstep.local_rows import LocalRows
 from lockstep.sync.optimizer_inspection import (
     inner_optimizers,
@@ -106,7 +107,8 @@ class ShardedOptimizer:
 
         Raises:
             GradientNotReducedError: another rank is at another place; nothing has changed.
-            NotAvailableError: the optimizer put other tensors in the place of its parameters.
+            NotAvailableError: the optimizer put other tensors in the place of its parameters, or
+                wrote to a part of what is sharded.
             PeerLostError: a rank left the step out, or went away.
         """
         self._wait_for_peers()
@@ -116,7 +118,7 @@ class ShardedOptimizer:
             args = (self._with_whole_weights(args[0]), *args[1:])
         self._swap_in()
         try:
-            with reduce_scalars_when_read(), reduce_empty_shards():
+            with reduce_scalars_when_read(), reduce_empty_shards(), find_lost_writes(_lost_error):
                 result = self._own_step(self.optimizer, *args, **kwargs)
         except BaseException as error:
             moved = self._swap_out()
@@ -218,6 +220,16 @@ class ShardedOptimizer:
         for number in kept.keys() & params.keys():
             kept[number] = self._shards.shard_state(kept[number], params[number], kinds)
         return {**state, "state": kept}
+
+
+def _lost_error(operation: str) -> NotAvailableError:
+    return NotAvailableError(
+        'this optimizer cannot step under sync="fsdp"',
+        got=f"it wrote to a part that {operation} has taken along the sharded dimension, the first",
+        cause="what it steps is a shard, and such a part is a copy: the write would be lost",
+        fix="compute with whole tensors in the optimizer (a factor for each row, as in"
+        ' `param.mul_(factors)`), or sync="replicate"',
+    )
 
 
 def _own_step(optimizer: Optimizer) -> Callable[..., Any]:

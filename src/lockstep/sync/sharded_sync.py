@@ -21,6 +21,7 @@ from lockstep._torch_compat import (
     set_tensor_hooks,
     tensor_hooks,
 )
+from lockstep._torch_compat.backward_inputs import choose_inputs
 from lockstep._torch_compat.device_mesh import make_mesh
 from lockstep._torch_compat.fully_shard import NEEDED_METHODS, begin_as_root, rows_of_shard
 from lockstep._torch_compat.shard_operations import (
@@ -178,7 +179,13 @@ class ShardedSync(GradientSync):
         self._connected.enter_context(reduce_scalars_when_read())
         self._connected.enter_context(reduce_empty_shards())
         self._connected.enter_context(refuse_draws(_draw_error))
+        self._connected.enter_context(choose_inputs(self._choose_inputs))
         return make_mesh(self._ordered, self._device.type)
+
+    def _choose_inputs(self, outputs: Any, inputs: Any, *, accumulates: bool) -> Any:
+        if self._transport is None:
+            return inputs
+        return self._transport.choose_inputs(outputs, inputs, accumulates=accumulates)
 
     def _collectives_of(self, group: Group) -> MeshCollectives:
         return MeshCollectives(group, DataParallelMesh(group.rank, group.size, self._dp_shard_size))

@@ -26,6 +26,7 @@ from operator import and_
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from lockstep._torch_compat import current_graph_task
 from lockstep._torch_compat.fully_shard import (
@@ -35,6 +36,7 @@ from lockstep._torch_compat.fully_shard import (
     forget_aborted_step,
     is_aborted,
 )
+from lockstep.crossed_gradients import leaves_behind
 from lockstep.sync import round_error_texts, shard_error_texts
 from lockstep.sync.end_of_backward import call_at_end
 from lockstep.sync.parameter_hooks import is_accumulating
@@ -231,6 +233,29 @@ class ShardedTransport(Transport):
         self.forget_aborted_step()
         name = self._known_slot(param).name
         raise shard_error_texts.replaced_error(f"`{name}`", self._controller.place)
+
+    def choose_inputs(
+        self, outputs: Sequence[Any], inputs: Sequence[Any], *, accumulates: bool
+    ) -> Sequence[Any]:
+        """The inputs of a backward, with the leaves that stand in its graph for its parameters.
+
+        Args:
+            outputs: of the graph.
+            inputs: tensors, parameters among them, or edges of a graph.
+            accumulates: False in ``torch.autograd.grad``, whose result would be this rank's own.
+
+        Raises:
+            NotAvailableError: the graph of a ``torch.autograd.grad`` reaches the leaf of an input.
+        """
+        leaf_of = {id(param): leaf for unit in self._units for param, leaf in unit.leaf_of_each}
+        leaves = [leaf_of[id(each)] for each in inputs if id(each) in leaf_of]
+        if accumulates or not leaves:
+            return [*inputs, *leaves]
+        nodes = [each.node if isinstance(each, GradientEdge) else each.grad_fn for each in outputs]
+        reached = {id(leaf) for node in nodes if node is not None for leaf in leaves_behind(node)}
+        if any(id(leaf) in reached for leaf in leaves):
+            raise shard_error_texts.gradient_asked_error(self._controller.place)
+        return inputs
 
     def refuse_assigned_data(self) -> None:
         """Refuse ``parameter.data = tensor``, of which a shard's rows take no notice.

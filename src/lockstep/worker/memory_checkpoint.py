@@ -89,6 +89,7 @@ class Part:
         weighed_by: see `OperatorState`.
         call: the number of the call of `train` that goes on from it, or is the next one.
         progress: how far that call had come; None if it had not begun.
+        is_unreduced: `gradients` are of a window that no round has closed.
     """
 
     state: dict[str, Any]
@@ -98,6 +99,7 @@ class Part:
     weighed_by: dict[str, str]
     call: int
     progress: LoopProgress | None
+    is_unreduced: bool = False
 
 
 @dataclass(frozen=True)
@@ -365,8 +367,13 @@ def _take_part(
     gradients = [copy_own_rows(p.grad) for p in parameters] if with_gradients else None
     state = worker.own_state_dict()
     unsaved = [copy_own_rows(each) for each in unsaved_parameters(worker.run, state)]
-    rest = _take_rest(worker, taken_in)
-    return replace(rest, state=state, parameters=unsaved, gradients=gradients)
+    return replace(
+        _take_rest(worker, taken_in),
+        state=state,
+        parameters=unsaved,
+        gradients=gradients,
+        is_unreduced=worker.rollback.holds_unreduced_window,
+    )
 
 
 def _take_rest(worker: StateAccess, taken_in: tuple[int, LoopProgress | None]) -> Part:

@@ -19,6 +19,7 @@ from lockstep.metrics import TimerCollection
 from lockstep.operator.buffer_values import put_buffer_values
 from lockstep.operator.sync_setup import rejoin
 from lockstep.operator.trained_parameters import restore_trained_parameters
+from lockstep.sync import note_reduced
 from lockstep.worker import state_broadcast
 from lockstep.worker.loop_run import LoopRun
 from lockstep.worker.memory_checkpoint import merge_parts
@@ -237,6 +238,9 @@ def _load(worker: Worker, part: Part) -> None:
     if part.gradients is not None:
         for parameter, gradient in zip(run.parameters(), part.gradients, strict=True):
             parameter.grad = None if gradient is None else _own_rows(gradient, parameter)
+        if not part.is_unreduced:
+            # No round of this group has left them, but all ranks have the same gradients.
+            note_reduced(run.parameters())
 
 
 def _own_rows(rows: Any, parameter: Any) -> torch.Tensor:

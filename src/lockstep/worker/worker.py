@@ -13,7 +13,7 @@ from lockstep.errors import ConfigurationError, PeerLostError
 from lockstep.group import Group
 from lockstep.operator.mixed_tensors import explain_mixed_tensors
 from lockstep.operator.non_finite_check import add_non_finite_checks
-from lockstep.operator.optimizer_comparison import compare_optimizers
+from lockstep.operator.optimizer_comparison import compare_optimizers, describe_states
 from lockstep.operator.optimizer_step_hooks import OptimizerStepHooks, add_step_listeners
 from lockstep.operator.rank_context import RankContext
 from lockstep.operator.registered_schedulers import update_schedulers
@@ -212,9 +212,10 @@ class Worker(StateAccess):
             self.snapshots.refuse_uncollectable_states()
         open_step_log(operator, run, spec)
         if run.sync is not None and spec.num_workers > 1 and not is_spare:
-            # `setup` may have changed weights after `register` on some ranks only.
+            # `setup` may have changed weights or states after `register` on some ranks only.
             run.sync.agree_on_values()
-            compare_optimizers(context.group, run)
+            is_served = spec.options.sync == "parameter_server"
+            compare_optimizers(context.group, run, [] if is_served else describe_states(run))
             operator._lockstep.compare_hardware()
         self._open_loaders(operator)
         hooks = self.step_hooks = OptimizerStepHooks(operator, run)
