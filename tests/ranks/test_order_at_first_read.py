@@ -13,7 +13,7 @@ from harness import side_by_side
 from lockstep import TrainingOperator
 from lockstep.keys import BATCH_SIZE
 from lockstep.worker import LoopRequest, Worker, WorkerSpec
-from ranks.test_break_group import Pair
+from ranks.test_break_group import Workers
 
 BATCH = 10
 REST = LoopRequest("train", None, False, {})
@@ -90,7 +90,7 @@ class ReadsOnOneRank(Curriculum):
 def on_two_ranks(operator_cls, requests, monkeypatch):
     """Steps and weights by rank."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    pair, found = Pair(operator_cls), [None, None]
+    pair, found = Workers(operator_cls, 2), [None, None]
     pair.start()
 
     def train(rank):

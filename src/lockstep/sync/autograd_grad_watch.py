@@ -11,11 +11,11 @@ Some elements of each weight tell of writes through ``weight.data``, which no ve
 elements of each gradient tell clipping from additions.
 
 A rank that computes gradients for its log alone must not wait for peers, which do not know of it.
-So a rank compares with its peers before the step only where the change is a multiple of what
-``torch.autograd.grad`` has returned: then the program uses that, and its other ranks do, too. Any
-other change (a weight decay by hand, or the sign of such a gradient) is as likely one that
-all ranks make alike. The rank asks, in its next round, to compare the weights; all ranks
-hear of it, and do in the round after that.
+So a rank does not compare with its peers before the step where values that all ranks share explain
+a change: the reduced gradient and the weight, each times a number (a weight decay by hand). The
+rank asks, in its next round, to compare the weights; all ranks hear of it, and do in the round
+after that. Any other change may be of what ``torch.autograd.grad`` has returned: the rank compares
+at once, for a program that uses it on one rank uses it on the others, too.
 """
 
 from __future__ import annotations
@@ -37,10 +37,6 @@ if TYPE_CHECKING:
 
 _SAMPLED: Final = 4
 """Elements of each weight that are compared, and of each gradient, beside its norm."""
-
-
-_KEPT: Final = 4
-"""Gradients of each weight that are kept of what ``torch.autograd.grad`` has returned."""
 
 
 class _Mark(NamedTuple):
@@ -90,7 +86,6 @@ class AutogradGradWatch:
         self._can_wait = can_wait
         self._last: _Moment | None = None
         self._before: dict[Slot, _Before] = {}
-        self._returned: dict[Slot, list[torch.Tensor]] = {}
         self._asks = False
 
     def note(self, place: str, rounds: int, steps: int) -> None:
@@ -102,13 +97,12 @@ class AutogradGradWatch:
             steps: number of optimizers' steps so far.
 
         Raises:
-            GradientNotReducedError: weights were changed by what it returned the last time, and
-                nothing was reduced.
+            GradientNotReducedError: weights were changed since the last time, and nothing was
+                reduced.
         """
         now = _Moment(rounds, steps, _marks_of(self._slots))
         last, self._last = self._last, now
-        is_same_step = last is not None and last[:2] == now[:2]
-        if last is not None and is_same_step and self._holds_own(self._changes_of(last, now)):
+        if last is not None and last[:2] == now[:2] and last.weights != now.weights:
             raise GradientNotReducedError(
                 "weights were changed after torch.autograd.grad, and no gradient was reduced",
                 where=f"{place}, step {steps + 1}",
@@ -120,13 +114,6 @@ class AutogradGradWatch:
         for slot, mark in zip(self._slots, now.weights, strict=True):
             if slot not in self._before:
                 self._before[slot] = _Before(mark, _sample_of(slot))
-
-    def note_gradient(self, slot: Slot, gradient: torch.Tensor) -> None:
-        """Note what ``torch.autograd.grad`` returns for a parameter."""
-        if gradient.layout is torch.strided or is_shard(gradient):
-            kept = self._returned.setdefault(slot, [])
-            # Not read from the device before a change has to be explained.
-            self._returned[slot] = [*kept, _some_elements(gradient).clone()][-_KEPT:]
 
     def take_question(self) -> bool:
         """Whether to ask for a comparison, in the round that begins; once for each reason."""
@@ -149,8 +136,8 @@ class AutogradGradWatch:
             self._before[slot] = self._before[slot]._replace(sample=_sample_of(slot))
 
     def holds_own_gradients(self, slots: Sequence[Slot], held: HeldIds) -> bool:
-        """Before an optimizer of `slots` steps: whether the program changed weights or gradients
-        by what ``torch.autograd.grad`` returned. After other changes the next round asks.
+        """Before an optimizer of `slots` steps: whether the program may have changed weights or
+        gradients by what ``torch.autograd.grad`` returned. After other changes the next round asks.
 
         Gradients that were multiplied by a factor, or cut to a limit, do not count. Weights of
         other optimizers do: the gradients of `slots` were computed with them.
@@ -175,21 +162,13 @@ class AutogradGradWatch:
         if moved or _has_changed_gradients(found):
             changes += [_weight_change(slot, *pair) for slot, pair in moved.items()]
             changes += [each for pair in found for each in _gradient_changes(*pair)]
-        holds_own = self._holds_own(changes)
-        self._returned = {s: kept for s, kept in self._returned.items() if s in self._before}
-        return holds_own
-
-    def _changes_of(self, last: _Moment, now: _Moment) -> list[_Change]:
-        pairs = zip(self._slots, last.weights, now.weights, strict=True)
-        return [_weight_change(slot, *pair) for slot, *pair in pairs if pair[0] != pair[1]]
+        return self._holds_own(changes)
 
     def _holds_own(self, changes: Sequence[_Change]) -> bool:
-        """Whether one of `changes` is of what was returned; the next round asks about others."""
+        """Whether one of `changes` is explained by nothing; the next round asks about others."""
         if not changes:
             return False
-        if not self._can_wait:
-            return True
-        holds_own = any(each.is_multiple_of(self._returned.get(each.slot, ())) for each in changes)
+        holds_own = not (self._can_wait and _are_explained(changes))
         self._asks |= not holds_own
         return holds_own
 
@@ -198,50 +177,79 @@ class _Change(NamedTuple):
     """Some elements by which a program has changed a weight or a gradient.
 
     Attributes:
-        values: of the change, float64.
-        rounding: how large it may be without a change, because the sum is rounded.
+        values: of the change, float64; shape (n,).
+        shared: the gradient and the weight from before; shape (n, 2).
+        rounding: how far `values` may be off, because the sum is rounded; shape (n,).
+        eps: of the dtype in which the program computes.
     """
 
-    slot: Slot
     values: torch.Tensor
+    shared: torch.Tensor
     rounding: torch.Tensor
+    eps: float
 
-    def is_multiple_of(self, returned: Sequence[torch.Tensor]) -> bool:
-        """Whether the change is one of these gradients, or their sum, times a factor."""
-        found = [each.double().cpu() for each in returned]
-        sums = [torch.stack(found).sum(dim=0)] if len(found) > 1 else []
-        return any(self._is_multiple_of(each) for each in [*found, *sums])
+    def is_explained_by(self, factors: torch.Tensor) -> bool:
+        """Whether the change is the shared values times these two `factors`."""
+        found = self.shared * factors
+        error = self.rounding + self.eps * found.abs().sum(1)
+        return bool(((self.values - found.sum(1)).abs() <= 8 * error).all())
 
-    def _is_multiple_of(self, gradient: torch.Tensor) -> bool:
-        telling = (gradient != 0) & (self.values.abs() > 16 * self.rounding)
-        if telling.count_nonzero() < 2:
-            return False  # one number is always some multiple of another one
-        largest = int(torch.where(telling, gradient.abs(), 0.0).argmax())
-        scaled = gradient * (self.values[largest] / gradient[largest])
-        error = self.rounding + torch.finfo(self.slot.param.dtype).eps * scaled.abs()
-        return bool(((self.values - scaled).abs() <= 8 * error).all())
+    def best_factors(self) -> torch.Tensor:
+        """Of the shared values, by least squares; both 0 where no element has changed."""
+        size = torch.linalg.vector_norm(self.shared, dim=0)
+        scale = torch.where(size > 0, size, 1.0)
+        found = torch.linalg.lstsq(self.shared / scale, self.values[:, None], driver="gelsd")
+        factors: torch.Tensor = found.solution[:, 0] / scale
+        return factors
 
 
-def _change(slot: Slot, before: torch.Tensor, now: torch.Tensor) -> _Change:
+def _are_explained(changes: Sequence[_Change]) -> bool:
+    """Whether each change is the shared values times two factors, in every element that is kept.
+
+    Two numbers are always explained by two factors: they have to have those of a larger change, or
+    one of these.
+    """
+    large = [each for each in changes if each.values.count_nonzero() > _SAMPLED // 2]
+    factors = [each.best_factors() for each in large]
+    if not all(map(_Change.is_explained_by, large, factors)):
+        return False
+    one_of_two = torch.eye(2, dtype=torch.float64, device="cpu")
+    alone = [pair * which for pair in factors for which in one_of_two]
+    small = [each for each in changes if each.values.count_nonzero() <= _SAMPLED // 2]
+    return all(any(map(each.is_explained_by, [*factors, *alone])) for each in small)
+
+
+def _change(
+    slot: Slot, before: torch.Tensor, now: torch.Tensor, shared: Sequence[torch.Tensor]
+) -> _Change:
     eps = torch.finfo(slot.param.dtype).eps
-    return _Change(slot, now - before, eps * torch.maximum(before.abs(), now.abs()))
+    rounding = eps * torch.maximum(before.abs(), now.abs())
+    return _Change(now - before, torch.stack(list(shared), dim=1), rounding, eps)
 
 
 def _weight_change(slot: Slot, before: _Mark, now: _Mark) -> _Change:
-    return _change(slot, before.numbers(slot.param), now.numbers(slot.param))
+    was = before.numbers(slot.param)
+    return _change(slot, was, now.numbers(slot.param), (_gradient_elements(slot, was), was))
+
+
+def _gradient_elements(slot: Slot, like: torch.Tensor) -> torch.Tensor:
+    """The elements of the gradient that stand beside those of the weight; 0 without one."""
+    grad = slot.param.grad
+    if grad is None or not (grad.layout is torch.strided or is_shard(grad)):
+        return torch.zeros_like(like)
+    return _some_elements(grad).double().cpu()
 
 
 def _gradient_changes(slot: Slot, before: _Before) -> list[_Change]:
-    """What was added to a parameter's gradient, and what took its place."""
+    """What a program has added to a parameter's gradient."""
     grad = slot.param.grad
     if grad is None or grad.layout is not torch.strided:
         return []
     if before.sample is not None and not _has_changed_gradients([(slot, before)]):
         return []
     now = _some_elements(grad).double().cpu()
-    zeros = torch.zeros_like(now)
-    was = zeros if before.sample is None else before.sample[: len(now)]
-    return [_change(slot, was, now), _change(slot, zeros, now)]
+    was = torch.zeros_like(now) if before.sample is None else before.sample[: len(now)]
+    return [_change(slot, was, now, (was, before.weight.numbers(slot.param)))]
 
 
 def _has_changed_gradients(found: Sequence[tuple[Slot, _Before]]) -> bool:

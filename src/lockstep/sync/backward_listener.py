@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from lockstep._torch_compat import current_graph_task
 from lockstep.paused_gc import pause_gc
@@ -29,12 +29,6 @@ if TYPE_CHECKING:
     from lockstep.sync.transport_protocol import Transport
 
 
-class OnAutogradGrad(Protocol):
-    """See `BackwardListener`."""
-
-    def __call__(self, slot: Slot, gradient: torch.Tensor, *, is_first: bool) -> None: ...
-
-
 class BackwardListener:
     """The hooks on all synchronised parameters.
 
@@ -42,8 +36,7 @@ class BackwardListener:
         slots: the parameters.
         transport: its `on_accumulated` is called for each gradient that was accumulated.
         on_backward: called when a task that adds to ``parameter.grad`` brings its first gradient.
-        on_autograd_grad: called with each gradient of a parameter that ``torch.autograd.grad``
-            computes, and whether it is the first one of its task.
+        on_autograd_grad: called when ``torch.autograd.grad`` computes gradients of parameters.
 
     Attributes:
         is_listening: the hooks are on the parameters.
@@ -56,7 +49,7 @@ class BackwardListener:
         slots: Sequence[Slot],
         transport: Transport,
         on_backward: Callable[[Slot], None],
-        on_autograd_grad: OnAutogradGrad,
+        on_autograd_grad: Callable[[], None],
     ) -> None:
         self._on_backward = on_backward
         self._on_autograd_grad = on_autograd_grad
@@ -77,15 +70,10 @@ class BackwardListener:
 
         def before_accumulation(gradient: torch.Tensor) -> torch.Tensor | None:
             accumulates_here = is_accumulating_in.get(current_graph_task())
-            is_first = accumulates_here is None
             if accumulates_here is None:
                 accumulates_here = self._enter_task(slot)
-            if accumulates_here:
-                return None
             # Apply the user's hooks at once to a gradient that ``torch.autograd.grad`` returns.
-            changed = self._hooks[slot].apply_tensor_hooks(gradient)
-            self._on_autograd_grad(slot, changed, is_first=is_first)
-            return changed
+            return None if accumulates_here else self._hooks[slot].apply_tensor_hooks(gradient)
 
         def after_accumulation(param: torch.Tensor) -> None:
             if not param.requires_grad:
@@ -108,6 +96,7 @@ class BackwardListener:
                 self.forget_tasks()
             if not is_accumulating(slot.param):
                 self._is_accumulating[task] = False
+                self._on_autograd_grad()
                 return False
             self.find_user_hooks()
             self._on_backward(slot)

@@ -258,12 +258,10 @@ class ReductionRounds:
         """Call `function` when the running backward has ended and its gradients are in place."""
         call_at_end(function, self._fail, is_last=self.transport.ends_late)
 
-    def _autograd_grad_called(self, slot: Slot, gradient: torch.Tensor, *, is_first: bool) -> None:
-        """Note that ``torch.autograd.grad`` computes a gradient of this rank alone."""
+    def _autograd_grad_called(self) -> None:
+        """Note that ``torch.autograd.grad`` computes gradients of this rank alone."""
         if self.needs_guard and not self.is_paused:
-            if is_first:
-                self._grad_watch.note(self.place, self.num_rounds, self.steps_taken)
-            self._grad_watch.note_gradient(slot, gradient)
+            self._grad_watch.note(self.place, self.num_rounds, self.steps_taken)
 
     def _run_backward(self, run: Callable[[], None], weight: float | None) -> None:
         """Run a backward whose root carries `weight`; the round begins before it."""
