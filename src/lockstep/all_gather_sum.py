@@ -59,12 +59,14 @@ class AllGatherSum:
             RuntimeError: a peer went away, or did not come within the group's timeout; or `timeout`
                 has passed, and `is_completed` is still False.
         """
+        is_last = self.is_completed()
         try:
             self._work.wait(timeout)
-        finally:
-            if self._work.is_completed():
-                # A traceback would keep the work alive, and the work the sockets.
+        except RuntimeError:
+            if is_last:  # a traceback would keep the work alive, and the work the sockets
                 self._work = None
+            raise
+        self._work = None
         # Every rank adds in the order of the ranks, so that all have the same bits.
         first, *middle, last = self._parts.view(-1, self._total.numel())
         for part in middle:

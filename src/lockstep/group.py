@@ -134,7 +134,8 @@ class Group:
         """
         grid = HostGrid.of(hosts)
         if grid is not None and self._over_hosts is None:
-            self._over_hosts = HierarchicalAllReduce(grid, self.rank, least_bytes)
+            shared = HierarchicalAllReduce.of
+            self._over_hosts = shared(self._process_group, grid, self.rank, least_bytes)
             self.started.over_hosts = self._over_hosts
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = SUM) -> Pending:
@@ -400,9 +401,7 @@ class Group:
     def close(self) -> None:
         """Drop the process group; every later call raises `PeerLostError`. Idempotent."""
         self.started.freeze()
-        if self._over_hosts is not None:
-            self._over_hosts.close()
-        self._process_group = None
+        self._process_group = self._over_hosts = None
         self._closed = True
 
     def give_up(self) -> None:

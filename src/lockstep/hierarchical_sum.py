@@ -13,8 +13,9 @@ Invariants:
 - A tensor is cut into pieces, which go through the stages one after the other, in the same order
   on every rank; so messages between two ranks pair up. The first piece is between the hosts while
   the second one is within them.
-- Messages have tags of their own and pair with no collective: a collective of the program's own,
-  or of another sync, cannot meet them, whenever it runs.
+- Messages have tags of their own and pair with no collective: one of the program's own cannot meet
+  them, whenever it runs. All groups over one process group share the threads, so that the sums of
+  two syncs follow one another in the order in which the ranks start them.
 - A thread holds the process group while a piece is on its way, and not between two of them: the
   sockets of a group that was left close as soon as nothing is on its way.
 
@@ -92,13 +93,22 @@ class HostGrid:
 
 
 class HierarchicalAllReduce:
-    """Sums tensors over the ranks of a `HostGrid`, in threads of its own.
+    """Sums tensors over the ranks of a `HostGrid`, in threads that end with this object.
 
     Args:
         grid: the ranks, the same on every one of them.
         rank: this rank.
         least_bytes: smaller tensors are left to the backend.
     """
+
+    @classmethod
+    def of(cls, process_group: Any, *arguments: Any) -> HierarchicalAllReduce:
+        """The object that all groups over `process_group` have in common; made by the first."""
+        # By the id: a group holds both until it closes, and a reference would keep sockets open.
+        found = _by_process_group.get(id(process_group))
+        if found is None:
+            found = _by_process_group[id(process_group)] = cls(*arguments)
+        return found
 
     def __init__(self, grid: HostGrid, rank: int, least_bytes: int = LEAST_BYTES) -> None:
         self._least_bytes = least_bytes
@@ -107,9 +117,8 @@ class HierarchicalAllReduce:
         self._queues: list[SimpleQueue[_Piece | None]] = [SimpleQueue() for _ in range(_STAGES)]
         self._has_threads = False
         self._num_sums = 0
-        # Threads that wait for the first piece would keep this object, were it theirs.
-        self.close = weakref.finalize(self, self._queues[0].put, None)
-        """End the threads, once nothing is on its way any more."""
+        # The threads end when nothing is on its way any more; none of them holds this object.
+        weakref.finalize(self, self._queues[0].put, None)
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is large enough, and on the CPU."""
@@ -155,10 +164,15 @@ class HierarchicalAllReduce:
                 target=_work,
                 args=(stage, queue, next_queue),
                 name=f"lockstep-all-reduce-{stage}",
-                daemon=True,  # Python would wait for it before `close` runs at the process's end
+                daemon=True,  # Python would wait for it before finalizers run at the process's end
             )
             _threads.add(thread)
             thread.start()
+
+
+_by_process_group: Final[weakref.WeakValueDictionary[int, HierarchicalAllReduce]] = (
+    weakref.WeakValueDictionary()
+)
 
 
 class PiecewiseSum:

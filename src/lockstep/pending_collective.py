@@ -95,8 +95,9 @@ class Pending:
                 self._work.wait(_LOOK_EVERY)
                 return
             except RuntimeError:
-                if self._work.is_completed():
-                    raise
+                if self._work.is_completed():  # failed; or it came to its end behind the limit
+                    self._work.wait(_LOOK_EVERY)
+                    return
                 owner.refuse_if_given_up(self._what)
 
     def then(self, rest: Callable[[Any], Any]) -> Pending:

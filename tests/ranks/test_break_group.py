@@ -106,7 +106,8 @@ def test_waits_in_a_sum_over_hosts_end(pair):
             return
         four.workers[rank].break_group(0)
         began = time.monotonic()
-        with pytest.raises(PeerLostError, match="all_reduce failed"):
+        # What comes first: the backend's error, or a look at whether the group was given up.
+        with pytest.raises(PeerLostError, match="all_reduce (failed|over a group)"):
             pending.wait()
         found[rank] = time.monotonic() - began
 

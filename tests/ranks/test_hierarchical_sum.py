@@ -13,6 +13,7 @@ import torch
 
 from harness import outcomes, run_ranks
 from lockstep.errors import PeerLostError
+from lockstep.group import Group
 from lockstep.hierarchical_sum import HostGrid, host_id
 from ranks.programs import PROGRAMS
 from ranks.test_replicate_exact import SHARES, compare
@@ -97,6 +98,30 @@ def test_other_collectives_may_run_before_or_after_it_on_each_rank():
     for total, other in run_ranks(4, body):
         torch.testing.assert_close(total, true, rtol=0, atol=1e-12)
         assert torch.equal(other, torch.ones_like(other))
+
+
+def test_groups_over_one_process_group_share_their_threads():
+    """Their sums pair up in the order in which the ranks start them."""
+    generator = [torch.Generator().manual_seed(number) for number in range(4)]
+
+    def body(group):
+        others = [Group(group._process_group) for _ in range(2)]
+        for each in (group, *others):
+            each.use_hosts("aabb")
+        sums = [torch.full((LARGE,), float(number), dtype=torch.float64) for number in range(3)]
+        for _ in range(5):
+            pending = [each.all_reduce(s) for each, s in zip((group, *others), sums, strict=True)]
+            time.sleep(torch.rand((), generator=generator[group.rank]).item() / 100)
+            for one in pending:
+                one.wait()
+        num_threads = len(threads_of_sums())
+        for each in others:
+            each.close()
+        return [float(s[0]) for s in sums], num_threads
+
+    for sums, num_threads in run_ranks(4, body):
+        assert sums == [0.0, 4.0**5, 2 * 4.0**5]
+        assert num_threads <= 3 * 4
 
 
 def test_it_counts_as_one_collective():
