@@ -45,8 +45,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from datetime import timedelta
 
-LEAST_BYTES: Final = 1 << 20
-"""The size of a tensor below which the latency of four messages is more than a ring's."""
+LEAST_BYTES: Final = 1 << 23
+"""The size of a tensor from which on nothing is lost where the hosts' link is as fast as loopback.
+
+Tensors of 6 MiB took a third longer than a ring's there; those of 16 MiB, as long.
+"""
 _PIECE_BYTES: Final = 1 << 22
 _STAGES: Final = 3
 _TAGS: Final = (0x4C50, 0x4C51, 0x4C52, 0x4C53)

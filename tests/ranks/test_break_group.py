@@ -99,7 +99,7 @@ def test_waits_in_a_sum_over_hosts_end(pair):
     found, all_wait = [None] * 4, threading.Barrier(4)
 
     def one(rank):
-        four.groups[rank].use_hosts("abab")
+        four.groups[rank].use_hosts("abab", least_bytes=0)
         pending = None if rank == 3 else four.groups[rank].all_reduce(torch.ones(1 << 20))
         all_wait.wait(20)
         if rank == 3:
@@ -122,7 +122,7 @@ def test_a_wait_ends_when_the_group_is_given_up(hosts, numbers):
     all_wait, may_leave = threading.Barrier(4), threading.Barrier(4)
 
     def body(group):
-        group.use_hosts(hosts)
+        group.use_hosts(hosts, least_bytes=0)
         pending = None if group.rank == 3 else group.all_reduce(torch.ones(numbers))
         all_wait.wait(20)
         if pending is not None:

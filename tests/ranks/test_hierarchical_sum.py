@@ -58,7 +58,7 @@ def test_the_sum_has_the_same_bits_on_every_rank(hosts, size):
     true = sum(drawn(rank, size) for rank in range(len(hosts)))
 
     def body(group):
-        group.use_hosts(hosts)
+        group.use_hosts(hosts, least_bytes=0)
         totals = [drawn(group.rank, size), drawn(group.rank, size).view(1, -1)]
         for pending in [group.all_reduce(total) for total in totals]:
             pending.wait()
@@ -74,7 +74,7 @@ def test_the_sum_has_the_same_bits_on_every_rank(hosts, size):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_of_every_dtype(dtype):
     def body(group):
-        group.use_hosts("aabb")
+        group.use_hosts("aabb", least_bytes=0)
         total = torch.full((1 << 20,), group.rank + 1, dtype=dtype)
         group.all_reduce(total).wait()
         return total
@@ -85,7 +85,7 @@ def test_of_every_dtype(dtype):
 
 def test_other_collectives_may_run_before_or_after_it_on_each_rank():
     def body(group):
-        group.use_hosts("aabb")
+        group.use_hosts("aabb", least_bytes=0)
         total, other = drawn(group.rank, LARGE), torch.ones(LARGE, dtype=torch.float64)
         pending = group.all_reduce(total) if group.rank % 2 else None
         group.broadcast(other)
@@ -107,7 +107,7 @@ def test_groups_over_one_process_group_share_their_threads():
     def body(group):
         others = [Group(group._process_group) for _ in range(2)]
         for each in (group, *others):
-            each.use_hosts("aabb")
+            each.use_hosts("aabb", least_bytes=0)
         sums = [torch.full((LARGE,), float(number), dtype=torch.float64) for number in range(3)]
         for _ in range(5):
             pending = [each.all_reduce(s) for each, s in zip((group, *others), sums, strict=True)]
@@ -126,7 +126,7 @@ def test_groups_over_one_process_group_share_their_threads():
 
 def test_it_counts_as_one_collective():
     def body(group):
-        group.use_hosts("aabb")
+        group.use_hosts("aabb", least_bytes=0)
         device = torch.device("cpu")
         before = group.started.on(device)
         group.all_reduce(drawn(0, LARGE)).wait()
@@ -151,7 +151,7 @@ def threads_of_sums():
 @pytest.mark.parametrize("lost", range(4))
 def test_a_rank_that_leaves_ends_the_waits_of_the_others(lost):
     def body(group):
-        group.use_hosts("aabb")
+        group.use_hosts("aabb", least_bytes=0)
         group.all_reduce(drawn(group.rank, LARGE)).wait()
         if group.rank == lost:
             return 0.0
@@ -169,7 +169,7 @@ def test_a_rank_that_leaves_ends_the_waits_of_the_others(lost):
 
 def test_a_rank_that_raises_with_a_sum_on_its_way_frees_the_others():
     def body(group):
-        group.use_hosts("aabb")
+        group.use_hosts("aabb", least_bytes=0)
         pending = group.all_reduce(drawn(group.rank, LARGE))
         if group.rank == 2:
             raise ArithmeticError("of rank 2")
@@ -183,7 +183,7 @@ def test_a_rank_that_raises_with_a_sum_on_its_way_frees_the_others():
 
 def test_its_threads_end_with_the_group():
     def body(group):
-        group.use_hosts("aabb")
+        group.use_hosts("aabb", least_bytes=0)
         group.all_reduce(drawn(group.rank, LARGE)).wait()
         return len(threads_of_sums())
 

@@ -19,8 +19,8 @@ from lockstep.testing import Strike, struck
 
 pytestmark = pytest.mark.timeout(240)
 
-WIDTH = 400
-"""Of a weight of 1.28 MB: the least that goes over hosts is 1 MiB."""
+WIDTH = 1050
+"""Of a weight of 8.8 MB: the least that goes over hosts is 8 MiB."""
 
 
 class Wide(TrainingOperator):
