@@ -107,7 +107,7 @@ def test_waits_in_a_sum_over_hosts_end(pair):
         four.workers[rank].break_group(0)
         began = time.monotonic()
         # What comes first: the backend's error, or a look at whether the group was given up.
-        with pytest.raises(PeerLostError, match="all_reduce (failed|over a group)"):
+        with pytest.raises(PeerLostError, match=r"all_reduce (failed|over a group)"):
             pending.wait()
         found[rank] = time.monotonic() - began
 
