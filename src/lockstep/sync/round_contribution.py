@@ -124,7 +124,7 @@ class Contribution:
     Attributes:
         kind: PLAIN, WEIGHTED, or None for a rank without gradients.
         weight: of the rank's gradients, in units.
-        scale: factor of the gradients in the bucket: what the root did not carry of the weight.
+        scale: factor of the gradients in the bucket (1 if the root was weighted).
         faults: reasons for all ranks to refuse the round.
         earlier: see `EarlierGradients.number`; the same on all ranks, or they refuse.
         is_edited: the program has changed gradients of earlier rounds.
