@@ -306,7 +306,7 @@ class ReductionRounds:
 
     def _contribute(self) -> Contribution:
         made = self._window.contribution(self.weights, self._earlier)
-        made.asks = self._grad_watch.take_question()
+        made.asks = self._grad_watch.asks
         made.digest, self._contribution = self.digest.of_round(self.num_rounds), made
         return made
 
@@ -358,8 +358,9 @@ class ReductionRounds:
             self.transport.send_late()
         round_checks.judge(sums, mine, group, together=together)
         self.weights.update_units(sums)
-        if sums.asked:
-            self.digest.compare_next(slot.param for slot in self.slots)
+        # Not before: a refused round has told no rank of a question, and has compared nothing.
+        self._grad_watch.asks &= not mine.asks
+        self.digest.compare_next([slot.param for slot in self.slots] if sums.asked else [])
 
     def _judge_unread_sums(self) -> None:
         """Judge sums that were left on the accelerator so that the host need not wait."""
