@@ -53,8 +53,8 @@ MUTATIONS = {
         "sync/weighted_loss_scale.py",
         (
             (
-                "return weight / self.unit(WEIGHTED) if self.averages else float(weight > 0)",
-                "return float(weight > 0)",
+                "share = weight / self.unit(WEIGHTED) if self.averages else float(weight > 0)",
+                "share = float(weight > 0)",
             ),
         ),
         (f"{EXACT}::test_as_one_process[Plain-weighted-uneven]",),

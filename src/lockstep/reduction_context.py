@@ -35,8 +35,6 @@ class ReductionContext:
         is_borrowed: this rank has no samples in the batch that it computes on, and brings no rows;
             the error to raise where this cannot be known.
         averages: the losses of the ranks are averaged by weight; False: added.
-        unit: by which the loss of the backward that runs was divided, beside being multiplied by
-            `weight`: another one on each rank, so that gradients cross ranks multiplied by it.
         at_root: the loss of the backward that runs was multiplied by `weight`. False: the weight
             is applied where the gradients are reduced.
         earlier: gradients that earlier rounds left, by the ids of their parameters: they are not in
@@ -49,7 +47,6 @@ class ReductionContext:
     purpose: str = "train"
     is_borrowed: bool | WeightError = False
     averages: bool = True
-    unit: float = 1.0
     at_root: bool = False
     earlier: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
@@ -117,20 +114,20 @@ class _Active:
 
 
 def activate_for_backward(
-    group: Group, weight: float | None, earlier: Mapping[int, torch.Tensor], *, unit: float
+    group: Group, weight: float | None, earlier: Mapping[int, torch.Tensor]
 ) -> AbstractContextManager[ReductionContext]:
     """Around a backward that a `GradientSync` over `group` runs.
 
     Args:
-        weight: that the root of the backward carries, in its unit; None for a plain backward.
-        earlier, unit: see `ReductionContext`.
+        weight: that the root of the backward carries; None for a plain backward.
+        earlier: see `ReductionContext`.
     """
     # Not `active()`: its context for the whole process may be that of another rank.
     around = _of_this_thread.current or ReductionContext(group, _of_this_thread.delivered.weight)
     if earlier:
         around = replace(around, earlier=earlier)
     if weight is not None:
-        around = replace(around, weight=weight * unit, unit=unit, at_root=True)
+        around = replace(around, weight=weight, at_root=True)
     return activate(around)
 
 

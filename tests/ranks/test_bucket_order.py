@@ -128,6 +128,8 @@ RIGHT = {
     "a collective that comes later": [Step(BOTH, crosses=False), Step(BOTH), Step(ONE), Step(NONE)],
 }
 RIGHT_BY_WEIGHT = {
+    # The ranks' losses must be in one unit there, before any round has told the ranks of one.
+    "weights that count tokens": [Step(BOTH, weights=(3.0, 1100.0))] * 3,
     "no weight on one rank": [Step(BOTH, weights=(1.0, 0.0))] * 3,
     "no weight on one rank from the second step on": [
         Step(BOTH),

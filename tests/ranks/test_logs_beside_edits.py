@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from harness import gradients
+from lockstep.errors import MixedWeightsError
 from ranks.test_replicate_exact import weights
 from ranks.ways import assert_exact, built, mean_square, momentum, on_ranks, refused
 
@@ -128,5 +129,26 @@ def test_a_decay_of_a_ranks_own_is_refused_two_steps_later(way):
             for param in rank.params:
                 param.grad += 0.01 * rank.number * param.detach()
             rank.optimizer.step()
+
+    refused(way, "LS101", body, moved=True)
+
+
+@WAYS
+def test_a_question_outlives_a_refused_round(way):
+    def body(rank):
+        for step in range(STEPS):
+            rank.optimizer.zero_grad()
+            reduced(rank)
+            if step == 0:
+                own_norm(rank, slice(None))
+                for param in rank.params:
+                    param.grad += 0.01 * rank.number * param.detach()
+            rank.optimizer.step()
+            if step == 0:
+                rank.optimizer.zero_grad()
+                loss = mean_square(rank.model, PARTS[rank.number])
+                weight = None if rank.number else 8
+                with pytest.raises(MixedWeightsError):
+                    rank.sync.backward(loss, weight=weight)
 
     refused(way, "LS101", body, moved=True)

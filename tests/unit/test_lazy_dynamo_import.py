@@ -71,7 +71,7 @@ leaf = torch.ones(2, dtype=torch.float16, requires_grad=True)
 seen = []
 loss = (leaf * 2).mean()
 loss.register_hook(seen.append)
-carried, root, given = scale_loss(loss, None, 0.7)
+carried, root, given = scale_loss(loss, None, 0.7, "here")
 assert (root.item(), given) == (loss.item(), None)
 root.backward()
 assert leaf.grad.tolist() == [carried] * 2 and seen == [carried]

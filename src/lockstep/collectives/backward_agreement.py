@@ -110,12 +110,11 @@ class BackwardCheck:
         """
         self._refuse_differentiating()
         weight, at_root = self._own_weight()
-        counts = gradient.numel() == 1 and weight != 0.0
-        scalar = float(gradient) * self.own_unit if counts else 0.0
+        scalar = float(gradient) if gradient.numel() == 1 and weight != 0.0 else 0.0
         doubtful = self._is_doubtful and not at_root
         prints = [0.0] * _PRINTS
         if one_loss or doubtful:
-            prints = fingerprint_of(gradient, weight / self.own_unit if at_root else 1.0)
+            prints = fingerprint_of(gradient, weight if at_root else 1.0)
         numbers = [
             float(self.layout.call_ids[self.group.rank]),
             weight,
@@ -147,12 +146,6 @@ class BackwardCheck:
         if differing and doubtful and not _global_mean_has_run():
             self._warn_of_means()
         return infos
-
-    @property
-    def own_unit(self) -> float:
-        """By it this rank's gradients are smaller than the others see them: see `sync`."""
-        current = reduction_context.active()
-        return current.unit if current is not None and current.at_root else 1.0
 
     def _refuse_differentiating(self) -> None:
         # Autograd runs a backward with gradients enabled if it is to be differentiated itself.

@@ -114,8 +114,7 @@ class ContrastiveCall:
             gradient: of the loss on this rank.
 
         Returns:
-            The weight of one row's loss, if all rows have the same; and this rank's gradient. Both
-            as all ranks see them: what goes back into this rank's graph is divided by `own_unit`.
+            The weight of one row's loss, if all rows have the same; and this rank's gradient.
 
         Gradient:
             The gradients of all ranks are summed; that of a rank with weight zero is zero.
@@ -131,15 +130,7 @@ class ContrastiveCall:
         infos = self.communication.exchange_backward_info(node, compared)
         if infos[self.group.rank].weight == 0.0:
             gradient = torch.zeros_like(gradient)
-        elif self.own_unit != 1.0:
-            gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-            gradient = gradient * self.own_unit
         return sum(one.scalar for one in infos) / self.divisor, gradient
-
-    @property
-    def own_unit(self) -> float:
-        """See `BackwardCheck.own_unit`."""
-        return 1.0 if self.communication is None else self.communication.own_unit
 
 
 def compare_arguments(

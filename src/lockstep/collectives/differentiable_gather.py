@@ -163,8 +163,7 @@ class _Gather(torch.autograd.Function):
         else:
             # The gradient of a batch with weight zero may be NaN, and must not travel.
             sent = gradient if weight else torch.zeros_like(gradient)
-            unit = communication.own_unit
-            mine = sum_of_own_rows(communication.group, communication.layout, sent, unit)
+            mine = sum_of_own_rows(communication.group, communication.layout, sent)
         return mine.to(ctx.dtype), None, None, None, None
 
 
@@ -195,15 +194,10 @@ def all_rows(group: Group, layout: RowLayout, rows: torch.Tensor) -> torch.Tenso
     )
 
 
-def sum_of_own_rows(
-    group: Group, layout: RowLayout, rows: torch.Tensor, unit: float
-) -> torch.Tensor:
+def sum_of_own_rows(group: Group, layout: RowLayout, rows: torch.Tensor) -> torch.Tensor:
     """The sum over ranks of their gradients of this rank's rows; adjoint of `all_rows`.
 
     16-bit numbers are added as float32.
-
-    Args:
-        unit: of this rank's gradients, see `ReductionContext.unit`; those of the sum as well.
 
     Gradient:
         Not differentiable: the function is the backward of `all_rows`.
@@ -213,7 +207,6 @@ def sum_of_own_rows(
     """
     dtype = torch.promote_types(rows.dtype, torch.float32)
     rows = rows.detach().to(dtype).contiguous()
-    rows = rows if unit == 1.0 else rows * unit
     longest = layout.longest
     if not layout.is_even:
         padded = rows.new_zeros(group.size * longest, *rows.shape[1:])
@@ -222,8 +215,7 @@ def sum_of_own_rows(
         rows = padded
     received = rows.new_empty(longest, *rows.shape[1:])
     group.reduce_scatter(received, rows)
-    own = received[: layout.counts[group.rank]]
-    return own if unit == 1.0 else own / unit
+    return received[: layout.counts[group.rank]]
 
 
 def _require_known(argument: str, value: str, known: tuple[str, ...]) -> None:

@@ -87,5 +87,5 @@ class _GlobalMean(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         infos = ctx.communication.exchange_backward_info(ctx, gradient)
         note_global_mean()
-        share = sum(one.scalar for one in infos) / ctx.elements / ctx.communication.own_unit
+        share = sum(one.scalar for one in infos) / ctx.elements
         return gradient.new_full(ctx.shape, share, dtype=ctx.dtype), None, None, None

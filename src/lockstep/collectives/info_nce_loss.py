@@ -165,7 +165,6 @@ class _InfoNCE(torch.autograd.Function):
         row_weight, gradient = call.exchange_loss_gradient(ctx, gradient)
         where = ctx.place if positives is None else positives
         factor, by_row, by_column = _weights(call, gradient, row_weight, where, len(columns))
-        factor /= call.own_unit
         coefficients = Coefficients(log_rows, log_columns, by_row, by_column, 2 * by_row)
         with torch.autocast(a.device.type, enabled=False):
             rows, columns = promote_to_common_dtype(upcast(a), columns)

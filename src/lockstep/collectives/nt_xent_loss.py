@@ -111,7 +111,6 @@ class _NTXent(torch.autograd.Function):
             factor, by_row = 1.0, gradient.to(columns.dtype)
             by_column = all_rows(call.group, call.rows, by_row)
             on_pair = by_row + by_column[partners]
-        factor /= call.own_unit
         coefficients = Coefficients(log_rows, log_columns, by_row, by_column, on_pair)
         with torch.autocast(views.device.type, enabled=False):
             rows = upcast(views)

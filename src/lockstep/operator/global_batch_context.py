@@ -237,7 +237,8 @@ class GlobalBatchContext:
     def refuse_recount(self, sync: Synchroniser, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Before a backward without a weight: refuse to count the batch twice in a window.
 
-        Two losses of a batch, or parts of it: nobody can tell, and neither would be right.
+        Two losses of the batch would be halved; parts of it would be right where they are equally
+        long, and wrong elsewhere. Nobody can tell which of them a loss is.
 
         Raises:
             WeightError: the window holds another such backward of this batch.
@@ -252,8 +253,8 @@ class GlobalBatchContext:
                 expected="each batch counts once in the mean of its window",
                 cause="a backward without a weight counts for all samples of the batch: the"
                 " gradients of two losses would be halved",
-                fix="self.backward(loss_a + loss_b); for a part of the batch, its own number of"
-                " samples: self.backward(loss, weight=len(part))",
+                fix="self.backward(loss_a + loss_b); for parts of the batch (halves, too), each"
+                " with its own number of samples: self.backward(loss, weight=len(part))",
             )
         self.counted_in_round = sync.rounds
 

@@ -12,14 +12,12 @@ import torch
 from lockstep._torch_compat import version_of
 from lockstep.sync import round_error_texts
 from lockstep.sync.round_contribution import PLAIN, WEIGHTED, Contribution, Fault
-from lockstep.sync.weighted_loss_scale import power_of_two_near
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from lockstep.sync.buckets import Slot
     from lockstep.sync.earlier_gradients import EarlierGradients
-    from lockstep.sync.transport_protocol import Transport
     from lockstep.sync.weighted_loss_scale import BatchWeights
 
 _RememberedGradient = tuple[weakref.ref[torch.Tensor], int]
@@ -51,10 +49,8 @@ class AccumulationWindow:
         delivered: the weight of the batch that the first plain backward was for; None: no weight
             was delivered, and every rank's counts as 1.
         faults: reasons for all ranks to refuse the round.
-        hidden: the gradients that `keep` has taken out of ``parameter.grad``.
+        hidden: the gradients that `hide_gradients` has taken out of ``parameter.grad``.
         num_backwards: how many there are.
-        own_unit: by which the roots of its weighted backwards were divided, beside
-            `BatchWeights.unit`; a power of two, so that the division rounds nothing.
     """
 
     kind: str | None = None
@@ -64,7 +60,6 @@ class AccumulationWindow:
     faults: list[Fault] = field(default_factory=list)
     hidden: list[torch.Tensor | None] | None = None
     num_backwards: int = 0
-    own_unit: float | None = None
     _remembered: list[_RememberedGradient | None] | None = None
 
     def enter(self, kind: str, weights: BatchWeights, where: str) -> None:
@@ -122,35 +117,14 @@ class AccumulationWindow:
     def total_weight(self) -> float:
         return self.packed_weight + self.weight
 
-    @property
-    def scale(self) -> float:
-        """What the gradients of the weighted backwards have to be multiplied by."""
-        return self.own_unit or 1.0
-
-    @property
-    def root_weight(self) -> float:
-        """The sum of what the roots of the weighted backwards were multiplied by."""
-        return self.total_weight / self.scale
-
-    def in_own_unit(self, weights: BatchWeights, weight: float, transport: Transport) -> float:
-        """What to multiply the root of a backward of weight `weight` by."""
-        share = weights.share_of(weight)
-        if self.own_unit is None and share > 0.0 and transport.packs_gradients:
-            self.own_unit = 1.0 if weights.is_unit_known else power_of_two_near(share)
-        return share / self.scale
-
-    def pack_weight(self, *, keeps_unit: bool) -> tuple[float, float]:
-        """The weight of the backwards since the last call, and the `scale` of their gradients.
+    def pack_weight(self) -> float:
+        """The weight of the backwards since the last call.
 
         Summed from zero: as a difference of sums its last bit would depend on the shards before.
-
-        Args:
-            keeps_unit: False: the next shard's unit does not depend on this one.
         """
-        weight, scale, self.weight = self.weight, self.scale, 0.0
+        weight, self.weight = self.weight, 0.0
         self.packed_weight += weight
-        self.own_unit = self.own_unit if keeps_unit else None
-        return weight, scale
+        return weight
 
     def contribution(self, weights: BatchWeights, earlier: EarlierGradients) -> Contribution:
         """This rank's part of the round that closes the window."""
@@ -164,7 +138,6 @@ class AccumulationWindow:
         )
         if self.kind == WEIGHTED:
             made.weight, made.unpacked_weight = self.total_weight, self.weight
-            made.scale = self.scale
         elif self.kind == PLAIN:
             made.weight = (1.0 if self.delivered is None else self.delivered) / weights.unit(PLAIN)
             made.scale = made.weight
@@ -175,13 +148,8 @@ class AccumulationWindow:
         """After a backward of the window: remember the tensor in each ``parameter.grad``."""
         self._remembered = [_remember(slot.param.grad) for slot in slots]
 
-    def keep(self, slots: Sequence[Slot], earlier: Iterable[Slot]) -> None:
-        """See `GradientSync.keep_window`; the arguments are those of `check_gradients`."""
-        if self.kind is None:
-            return
-        if self.check_gradients(slots, earlier):
-            self.faults.append(Fault("edited_in_window"))
-            self.remember_gradients(slots)  # the window stays, to be refused
+    def hide_gradients(self, slots: Sequence[Slot]) -> None:
+        """Take the window's gradients out of ``parameter.grad``, until `check_gradients`."""
         self.hidden = [slot.param.grad for slot in slots]
         for slot in slots:
             slot.param.grad = None

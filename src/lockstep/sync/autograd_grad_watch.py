@@ -79,6 +79,9 @@ class AutogradGradWatch:
     Args:
         slots: the parameters.
         can_wait: the ranks' weights will tell, if a change is another one on each rank.
+
+    Attributes:
+        asks: for a comparison: the next round tells the ranks, or the one after a refused one.
     """
 
     def __init__(self, slots: Sequence[Slot], *, can_wait: bool) -> None:
@@ -86,7 +89,7 @@ class AutogradGradWatch:
         self._can_wait = can_wait
         self._last: _Moment | None = None
         self._before: dict[Slot, _Before] = {}
-        self._asks = False
+        self.asks = False
 
     def note(self, place: str, rounds: int, steps: int) -> None:
         """Note that ``torch.autograd.grad`` computes gradients now.
@@ -114,11 +117,6 @@ class AutogradGradWatch:
         for slot, mark in zip(self._slots, now.weights, strict=True):
             if slot not in self._before:
                 self._before[slot] = _Before(mark, _sample_of(slot))
-
-    def take_question(self) -> bool:
-        """Whether to ask for a comparison, in the round that begins; once for each reason."""
-        asks, self._asks = self._asks, False
-        return asks
 
     @property
     def is_pending(self) -> bool:
@@ -169,7 +167,7 @@ class AutogradGradWatch:
         if not changes:
             return False
         holds_own = not (self._can_wait and _are_explained(changes))
-        self._asks |= not holds_own
+        self.asks |= not holds_own
         return holds_own
 
 

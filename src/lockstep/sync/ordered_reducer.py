@@ -80,18 +80,17 @@ class OrderedReducer(Reducer):
         self._weights: dict[Node, torch.Tensor] = {}
         self._last: Node | None = None
 
-    def pack_shard(self, weight: float, scale: float) -> ShardGradient:
+    def pack_shard(self, weight: float) -> ShardGradient:
         """Move one shard's gradient out of ``parameter.grad``.
 
         Args:
             weight: of the shard's loss, in units.
-            scale: see `Contribution.scale`.
         """
         payloads: list[torch.Tensor | None] = []
         used: list[Sequence[bool]] = []
         with torch.no_grad():
             for bucket in self.layout.buckets:
-                fits = self._pack_or_note_fault(bucket, scale * self._share)
+                fits = self._pack_or_note_fault(bucket, self._share)
                 payloads.append(bucket.payload.clone() if fits else None)
                 used.append(bucket.used)
         for slot in self.layout.slots:
@@ -156,7 +155,7 @@ class OrderedReducer(Reducer):
 
     def _pack(self, bucket: Bucket) -> None:
         if self._last is not None:
-            if self._pack_or_note_fault(bucket, self.contribution.scale * self._share):
+            if self._pack_or_note_fault(bucket, self._share):
                 payload = self._with_earlier(bucket, self._last, bucket.payload)
                 self._leaves[bucket][self._last] = payload
                 bucket.used = self._with_used(bucket, bucket.used)

@@ -41,7 +41,7 @@ from lockstep.sync.late_parameters import LateParameters
 from lockstep.sync.leaves_outside import LeavesOutside
 from lockstep.sync.local_gradients import LocalGradients
 from lockstep.sync.round_contribution import PLAIN, WEIGHTED, Contribution, Fault, RoundDigest
-from lockstep.sync.weighted_loss_scale import BatchWeights, as_weight, require_loss, scale_loss
+from lockstep.sync.weighted_loss_scale import BatchWeights, as_weight
 from lockstep.sync.zero_weight_backward import GradientsBefore
 
 if TYPE_CHECKING:
@@ -155,13 +155,13 @@ class ReductionRounds:
         if weight is None:
             self._open_window(PLAIN)
         else:
-            weight, given = as_weight(weight, self.place), backward_kwargs.get("gradient")
-            require_loss(loss, given, self.place)
-            self._open_window(WEIGHTED)  # the weights of the last round set the unit of this one
-            share = self._window.in_own_unit(self.weights, weight, self.transport)
-            scale, loss, backward_kwargs["gradient"] = scale_loss(loss, given, share)
+            weight = as_weight(weight, self.place)
+            self._judge_unread_sums()  # the weights of the last round set the unit of the next one
+            given = backward_kwargs.get("gradient")
+            scale, loss, backward_kwargs["gradient"] = self.weights.scale_loss(loss, given, weight)
             self._outside.look_at(loss, scale)
-            self._window.weight += scale * self._window.scale
+            self._open_window(WEIGHTED)
+            self._window.weight += scale
         self._run_backward(lambda: loss.backward(**backward_kwargs), scale)
 
     def _open_window(self, kind: str) -> None:
@@ -193,7 +193,12 @@ class ReductionRounds:
 
     def keep_window(self) -> None:
         """See `GradientSync.keep_window`."""
-        self._window.keep(self.slots, self._earlier.by_slot)
+        if self._window.kind is None:
+            return
+        if self._window.check_gradients(self.slots, self._earlier.by_slot):
+            self._window.faults.append(Fault("edited_in_window"))
+            self._window.remember_gradients(self.slots)  # the window stays, to be refused
+        self._window.hide_gradients(self.slots)
 
     def forget_window(self) -> None:
         """Drop the gradients since the last round. Every rank does, or none; no collective."""
@@ -204,9 +209,7 @@ class ReductionRounds:
 
     def pack_shard(self) -> ShardGradient:
         """See `GradientSync.pack_shard`."""
-        # The gradients of local parameters stay in one sum, which has one unit.
-        packed = self._window.pack_weight(keeps_unit=self.local.has_any)
-        gradient = self.transport.ordered_reducer.pack_shard(*packed)
+        gradient = self.transport.ordered_reducer.pack_shard(self._window.pack_weight())
         self._leave_window_open()
         return gradient
 
@@ -274,9 +277,7 @@ class ReductionRounds:
             if not self.is_paused:
                 self._begin_round()
             by_id = {id(slot.param): grad for slot, grad in self._earlier.by_slot.items()}
-            around = reduction_context.activate_for_backward(
-                self.attached_group(), weight, by_id, unit=self._window.scale
-            )
+            around = reduction_context.activate_for_backward(self.attached_group(), weight, by_id)
             with self.transport.backward(before.by_slot if before else None), around:
                 run()
         except BaseException:
@@ -305,7 +306,7 @@ class ReductionRounds:
 
     def _contribute(self) -> Contribution:
         made = self._window.contribution(self.weights, self._earlier)
-        made.asks = self._grad_watch.take_question()
+        made.asks = self._grad_watch.asks
         made.digest, self._contribution = self.digest.of_round(self.num_rounds), made
         return made
 
@@ -328,7 +329,7 @@ class ReductionRounds:
         assert contribution is not None
         if self._window.kind == WEIGHTED:
             contribution.weight = self._window.total_weight
-            self.local.close_window(self._window.root_weight if self.weights.averages else 1.0)
+            self.local.close_window(contribution.weight if self.weights.averages else 1.0)
         try:
             result = finish(self.late.faults())
         except BaseException:
@@ -357,8 +358,9 @@ class ReductionRounds:
             self.transport.send_late()
         round_checks.judge(sums, mine, group, together=together)
         self.weights.update_units(sums)
-        if sums.asked:
-            self.digest.compare_next(slot.param for slot in self.slots)
+        # Not before: a refused round has told no rank of a question, and has compared nothing.
+        self._grad_watch.asks &= not mine.asks
+        self.digest.compare_next([slot.param for slot in self.slots] if sums.asked else [])
 
     def _judge_unread_sums(self) -> None:
         """Judge sums that were left on the accelerator so that the host need not wait."""

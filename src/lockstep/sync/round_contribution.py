@@ -55,15 +55,14 @@ class RoundDigest:
         self._asked_for: list[torch.Tensor] = []
 
     def compare_next(self, weights: Iterable[torch.Tensor]) -> None:
-        """Let the next round compare `weights`; every rank does, or none."""
+        """Let the rounds until the next call compare `weights`; every rank does, or none."""
         self._asked_for = list(weights)
 
     def of_round(self, earlier_rounds: int) -> int:
         """The digest of the round that follows so many rounds."""
         if earlier_rounds:
             self._weights = []
-        asked_for, self._asked_for = self._asked_for, []
-        compared = [*self._weights, *asked_for, *self._take_added()] if self._size > 1 else []
+        compared = [*self._weights, *self._asked_for, *self._take_added()] if self._size > 1 else []
         return digest_of(self._size, self._number, *map(sum_of_bits, compared))
 
 
@@ -124,7 +123,7 @@ class Contribution:
     Attributes:
         kind: PLAIN, WEIGHTED, or None for a rank without gradients.
         weight: of the rank's gradients, in units.
-        scale: factor of the gradients in the bucket: what the root did not carry of the weight.
+        scale: factor of the gradients in the bucket (1 if the root was weighted).
         faults: reasons for all ranks to refuse the round.
         earlier: see `EarlierGradients.number`; the same on all ranks, or they refuse.
         is_edited: the program has changed gradients of earlier rounds.

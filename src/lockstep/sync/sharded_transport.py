@@ -78,7 +78,6 @@ class ShardedTransport(Transport):
     can_rejoin = True
     ends_late = True  # torch reduces the root's gradients at the end of a backward
     steps_alike = False
-    packs_gradients = False  # float16 is refused in shards, and no other dtype overflows
     stale_advice = _STALE
     needs_on_accumulated = False
     on_accumulated = None

@@ -42,7 +42,6 @@ class SingleProcess:
         self._parameters = [p for module in modules for p in module.parameters()]
         self._averages = averages
         self._weight: float | None = None
-        self._unit = 0.0
         self._earlier: list[torch.Tensor | None] = []
         self._hidden: list[torch.Tensor | None] | None = None
         self._is_paused = False
@@ -75,15 +74,12 @@ class SingleProcess:
                 loss.backward(**backward_kwargs)
             return
         if self._weight is None:
-            self._weight, self._unit = 0.0, 0.0
+            self._weight = 0.0
             self._earlier = [parameter.grad for parameter in self._parameters]
             self._set_gradients([None] * len(self._parameters))
         if weight:
-            # In multiples of the first weight: a loss times 100 000 tokens would overflow float16.
-            self._unit = self._unit or float(weight)
-            share = weight / self._unit
-            self._weight += share
-            (loss * share).backward(**backward_kwargs)
+            self._weight += weight
+            (loss * weight).backward(**backward_kwargs)
         else:
             self._mark_used(loss, backward_kwargs)
         if not self._is_paused:

@@ -93,14 +93,12 @@ class Transport(Protocol):
         can_rejoin: another group may take the place of one that has broken.
         steps_alike: every rank computes all weights by itself, so that ranks whose gradients
             differed have other weights.
-        packs_gradients: multiplies them by `Contribution.scale` on their way.
         ends_late: gradients are complete only after autograd's end-of-backward callbacks, which
             the transport queues.
         stale_advice: for the guard: why a gradient was not reduced, and what to type.
     """
 
     can_rejoin: ClassVar[bool] = False
-    packs_gradients: ClassVar[bool] = True
     steps_alike: bool = True
     ends_late: ClassVar[bool] = False
     stale_advice: ClassVar[tuple[str, str]]

@@ -4,13 +4,8 @@
 A weighted backward multiplies its loss by weight / unit, and the reduced sum of the gradients is
 divided by the sum of weight / unit. A unit is about the mean weight of a batch. It cancels, but
 keeps the gradients near their usual size: a loss times 100 000 tokens would overflow float16. All
-ranks take the same unit, known beforehand or from the sums of the same earlier round.
-
-Before the first of these sums, and where no number may depend on earlier rounds, nobody knows a
-unit for weights that count tokens. Then each window takes a further unit of its own, the power of
-two nearest to its first weight (`AccumulationWindow.own_unit`): the loss is divided by it, and the
-gradients, float32 mostly, are multiplied by it when they are packed, or sent to other ranks by a
-gather. Rejected: to exchange the first weights; no rank waits for a peer under `no_sync`.
+ranks take the same unit, known beforehand or from the sums of the same earlier round: where a
+gather sends gradients across ranks, losses in different units would be silently wrong.
 """
 
 from __future__ import annotations
@@ -49,34 +44,6 @@ def as_weight(weight: Any, where: str) -> float:
     )
 
 
-def require_loss(loss: Any, given: torch.Tensor | None, where: str) -> None:
-    """Refuse what no backward can begin with.
-
-    Args:
-        loss: what the program wants to differentiate.
-        given: the user's own ``gradient=``.
-        where: for the error.
-
-    Raises:
-        WrongTypeError: the loss is no tensor.
-        ConfigurationError: the loss is not a scalar and `given` is None.
-    """
-    if not isinstance(loss, torch.Tensor):
-        raise _no_loss_error(loss, where)
-    if given is None and loss.numel() != 1:
-        raise ConfigurationError(
-            "the loss is not a scalar",
-            where=where,
-            got=f"shape {tuple(loss.shape)}",
-            fix="reduce it to its mean, or pass gradient=",
-        )
-
-
-def power_of_two_near(number: float) -> float:
-    """The power of two nearest to a number above zero, as far as float32 has it."""
-    return 2.0 ** max(-126, min(126, round(math.log2(number))))
-
-
 def _no_loss_error(given: Any, where: str) -> WrongTypeError:
     """A backward was given `given`, which is no tensor."""
     fix = "return the loss as a tensor"
@@ -95,7 +62,7 @@ def _no_loss_error(given: Any, where: str) -> WrongTypeError:
 
 
 def scale_loss(
-    loss: torch.Tensor, given: torch.Tensor | None, scale: float
+    loss: torch.Tensor, given: torch.Tensor | None, scale: float, where: str
 ) -> tuple[float, torch.Tensor, torch.Tensor | None]:
     """Multiply a loss by `scale`, and so the gradients of its backward.
 
@@ -107,6 +74,7 @@ def scale_loss(
         loss: a scalar, or with `given` of any shape.
         given: the user's own ``gradient=``.
         scale: weight / unit.
+        where: for the error.
 
     Returns:
         The scale rounded to the root's dtype (the gradients will carry the rounded scale, so they
@@ -114,11 +82,21 @@ def scale_loss(
 
     Gradient:
         Of `scale` times the loss.
+
+    Raises:
+        ConfigurationError: the loss is not a scalar and `given` is None.
     """
     # Equal weights, the usual case: every dtype holds 1, and asking it costs 2 us a step.
     carried = 1.0 if scale == 1.0 else _rounded(scale, loss.dtype)
     if given is not None:
         return carried, loss, given * carried
+    if loss.numel() != 1:
+        raise ConfigurationError(
+            "the loss is not a scalar",
+            where=where,
+            got=f"shape {tuple(loss.shape)}",
+            fix="reduce it to its mean, or pass gradient=",
+        )
     if not loss.dtype.is_floating_point:
         return carried, loss, torch.full_like(loss, carried)
     if carried == 1.0 or not loss.requires_grad:
@@ -151,7 +129,6 @@ class BatchWeights:
 
     Attributes:
         num_backwards: how many backwards of these batches have begun.
-        is_unit_known: the unit of weighted backwards has been learned.
     """
 
     def __init__(self, group: Group, num_shards: int | None, *, averages: bool) -> None:
@@ -162,7 +139,6 @@ class BatchWeights:
         # With a fixed order of shards no number may depend on the number of ranks.
         self._has_learned_units = averages and num_shards is None
         self._unit_by_kind = {PLAIN: 1.0, WEIGHTED: 1.0}
-        self.is_unit_known = False
         self._mean = 1.0
         self._delivered: float | WeightError | None = None
 
@@ -181,8 +157,7 @@ class BatchWeights:
         for kind, ranks in ((PLAIN, sums.plain), (WEIGHTED, sums.weighted)):
             if ranks and math.isfinite(sums.weight) and sums.weight > 0.0:
                 found = sums.weight * self._num_batches / ranks * self._unit_by_kind[kind]
-                self._unit_by_kind[kind] = power_of_two_near(found)
-                self.is_unit_known |= kind == WEIGHTED
+                self._unit_by_kind[kind] = 2.0 ** round(math.log2(found))
 
     def deliver(self, weight: float | WeightError | None) -> None:
         """See `GradientSync.set_delivered_weight`."""
@@ -204,6 +179,15 @@ class BatchWeights:
         has no samples in this step."""
         return self._delivered == 0.0
 
-    def share_of(self, weight: float) -> float:
-        """The weight of a weighted backward, in units."""
-        return weight / self.unit(WEIGHTED) if self.averages else float(weight > 0)
+    def scale_loss(
+        self, loss: torch.Tensor, given: torch.Tensor | None, weight: float
+    ) -> tuple[float, torch.Tensor, torch.Tensor | None]:
+        """Multiply the loss by its weight in units; see the function `scale_loss`.
+
+        Raises:
+            WrongTypeError: the loss is no tensor.
+        """
+        if not isinstance(loss, torch.Tensor):
+            raise _no_loss_error(loss, self._place)
+        share = weight / self.unit(WEIGHTED) if self.averages else float(weight > 0)
+        return scale_loss(loss, given, share, self._place)
