@@ -26,8 +26,8 @@ class GroupSettingsCopy:
         self._optimizers = optimizers
         self._groups = [[_settings_of(group) for group in one.param_groups] for one in optimizers]
         self._tensors = _tensors_in(self._groups)
-        self._values = TensorCopies()
-        self._values.take(self._tensors)
+        self._saved = TensorCopies()
+        self._saved.take(self._tensors)
 
     def restore(self) -> None:
         """Give all groups the settings that were copied, and drop groups that came later."""
@@ -38,7 +38,7 @@ class GroupSettingsCopy:
                 for new in group.keys() - settings.keys() - {"params"}:
                     del group[new]
                 group.update(settings)
-        self._values.restore(self._tensors)
+        self._saved.restore(self._tensors)
 
     def values(self) -> list[list[dict[str, Any]]]:
         """What was copied, by optimizer and group, with the copies in the place of tensors."""
@@ -52,7 +52,7 @@ class GroupSettingsCopy:
         ]
 
     def _copies(self) -> dict[int, torch.Tensor]:
-        return dict(zip(map(id, self._tensors), self._values.values, strict=True))
+        return dict(zip(map(id, self._tensors), self._saved.values, strict=True))
 
     def with_changes(
         self, earlier: GroupSettingsCopy, later: GroupSettingsCopy
@@ -76,8 +76,8 @@ class GroupSettingsCopy:
                 result._groups[-1].append(kept | taken)
                 copies |= {id(t): new_copies[id(t)] for t in _tensors_in([[taken]])}
         result._tensors = _tensors_in(result._groups)
-        result._values = TensorCopies()
-        result._values.values = [copies[id(tensor)] for tensor in result._tensors]
+        result._saved = TensorCopies()
+        result._saved.values = [copies[id(tensor)] for tensor in result._tensors]
         return result
 
     def has_values_of(self, other: GroupSettingsCopy) -> bool:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from lockstep.operator.buffer_values import BufferValues
     from lockstep.operator.training_parts import TrainingParts
-    from lockstep.worker.memory_checkpoint import MemoryCheckpoints
     from lockstep.worker.rollback import Rollback
     from lockstep.worker.spec import WorkerSpec
     from lockstep.worker.user_state_copy import UserStateCopy
@@ -53,7 +52,7 @@ class StateAccess:
     before_call: dict[str, Any] | None
     call_number: int
     incoming: Mapping[str, Any] | None
-    memory: MemoryCheckpoints | None
+    memory: object  # None where every rank has the whole state
     _before_load: tuple[dict[str, Any], BufferValues, int] | None
     _dataset_switch: DatasetSwitch
     _operator: TrainingOperator | None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WorkerActor`, as an object of this process: every answer is an outcome, whatever has failed."""
+"""`lockstep.engine.worker_actor`, in this process: every answer is an outcome, whatever failed."""
 
 import cloudpickle
 import pytest

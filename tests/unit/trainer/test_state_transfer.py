@@ -21,14 +21,8 @@ from tests.unit.trainer.programs import (
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lockstep.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    ConfigurationError,
-    TrainerClosedError,
-)
+from lockstep.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from lockstep.keys import BATCH_SIZE
-from lockstep.trainer.worker_calls import WorkerCalls
 
 SHUFFLED = {"shuffle": True}
 
@@ -462,51 +456,3 @@ def test_no_checkpoint_is_written_again_where_nothing_may_have_changed(tmp_path)
         one.train(num_steps=1)
     assert newest.stat().st_ino == written
     assert [*tmp_path.glob("step-*")] == [newest]
-
-
-class OneFails(Exception):
-    """Of one of several workers."""
-
-
-@pytest.mark.parametrize(("name", "keep"), [("hold_state", True), ("apply_state", False)])
-def test_after_a_load_that_fails_no_worker_holds_a_copy(name, keep, monkeypatch):
-    call, settled = WorkerCalls.call, []
-
-    def one_fails(calls, remote, **arguments):
-        results = call(calls, remote, **arguments)
-        if remote.contract.name == name:
-            raise OneFails
-        settled.extend([remote.kwargs] * (remote.contract.name == "settle_state"))
-        return results
-
-    with trainer() as one:
-        earlier = one.state_dict()
-        one.train(num_steps=2)
-        expected = weights(one.get_model())
-        with monkeypatch.context() as patched, pytest.raises(OneFails):
-            patched.setattr(WorkerCalls, "call", one_fails)
-            one.load_state_dict(earlier)
-        assert settled == [{"keep": keep}]
-        assert torch.equal(weights(one.get_model()), expected)
-
-
-def test_a_worker_that_cannot_go_back_to_the_state_from_before_ends_the_run(monkeypatch):
-    call = WorkerCalls.call
-
-    def one_fails(calls, remote, **arguments):
-        if remote.contract.name == "hold_state":
-            return [None]  # as of a worker that has joined since
-        results = call(calls, remote, **arguments)
-        if remote.contract.name == "apply_state":
-            raise OneFails
-        return results
-
-    with trainer() as one:
-        state = one.state_dict()
-        with monkeypatch.context() as patched:
-            patched.setattr(WorkerCalls, "call", one_fails)
-            with pytest.raises(TrainerClosedError, match="the one from before is lost") as caught:
-                one.load_state_dict(state)
-        assert isinstance(caught.value.__context__, OneFails)
-        with pytest.raises(TrainerClosedError):
-            one.train(num_steps=1)
