@@ -123,6 +123,7 @@ def test_what_goes_on_from_it_ends_as_the_undisturbed_run(
 def test_a_load_that_is_undone_leaves_them(operator_cls):
     def body(worker):
         train(worker, 3)
+        worker.hold_state()
         worker.apply_state(worker.state_dict())
         worker.settle_state(keep=False)
         train(worker, STEPS - 3)

@@ -38,20 +38,30 @@ class World:
         }
         sizes = [ledger.world_size for ledger in self.ledgers.values()]
         self.size = max([len(ledgers), *sizes])
-        self._guessed: list[tuple[SharedTrack, list[Difference]]] = []
 
     @property
     def ranks(self) -> list[int]:
         return sorted(self.ledgers)
 
-    @cached_property
+    @property
     def tracks(self) -> list[SharedTrack]:
         """Every optimizer that stepped, with the ranks that had one like it.
 
         None where several processes never met: they are not replicas of one another.
         """
+        return self._tracks_and_guesses[0]
+
+    @property
+    def maybe_forgotten(self) -> list[tuple[SharedTrack, list[Difference]]]:
+        """Optimizers with layers of each rank's own, or forgotten ones: see `apart_by_design`."""
+        return self._tracks_and_guesses[1]
+
+    @cached_property
+    def _tracks_and_guesses(
+        self,
+    ) -> tuple[list[SharedTrack], list[tuple[SharedTrack, list[Difference]]]]:
         if self.size > 1 and not self.started_group:
-            return []
+            return [], []
         found: dict[str, dict[int, Track]] = {}
         for rank, ledger in self.ledgers.items():
             for track in ledger.tracks:
@@ -63,17 +73,13 @@ class World:
         for one in whole:
             alike.setdefault(one.made_as, []).append(one)
         apart = [apart_by_design(together, whole) for together in alike.values()]
+        guesses: list[tuple[SharedTrack, list[Difference]]] = []
         for together, (names, is_guess) in zip(alike.values(), apart, strict=True):
             if is_guess and names:
                 differences = together[0].differences("entry", together[0].numbers[0])
-                self._guessed.append((together[0], [d for d in differences if d.name in names]))
+                guesses.append((together[0], [d for d in differences if d.name in names]))
             _tell_replicas(together, names)
-        return whole
-
-    @property
-    def maybe_forgotten(self) -> list[tuple[SharedTrack, list[Difference]]]:
-        """Optimizers with layers of each rank's own, or forgotten ones: see `apart_by_design`."""
-        return self._guessed if self.tracks else []
+        return whole, guesses
 
     @cached_property
     def compared(self) -> list[SharedTrack]:

@@ -185,5 +185,8 @@ class Engine(Protocol):
     def status(self) -> PoolStatus:
         """The numbers of workers and spares, and the recoveries so far."""
 
+    def end(self, cause: BaseException) -> None:
+        """End all workers because of `cause`, which `ended_by` holds from then on."""
+
     def close(self, *, force: bool) -> None:
         """End all workers and release their resources; `force` does not ask them first."""

@@ -45,8 +45,7 @@ class InlineEngine:
         try:
             self.start_reports = [self._perform(Worker.start.with_args(None))]
         except BaseException as error:
-            self.ended_by = error
-            self.close(force=True)
+            self.end(error)
             raise
 
     def call(
@@ -82,8 +81,7 @@ class InlineEngine:
             return
         survivor = undo_without_peers(self._worker, self._interrupted_loop)
         if survivor.position is None:
-            self.ended_by = rollback_impossible_error(cause)
-            self.close(force=True)
+            self.end(rollback_impossible_error(cause))
         elif survivor.is_cut_short:
             warn_of_cut_short_step(survivor.position.steps, cause)
         self._generation += 1
@@ -107,6 +105,10 @@ class InlineEngine:
 
     def status(self) -> PoolStatus:
         return PoolStatus(workers=1, generation=self._generation)
+
+    def end(self, cause: BaseException) -> None:
+        self.ended_by = cause
+        self.close(force=True)
 
     def close(self, *, force: bool) -> None:
         self._worker.stop()

@@ -82,12 +82,22 @@ class WorkerActor:
             number: of the call. One that a relay has brought before is not performed again: this
                 returns its outcome.
         """
-        from lockstep.worker import Outcome
-
         if number > self._call_number:
             return self._perform(method, arguments, number)
         kept, self._kept = self._kept, None
-        return kept or Outcome()
+        return kept or self._lost_outcome(number)
+
+    def _lost_outcome(self, number: int) -> Outcome:
+        from lockstep.errors import WorkerFailedError
+        from lockstep.worker import failed_outcome
+
+        error = WorkerFailedError(
+            "a call was performed, and its outcome is gone",
+            where=f"rank {self._rank}",
+            expected=f"the outcome of call {number}",
+            got=f"a worker that has kept none, of {self._call_number} calls",
+        )
+        return failed_outcome(self._rank, error)
 
     @ray.method
     def perform_for_relay(self, method: bytes, arguments: bytes, number: int) -> Outcome | None:
@@ -114,8 +124,9 @@ class WorkerActor:
 
         self._call_number, self._kept = number, None
         self._training_thread = threading.get_ident()
-        called: RemoteMethod[Worker, ..., object] = cloudpickle.loads(method)
+        called: RemoteMethod[Worker, ..., object] | None = None
         try:
+            called = cloudpickle.loads(method)
             if self._worker is None:
                 self._worker = Worker(_load_spec(self._spec), self._rank, self._local_rank)
             value = RemoteCall(called, *cloudpickle.loads(arguments)).perform(self._worker)
@@ -128,8 +139,8 @@ class WorkerActor:
             return Outcome(dumps_or_refuse(value, "what the worker returned"))
         except BaseException as error:
             # The peers wait for this rank in a collective: closing the sockets frees them.
-            waits_in_group = called.contract.communication is Communication.RUN_GROUP
-            if waits_in_group and self._worker is not None:
+            may_wait = called is None or called.contract.communication is Communication.RUN_GROUP
+            if may_wait and self._worker is not None:
                 self._worker.leave()
             return failed_outcome(self._rank, error)
 

@@ -42,10 +42,12 @@ class WritesBehindSteps:
     def note_unshared(self, step: int, *, has_written: bool) -> None:
         """Note that some ranks alone make the writes behind `step`, this rank if `has_written`.
 
-        A step that is undone later has no writes either: it is not among the committed ones.
+        A step that is undone later has no writes either: it is not among the committed ones. Those
+        of a later step do not make up for what this rank has missed.
         """
         self.are_unshared = True
-        self._missed_step = None if has_written else step
+        if not has_written and (self._missed_step is None or step < self._missed_step):
+            self._missed_step = step
 
     def note_shared(self) -> None:
         """Note that all ranks are alike again."""

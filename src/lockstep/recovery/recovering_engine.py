@@ -115,6 +115,9 @@ class RecoveringEngine:
     def write_parts(self, step: int, folder: str) -> list[WrittenPart] | None:
         return self._engine.write_parts(step, folder)
 
+    def end(self, cause: BaseException) -> None:
+        self._engine.end(cause)
+
     def close(self, *, force: bool) -> None:
         # An interrupted worker may be in the middle of a step for long.
         was_interrupted = self.interrupted_by is not None

@@ -14,6 +14,7 @@ from lockstep.errors import (
     CheckpointWriteError,
     ConfigurationError,
     NotAvailableError,
+    TrainerClosedError,
     WorkerDiedError,
 )
 from lockstep.host_memory import available_memory
@@ -115,12 +116,13 @@ class StateTransfer:
         self._begin(state)
         self._workers.call(Worker.check_state.with_args(state))
         self._dataset.set_dataset(None, self._workers)
-        self._workers.call(Worker.hold_state.with_args())
+        is_applied = False
         try:
+            self._workers.call(Worker.hold_state.with_args())
+            is_applied = True
             self._workers.call(Worker.apply_state.with_args(state))
         except BaseException:
-            if not self._workers.has_ended:
-                self._workers.call(Worker.settle_state.with_args(keep=False))
+            self._settle_refused(is_applied)
             raise
         self._workers.call(Worker.settle_state.with_args(keep=True))
         self._workers.note_loaded(state)
@@ -128,6 +130,16 @@ class StateTransfer:
         self._steps.restart_at(step)
         self._disk.go_on_from(step)
         self.update_users_objects()
+
+    def _settle_refused(self, is_applied: bool) -> None:
+        """Let the workers go back to the state from before if another one `is_applied` to some."""
+        if self._workers.has_ended:
+            return
+        try:
+            self._workers.call(Worker.settle_state.with_args(keep=not is_applied))
+        except TrainerClosedError as error:
+            self._workers.end(error)
+            raise
 
     def resume(self) -> None:
         """Load the state that the run resumes from, if there is one."""

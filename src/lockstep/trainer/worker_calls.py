@@ -194,6 +194,11 @@ class WorkerCalls:
         """Whether the workers have ended."""
         return self._engine.ended_by is not None
 
+    def end(self, cause: BaseException) -> None:
+        """End the workers, which cannot go on because of `cause`, unless they have ended."""
+        if not self.has_ended:
+            self._engine.end(cause)
+
     def begin_shutdown(self) -> bool:
         """Whether the workers are to be ended: False if they were already.
 

@@ -116,7 +116,7 @@ class StepSettings:
         """Before a further batch of the step: take over what was set since the one before."""
         now = GroupSettingsCopy(self._optimizers)
         if not now.has_values_of(self._behind_batch):
-            self._before = now
+            self._before = self._before.with_changes(self._behind_batch, now)
 
     def put_into(self, state: dict[str, Any], take: Callable[[Any], Any]) -> None:
         """See `GroupSettingsCopy.put_into`."""

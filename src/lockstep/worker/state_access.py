@@ -26,7 +26,7 @@ from lockstep.worker.local_state import local_state
 from lockstep.worker.per_rank_state import PER_RANK, part_of_rank
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 from lockstep.worker.saved_gradients import GRADIENTS, SavedGradients
-from lockstep.worker.state_refusals import refuse_unfit_state
+from lockstep.worker.state_refusals import no_state_held_error, refuse_unfit_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -52,6 +52,7 @@ class StateAccess:
     before_call: dict[str, Any] | None
     call_number: int
     incoming: Mapping[str, Any] | None
+    memory: object  # None where every rank has the whole state
     _before_load: tuple[dict[str, Any], BufferValues, int] | None
     _dataset_switch: DatasetSwitch
     _operator: TrainingOperator | None
@@ -302,7 +303,9 @@ class StateAccess:
             state: as `state_dict` returns it; or with a `StoredTensor` in the place of tensors, of
                 which this rank reads its rows.
         """
-        if self._before_load is None:  # the group has formed anew since: on every rank
+        # The group has formed anew since, and all ranks have gone back to the same checkpoint. A
+        # replica that has joined since has the state of another one, which may be `state`.
+        if self._before_load is None and self.memory is not None:
             self.hold_state()
         incoming, self.incoming = self.incoming, None
         if incoming is None:
@@ -313,8 +316,15 @@ class StateAccess:
 
     @remote_method(Communication.NONE, OnFailure.RAISE)
     def settle_state(self, keep: bool) -> None:
+        """Forget the state that is held, or go back to it unless `keep`.
+
+        Raises:
+            TrainerClosedError: this rank holds none, and has what `apply_state` has left.
+        """
         held, self._before_load = self._before_load, None
-        if not keep and held is not None:
+        if not keep:
+            if held is None:
+                raise no_state_held_error()
             before, buffers, num_counted = held
             put_buffer_values(self.run, buffers, self.operator.device)
             self.load_state(before)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from lockstep._torch_compat import buffers_of
-from lockstep.error_texts import first_of
-from lockstep.errors import CheckpointError
+from lockstep.error_texts import NEW_TRAINER, first_of
+from lockstep.errors import CheckpointError, TrainerClosedError
 from lockstep.operator.buffer_values import KEY as BUFFERS
 from lockstep.operator.buffer_values import changed_buffers, changed_in, labelled_modules
 from lockstep.operator.trained_parameters import group_sizes, unknown_names
@@ -167,3 +167,13 @@ def _names_of_empty_buffers(module: nn.Module) -> set[str]:
 
 def _shape(shape: Any) -> str:
     return str(tuple(shape)) if shape is not None else "none"
+
+
+def no_state_held_error() -> TrainerClosedError:
+    """The error of a rank that cannot go back to the state from before a load that was refused."""
+    return TrainerClosedError(
+        "a state was refused when parts of it were loaded, and the one from before is lost",
+        cause="the workers formed their group anew between the two calls, because one had died or"
+        " joined; this rank has held no copy since",
+        fix=NEW_TRAINER,
+    )

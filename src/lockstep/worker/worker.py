@@ -252,7 +252,8 @@ class Worker(StateAccess):
 
     def leave(self) -> None:
         """Detach from the group and close it: ranks that wait for this one get an error."""
-        self._before_load = None  # its rows are those of this group's shards
+        if self.memory is not None:
+            self._before_load = None  # its rows are those of this group's shards
         self._audit.detach()
         run = None if self._operator is None else self._operator._lockstep.registered
         if run is not None:

@@ -32,3 +32,15 @@ def test_writes_behind_the_last_step_count_more_than_an_epochs_end():
     assert one.written(3) > other.written(3)
     other.note_shared()
     assert one.written(3) < other.written(3)
+
+
+def test_a_later_step_does_not_hide_one_that_was_missed():
+    one, other = _ranks()
+    other.note_unshared(5, has_written=True)
+    one.note_unshared(5, has_written=False)
+    assert not other.written(5).has_last_step
+    assert other.written(3) < one.written(3)
+    other.note_unshared(7, has_written=False)
+    assert not other.written(3).has_last_step
+    other.note_shared()
+    assert other.written(7).has_last_step
