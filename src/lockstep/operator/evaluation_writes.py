@@ -11,8 +11,9 @@ which the evaluation began, on whichever rank, and the run goes on with them.
 Buffers are copied when an evaluation begins. Weights are too large for that. Training knows to
 which its forwards write: behind its first batch those alone are copied, and those of which an
 earlier evaluation has shown it. Before it all weights are, in the memory that gradients and the
-states of optimizers will take, until a few batches have shown to which a forward writes. What
-`ValidationStart` holds is not copied again.
+states of optimizers will take, until a few batches have shown to which a forward writes; and so
+are they behind it where `InPlaceWriteTracker` does not look. What `ValidationStart` holds is not
+copied again.
 
 Torch's version counters tell what has been written, also to a weight without a copy, which is
 refused. There are writes that no counter knows: the values tell of them in the first batches, and
