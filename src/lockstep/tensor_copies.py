@@ -49,6 +49,18 @@ class TensorCopies:
         overwrite(tensors, self.values)
 
 
+class HostCopy:
+    """A copy of a tensor in the host's memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._device = tensor.device
+        self._value = tensor.to("cpu", copy=True)
+
+    def on_device(self) -> torch.Tensor:
+        """The value, on the device that the tensor was on; on the host the copy itself."""
+        return self._value.to(self._device)
+
+
 def overwrite(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     """Copy each of `values` into its counterpart in `targets`."""
     plain: list[torch.Tensor] = []

@@ -8,10 +8,17 @@ would be that of several models. To commit there as well would cost an exchange 
 where no rank waits for another. So every shard is evaluated with the buffers and weights with
 which the evaluation began, on whichever rank, and the run goes on with them.
 
-Buffers are copied when an evaluation begins. Weights are too large for that: all of them are copied
-until a few batches have shown to which a forward writes, and those alone from then on. Torch's
-version counters tell what has been written; in the first batches the values do, too, for there are
-writes that no counter knows. Tensors that are a rank's own (`lockstep.local`) stay as they are.
+Buffers are copied when an evaluation begins. Weights are too large for that. Training knows to
+which its forwards write: behind its first batch those alone are copied, and those of which an
+earlier evaluation has shown it. Before it all weights are, in the memory that gradients and the
+states of optimizers will take, until a few batches have shown to which a forward writes; and so
+are they behind it where `InPlaceWriteTracker` does not look. What `ValidationStart` holds is not
+copied again.
+
+Torch's version counters tell what has been written, also to a weight without a copy, which is
+refused. There are writes that no counter knows: the values tell of them in the first batches, and
+in all batches for the weights that training writes. Tensors that are a rank's own
+(`lockstep.local`) stay as they are.
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ from __future__ import annotations
 import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -40,7 +48,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("lockstep")
 
 _BATCHES: Final = 3
-"""In which all weights are compared; as many as the steps of `InPlaceWriteTracker`."""
+"""In which all copies are compared; as many as the steps of `InPlaceWriteTracker`."""
 
 
 class EvaluationWrites:
@@ -48,10 +56,15 @@ class EvaluationWrites:
 
     Args:
         in_training: the weights to which forwards write in training.
+
+    Attributes:
+        copied_elsewhere: by weight, a copy that others hold for as long as they need it.
     """
 
     def __init__(self, in_training: InPlaceWriteTracker) -> None:
         self._in_training = in_training
+        self.copied_elsewhere: WeakValueDictionary[torch.Tensor, torch.Tensor]
+        self.copied_elsewhere = WeakValueDictionary()
         self._written: dict[torch.Tensor, None] = {}
         # Of the weights and buffers: those that a forward has written to without a trace.
         self._silent: set[object] = set()
@@ -126,10 +139,9 @@ class EvaluationWrites:
             return lost
         if self._settings is not None:
             self._settings.restore()
-        looks = self._batches_left > 0
         with torch.no_grad():
             for each in self._held:
-                if looks and each.key not in self._silent and each.has_other_value():
+                if self._may_be_silent(each) and each.has_other_value():
                     self._silent.add(each.key)
                 if not (each.is_written() or each.key in self._silent):
                     continue
@@ -139,6 +151,14 @@ class EvaluationWrites:
                 self._warn(each)
                 each.put_back()
         return lost
+
+    def _may_be_silent(self, held: _HeldWeight | _HeldBuffer) -> bool:
+        """Whether the value is to tell if it has been written to."""
+        if held.key in self._silent:
+            return False
+        # An encoder that begins as a copy does not move before its model has trained.
+        is_known = isinstance(held, _HeldWeight) and held.trained in self._in_training
+        return self._batches_left > 0 or is_known
 
     def _warn(self, held: _HeldWeight | _HeldBuffer) -> None:
         """Say once that something is taken back: sums over a validation would stay at zero."""
@@ -154,18 +174,29 @@ class EvaluationWrites:
     def _drop_copies(self) -> None:
         """Drop the copies of the weights to which no forward writes."""
         for each in self._held or ():
-            if isinstance(each, _HeldWeight) and not self._is_expected(each.weight):
+            if isinstance(each, _HeldWeight) and not self._is_expected(each.weight, each.trained):
                 each.drop_copy()
 
-    def _is_expected(self, weight: torch.Tensor) -> bool:
-        return self._batches_left > 0 or weight in self._written or weight in self._in_training
+    def _is_expected(self, weight: torch.Tensor, trained: torch.Tensor) -> bool:
+        knows_none = self._batches_left > 0 and not self._in_training.has_looked
+        return knows_none or weight in self._written or trained in self._in_training
 
     def _weights_of(self, run: TrainingParts) -> list[_HeldWeight]:
         if run.sync is not None and run.sync.units:
             return []  # a forward that writes to a unit is refused
-        own = [each for average in run.averages for each in average.parameters()]
-        weights = [each for each in (*run.parameters(), *own) if not is_local(each)]
-        return [_HeldWeight(each, copies=self._is_expected(each)) for each in weights]
+        # What a model's forward writes, its average's does.
+        trained = {each: each for each in run.parameters()}
+        for average, model in zip(run.averages, run.plain_models(), strict=False):
+            trained.update(zip(average.parameters(), model.parameters(), strict=True))
+        return [self._hold(*each) for each in trained.items() if not is_local(each[0])]
+
+    def _hold(self, weight: torch.Tensor, trained: torch.Tensor) -> _HeldWeight:
+        if not self._is_expected(weight, trained):
+            return _HeldWeight(weight, trained, None)
+        value = self.copied_elsewhere.get(weight)
+        # The user's own validation may have swapped another value in since.
+        is_valid = value is not None and has_value(weight, value)
+        return _HeldWeight(weight, trained, value if is_valid else copy_of_weight(weight))
 
 
 def _buffers_of(run: TrainingParts) -> list[_HeldBuffer]:
@@ -174,12 +205,20 @@ def _buffers_of(run: TrainingParts) -> list[_HeldBuffer]:
 
 
 class _HeldWeight:
-    """A weight as it was when the evaluation began."""
+    """A weight as it was when the evaluation began.
 
-    def __init__(self, weight: torch.Tensor, *, copies: bool) -> None:
-        self.weight = weight
+    Args:
+        weight: the weight.
+        trained: of an average's weight, the model's; else `weight`.
+        value: a copy of the weight.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, trained: torch.Tensor, value: torch.Tensor | None
+    ) -> None:
+        self.weight, self.trained = weight, trained
         self._version = version(weight)
-        self._value = copy_of_weight(weight) if copies else None
+        self._value = value
 
     @property
     def key(self) -> object:

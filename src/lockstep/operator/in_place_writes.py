@@ -37,6 +37,7 @@ class InPlaceWriteTracker:
 
     Attributes:
         is_ahead_of_step: no optimizer has stepped since the last `take`.
+        has_looked: a batch has shown to which of all weights it writes.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class InPlaceWriteTracker:
         self._versions: list[int] = []
         self._held: dict[torch.Tensor, None] = {}
         self._copies = TensorCopies()
-        self.is_ahead_of_step = False
+        self.is_ahead_of_step = self.has_looked = False
         self._has_missed = False
         self._steps_left = _STEPS
 
@@ -119,6 +120,7 @@ class InPlaceWriteTracker:
         self._has_missed = self._has_no_copy(changed)
         self.expect(changed)
         if self._steps_left:
+            self.has_looked |= bool(self._held)
             pairs = zip(self._held, self._copies.values, strict=True)
             self.expect(
                 held for held, value in pairs if not torch.equal(_own_rows(held).detach(), value)

@@ -214,6 +214,7 @@ class LoopRun:
         """Copy what a validation of the user's own may change, for `rewind`."""
         if self._operator._lockstep_surrounds_validation():
             self._start = ValidationStart(self._operator)
+            self._state.evaluation_writes.copied_elsewhere.update(self._start.copies)
 
     def rewind(self) -> None:
         """Move a validation back to the position, counts and models with which it began."""

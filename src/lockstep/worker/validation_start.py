@@ -13,6 +13,8 @@ from lockstep.worker.settings_copy import LayersCopy
 from lockstep.worker.user_state_copy import UserStateCopy
 
 if TYPE_CHECKING:
+    import torch
+
     from lockstep.operator import TrainingOperator
 
 
@@ -38,6 +40,11 @@ class ValidationStart:
         # A swap may let parameters and averages exchange their memory, and not the values in it.
         tensors = [*self._parameters, *tensors_in(own)]
         self._memory = [(tensor, tensor.data) for tensor in tensors]
+
+    @property
+    def copies(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The copies of the weights, of models and of averages."""
+        return dict(zip(self._parameters, self._values.values, strict=True))
 
     def restore(self) -> None:
         """Restore everything that was copied."""

@@ -88,7 +88,13 @@ class AddsMetric(Swaps):
 
 def test_only_where_code_runs_around_a_validation_is_anything_copied(monkeypatch):
     copied = []
-    monkeypatch.setattr(loop_run, "ValidationStart", lambda operator: copied.append(operator))
+
+    class Start(loop_run.ValidationStart):
+        def __init__(self, operator):
+            super().__init__(operator)
+            copied.append(operator)
+
+    monkeypatch.setattr(loop_run, "ValidationStart", Start)
     for operator, count in ((AddsMetric, 0), (Swaps, 1)):
         copied.clear()
         with trainer(operator) as run:

@@ -27,6 +27,7 @@ from lockstep.integrations.lightning.logged_metrics import (
 from lockstep.integrations.lightning.module_factory import is_lightning
 from lockstep.metrics.torchmetrics_merge import is_metric, metrics_in
 from lockstep.operator.registered_torchmetrics import mark_metrics, restore_metrics
+from lockstep.tensor_copies import HostCopy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -155,13 +156,15 @@ class LoggingCapture:
         """What the module has logged so far, for `restore` should the step or call be undone.
 
         Args:
-            may_reset: what follows may reset metrics, so that their rows are copied as well.
+            may_reset: what follows may reset metrics, so that their rows are copied as well, in
+                the host's memory.
         """
         if self._is_capturing and not may_reset:
             put_back = partial(restore_metrics, mark_metrics(self._metrics))
         else:
             # Of a call that is undone the end may have run, which gathers metrics and resets them.
-            put_back = partial(_put_states_back, _copy_states(self._module))
+            copy = HostCopy if may_reset else torch.clone
+            put_back = partial(_put_states_back, _copy_states(self._module, copy))
         of_epoch = {purpose: logged.copy() for purpose, logged in self._of_epoch.items()}
         return self._of_call.copy(), of_epoch, dict(self._seen), put_back
 
@@ -270,19 +273,25 @@ class LoggingCapture:
         return found
 
 
-def _copy_states(module: nn.Module) -> list[tuple[Any, dict[str, Any]]]:
-    return [(metric, _copy_state(metric)) for metric in metrics_in(module)]
+def _copy_states(
+    module: nn.Module, copy: Callable[[torch.Tensor], Any] = torch.clone
+) -> list[tuple[Any, dict[str, Any]]]:
+    return [(metric, _copy_state(metric, copy)) for metric in metrics_in(module)]
 
 
 def _put_states_back(copies: list[tuple[Any, dict[str, Any]]]) -> None:
     for metric, state in copies:
-        vars(metric).update(state)
+        vars(metric).update({name: _from_host(value) for name, value in state.items()})
 
 
-def _copy_state(metric: Any) -> dict[str, Any]:
+def _from_host(value: Any) -> Any:
+    return value.on_device() if isinstance(value, HostCopy) else value
+
+
+def _copy_state(metric: Any, copy: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
     """A copy of the state of `metric`, whose update changes tensors and lists in place."""
     states = {
-        name: value.clone() if isinstance(value, torch.Tensor) else list(value)
+        name: copy(value) if isinstance(value, torch.Tensor) else list(value)
         for name, value in metric.metric_state.items()
     }
     plain = {name: value for name, value in vars(metric).items() if name not in states}

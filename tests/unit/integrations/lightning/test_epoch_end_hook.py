@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""on_train_epoch_end runs once for an epoch; one that fails has changed nothing, and runs again."""
+"""on_train_epoch_end runs once for an epoch; with peers one that fails has changed nothing.
+
+There it runs again, as a peer's death may interrupt it.
+"""
 
 import pytest
 import torch
@@ -7,6 +10,7 @@ import torchmetrics
 from tests.unit.integrations.lightning.modules import SAMPLES, Classifier, loader
 
 from lockstep import TorchTrainer, TrainingOperator
+from lockstep.integrations.lightning import epoch_end_hook
 
 pytestmark = pytest.mark.filterwarnings(
     # Lightning's advice on loader workers and logging intervals, and its use of older torch.
@@ -46,16 +50,37 @@ class FailsOnce(Classifier):
         self.counted.append((self.current_epoch, count))
 
 
-def test_an_end_that_has_failed_is_made_up_for_before_the_next_epoch():
+def found(operator):
+    module, optimizer = operator.module, operator.optimizer
+    return module.ends.item(), module.temperature.item(), optimizer.param_groups[0]["lr"]
+
+
+def counted(operator):
+    return operator.module.counted
+
+
+def test_an_end_that_has_failed_is_made_up_for_before_the_next_epoch(monkeypatch):
+    monkeypatch.setattr(epoch_end_hook, "_has_peers", lambda _: True)
     operator = TrainingOperator.from_lightning(FailsOnce, loader())
     with TorchTrainer(training_operator_cls=operator) as trainer:
         with pytest.raises(LookupError):
             trainer.train()
         trained = trainer.get_local_operator()
-        module, optimizer = trained.module, trained.optimizer
-        found = module.ends.item(), module.temperature.item(), optimizer.param_groups[0]["lr"]
-        assert found == (0, 1, 0.3)
+        assert found(trained) == (0, 1, 0.3)
         trainer.train()
-        found = module.ends.item(), module.temperature.item(), optimizer.param_groups[0]["lr"]
-        assert found == (2, 0.25, 0.075)
-        assert module.counted == [(0, SAMPLES), (1, SAMPLES)]
+        assert found(trained) == (2, 0.25, 0.075)
+        assert counted(trained) == [(0, SAMPLES), (1, SAMPLES)]
+
+
+def test_without_peers_nothing_is_copied_or_put_back(monkeypatch):
+    """Nothing repeats the hook after a death."""
+    monkeypatch.delattr(epoch_end_hook, "_Start")
+    operator = TrainingOperator.from_lightning(FailsOnce, loader())
+    with TorchTrainer(training_operator_cls=operator) as trainer:
+        with pytest.raises(LookupError):
+            trainer.train()
+        trained = trainer.get_local_operator()
+        assert found(trained) == (1, 0.5, 0.15)
+        trainer.train()
+        assert found(trained) == (2, 0.25, 0.075)
+        assert counted(trained) == [(1, SAMPLES)]
