@@ -99,7 +99,7 @@ class ParameterStore:
         if message.kind == "state_dict":
             return Message("done", optimizer.state_dict())
         # An optimizer within it goes on to share its groups, which requests change.
-        load_state(optimizer, request.state, of_same_weights=False)
+        load_state(optimizer, request.state, of_same_weights=request.of_same_weights)
         return Message("done")
 
     def _together(self, asked: Sequence[Message]) -> Message:
@@ -178,19 +178,21 @@ class ParameterStore:
     ) -> Optimizer:
         """Apply the changes that the workers' loops made to the optimizer of a request.
 
-        Loops and their schedulers change settings, add groups, and write to weights.
+        Loops and their schedulers change settings, add groups, write to weights and freeze them.
         """
         for number, value in zip(request.changed_parameters, tensors, strict=False):
             # The object stays: the optimizer's state belongs to it.
             self._parameter(number).data = value.clone()
         optimizer = self._optimizers[request.number]
-        known = optimizer.param_groups
+        known, frozen = optimizer.param_groups, set(request.frozen)
         del known[len(request.groups) :]
         for place, (settings, numbers) in enumerate(request.groups):
             if place == len(known):
                 known.append({})
             known[place].update(settings)
             known[place]["params"] = [self._parameter(number) for number in numbers]
+            for number in numbers:
+                self._parameter(number).requires_grad_(number not in frozen)
         return optimizer
 
     def _parameter(self, number: int) -> torch.nn.Parameter:

@@ -28,7 +28,11 @@ from lockstep.sync.optimizer_inspection import (
     own_attributes,
     state_tensors,
 )
-from lockstep.sync.optimizer_step_patch import OptimizerMethodPatch, OptimizerStepPatch
+from lockstep.sync.optimizer_step_patch import (
+    LoadElsewhere,
+    OptimizerMethodPatch,
+    OptimizerStepPatch,
+)
 from lockstep.sync.parameter_server.messages import Message, OptimizerRequest
 from lockstep.tensor_tree import PLAIN_TYPES, tree_map
 
@@ -75,7 +79,7 @@ class RemoteOptimizer:
             optimizer,
             self._step,
             state_dict=self._state_dict,
-            load_state_dict=self._load_state_dict,
+            load_state_dict=LoadElsewhere(self._load_state_dict),
         )
         # By their places; without those that the server has for themselves as well.
         inner = enumerate(inner_optimizers(optimizer))
@@ -85,7 +89,7 @@ class RemoteOptimizer:
             OptimizerMethodPatch(
                 each,
                 state_dict=partial(self._state_dict_within, place),
-                load_state_dict=partial(self._load_state_dict_within, place),
+                load_state_dict=LoadElsewhere(partial(self._load_state_dict_within, place)),
             )
             for place, each in self._inner.items()
         ]
@@ -151,6 +155,11 @@ class RemoteOptimizer:
             state=state,
             inner=inner,
             undo_point=self.undo_point,
+            frozen=[
+                self._number_of[id(param)]
+                for param in optimizer_parameters(self.optimizer)
+                if not param.requires_grad
+            ],
         )
         return Message(kind, request, weights)
 
@@ -186,18 +195,21 @@ class RemoteOptimizer:
         state: dict[str, Any] = copy.deepcopy(answer.body)
         return state
 
-    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _load_state_dict(self, state: Mapping[str, Any], *, of_same_weights: bool) -> None:
         """Load into the server's optimizer; called on every rank, as it is on one process."""
         optimizer = self.optimizer
         # Load the settings here, and an empty state, because the server holds the state.
         type(optimizer).load_state_dict(optimizer, {**state, "state": {}})
         optimizer.state.clear()
-        self._load_at_server(state)
+        self._load_at_server(state, of_same_weights=of_same_weights)
 
-    def _load_at_server(self, state: Mapping[str, Any], inner: int | None = None) -> None:
+    def _load_at_server(
+        self, state: Mapping[str, Any], inner: int | None = None, *, of_same_weights: bool
+    ) -> None:
         if self._server_weights is not None:
-            own = _to_cpu(dict(state))
-            self._channel.ask(self._request("load_state_dict", own, inner))
+            request = self._request("load_state_dict", _to_cpu(dict(state)), inner)
+            request.body.of_same_weights = of_same_weights
+            self._channel.ask(request)
 
     def _note_step_here(self, place: int, *_: Any) -> None:
         """Note that the loop steps an optimizer within this one (SAM's `second_step` does).
@@ -214,13 +226,15 @@ class RemoteOptimizer:
             return own
         return {**self._state_at_server(place), "param_groups": own["param_groups"]}
 
-    def _load_state_dict_within(self, place: int, state_dict: Mapping[str, Any]) -> None:
+    def _load_state_dict_within(
+        self, place: int, state: Mapping[str, Any], *, of_same_weights: bool
+    ) -> None:
         """Load here, and into the server's: before a step it is open which of the two will step."""
         inner = self._inner[place]
-        type(inner).load_state_dict(inner, dict(state_dict))
+        type(inner).load_state_dict(inner, dict(state))
         # After a death a loop's step is undone without a server.
         if place not in self._stepped_here:
-            self._load_at_server(state_dict, place)
+            self._load_at_server(state, place, of_same_weights=of_same_weights)
 
     def release(self, *, keep_state: bool) -> None:
         """Make the optimizer an ordinary one again.
@@ -282,7 +296,8 @@ def pickle_optimizers(
     for optimizer in optimizers:
         for param in optimizer_parameters(optimizer):
             if id(param) not in memo:
-                copied = torch.nn.Parameter(param.detach().to("cpu", copy=True))
+                values = param.detach().to("cpu", copy=True)
+                copied = torch.nn.Parameter(values, requires_grad=param.requires_grad)
                 vars(copied).update(_marks_of(param))
                 memo[id(param)] = copies[number_of[id(param)]] = copied
     members = dict.fromkeys(m for each in optimizers for m in (each, *inner_optimizers(each)))
