@@ -86,6 +86,30 @@ class ReadsParts(ByNorms):
                 param.add_(param.grad / length, alpha=-options["lr"])
 
 
+class ChoosesByIdentity(ByNorms):
+    """Decays some parameters, clips the gradient of others, and has a rate for each."""
+
+    def __init__(self, params):
+        super().__init__(list(params))
+        held = self.param_groups[0]["params"]
+        self.decayed = {id(param) for param in held if param.dim() == 2}
+        self.clipped = {param for param in held if param.dim() < 2}
+        self.rates = {"of each": {param: 0.1 / (1 + n) for n, param in enumerate(held)}}
+        self.steps_of = dict.fromkeys(map(id, held), 0)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            grad = param.grad
+            if param in self.clipped:
+                grad = grad.clamp(-0.01, 0.01)
+            if id(param) in self.decayed:
+                param.mul_(0.9)
+            self.steps_of[id(param)] += 1
+            rate = self.rates["of each"].get(param, 0.0) / self.steps_of[id(param)]
+            param.add_(grad, alpha=-rate)
+
+
 class RemembersNorms(ByNorms):
     """Follows the norm of the gradient of the step before; its momenta are in a list."""
 

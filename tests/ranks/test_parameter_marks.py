@@ -4,6 +4,7 @@
 import threading
 
 import torch
+from tests.procs.odd_optimizers import ChoosesByIdentity
 
 from harness import assert_same, reset
 from ranks.programs import mlp
@@ -57,6 +58,21 @@ def test_a_step_sees_which_parameters_are_frozen():
         model[0].requires_grad_(True)
         model[2].weight.requires_grad_(False)
         steps(model, sync, optimizer, part, count=2)
+
+    true = reset(mlp(), seed=7)
+    loop(true, lambda optimizer: OneProcess(), slice(None), 0)
+    for size in (1, 2):
+        for result in run(loop, size):
+            assert_same(result, weights([true]))
+
+
+def test_a_step_knows_parameters_by_their_identity():
+    def loop(model, attach, part, rank):
+        optimizer = ChoosesByIdentity(model.parameters())
+        sync = attach(optimizer)
+        steps(model, sync, optimizer, part)
+        held = set(map(id, model.parameters()))
+        assert optimizer.decayed | set(map(id, optimizer.clipped)) == held
 
     true = reset(mlp(), seed=7)
     loop(true, lambda optimizer: OneProcess(), slice(None), 0)

@@ -29,6 +29,7 @@ from lockstep.sync.optimizer_inspection import (
     optimizer_parameters,
 )
 from lockstep.sync.optimizer_step_patch import OptimizerStepPatch
+from lockstep.sync.parameter_references import SwappedReferences, by_object
 from lockstep.sync.parameter_shards import reduce_partials
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class ShardedOptimizer:
         self._whole_groups: list[list[torch.Tensor]] = []
         self._in_step: list[ParameterShard] = []
         self._stepped: list[ParameterShard] = []
+        self._references = SwappedReferences()
         for param, state in optimizer.state.items():
             if shards.shard_of(param) is not None:
                 state.update(shards.shard_state(state, param))
@@ -169,6 +171,17 @@ class ShardedOptimizer:
             for shard in self._in_step:
                 if id(shard.param) in held and shard.whole in member.state:
                     member.state[shard.param] = self._own_rows(member, shard)
+        shard_of = {id(shard.whole): shard.param for shard in self._in_step}
+        self._references.swap_in(self._members_of_shards(), by_object(shard_of))
+
+    def _members_of_shards(self) -> list[Optimizer]:
+        """The optimizers that hold shards now."""
+        shards = {id(shard.param) for shard in self._in_step}
+        return [
+            each
+            for each in self._members()
+            if not shards.isdisjoint(map(id, optimizer_parameters(each)))
+        ]
 
     def _members(self) -> list[Optimizer]:
         """The optimizer, and those within it that share what it holds: shards within a step."""
@@ -188,6 +201,8 @@ class ShardedOptimizer:
     def _swap_out(self) -> list[torch.Tensor]:
         """Put the parameters back; returns the tensors whose rows have to be gathered."""
         optimizer, stepped = self.optimizer, self._in_step
+        whole_of = {id(shard.param): shard.whole for shard in stepped}
+        self._references.swap_out(self._members_of_shards(), by_object(whole_of))
         self._in_step = []
         if not stepped:
             return []

@@ -46,6 +46,7 @@ from lockstep.sync.meta_device import (
 )
 from lockstep.sync.optimizer_inspection import inner_optimizers
 from lockstep.sync.ordered_process_group import OrderedProcessGroup, make_ordered_group
+from lockstep.sync.parameter_references import by_object, replace_in_attributes
 from lockstep.sync.parameter_shards import own_rows_of_state, reduce_partials, shard_like
 from lockstep.sync.replica_checks import compare_values
 from lockstep.sync.shard_units import (
@@ -416,7 +417,12 @@ def _parameter(held: Any) -> torch.nn.Parameter:
 
 
 def _hand_over(optimizer: torch.optim.Optimizer, sharded: dict[int, Any]) -> None:
-    """Put the shards in the place of an optimizer's parameters, and of its state."""
+    """Put the shards in the place of an optimizer's parameters, and of its state.
+
+    Also where its own attributes refer to parameters, by which it may choose among them.
+    """
+    new_of = {key: new for key, new in sharded.items() if id(new) != key}
+    replace_in_attributes(optimizer, by_object(new_of))
     for group in optimizer.param_groups:
         # Optimizers may share it: then it holds shards already, and states do not.
         group["params"][:] = [sharded.get(id(param), param) for param in group["params"]]

@@ -23,6 +23,7 @@ from lockstep.errors import (
 from lockstep.randomness import preserve_rng_state
 from lockstep.serialization import dumps_exception
 from lockstep.sync.optimizer_inspection import inner_optimizers, load_state, optimizer_parameters
+from lockstep.sync.parameter_references import by_number, replaced
 from lockstep.sync.parameter_server.messages import Message
 from lockstep.sync.parameter_server.optimizer_undo_log import OptimizerUndoLog
 from lockstep.sync.parameter_server.server_connection import raise_if_error
@@ -114,9 +115,11 @@ class ParameterStore:
         if isinstance(body, int):
             self._undo_log.return_to(body)
         else:
-            self._parameters, self._optimizers, attributes = pickle.loads(body)
+            self._parameters, self._optimizers, attributes, ids = pickle.loads(body)
+            # The parameters in there are the ones here; their ids are still those at rank 0.
+            replace = by_number({key: self._parameters[number] for key, number in ids.items()})
             for optimizer, own in attributes:
-                vars(optimizer).update(own)
+                vars(optimizer).update(replaced(own, replace))
         weights = [param.detach() for param in self._parameters.values()]
         return Message("done", list(self._parameters), weights)
 

@@ -308,7 +308,8 @@ def pickle_optimizers(
         served = copy.deepcopy(list(optimizers), memo)
         # Optimizers leave attributes of their own out when they are copied or pickled.
         attributes = copy.deepcopy([(each, own_attributes(each)) for each in members], memo)
-        data: bytes = cloudpickle.dumps((copies, served, attributes))
+        ids = {id(param): number for number, param in parameters.items() if number in copies}
+        data: bytes = cloudpickle.dumps((copies, served, attributes, ids))
     # Whatever a user's `__reduce__` or `__deepcopy__` raises.
     except Exception as error:
         raise NotPicklableError(
