@@ -166,7 +166,8 @@ def load_state(stepper: Any, state: Mapping[str, Any], *, of_same_weights: bool 
                 group.clear()
                 group.update(settings)
         optimizer.param_groups = groups
-    if of_same_weights and type(stepper).load_state_dict is torch.optim.Optimizer.load_state_dict:
+    is_torchs = type(stepper).load_state_dict is torch.optim.Optimizer.load_state_dict
+    if of_same_weights and is_torchs and not isinstance(elsewhere, LoadElsewhere):
         _restore_dtypes(stepper, state)
     for optimizer in sharing:
         optimizer.state = stepper.state

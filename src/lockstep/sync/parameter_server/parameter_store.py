@@ -46,10 +46,11 @@ class ParameterStore:
 
     - "attach": take over rank 0's parameters and optimizers (the body is `pickle_optimizers`),
       or go on with those of the generation before, without the steps that no worker which is
-      left has counted (the body is the number of steps that count). The answer is the weights.
+      left has counted (the body is the number of steps that count). The answer is the weights,
+      and which optimizers have a state.
     - "all_reduce": the answer is the sum over the ranks, added in their order.
-    - "step": an optimizer steps with rank 0's gradients. The answer is the new weights, and the
-      settings of its groups that the step has changed.
+    - "step": an optimizer steps with rank 0's gradients. The answer is the new weights, the
+      settings of its groups that the step has changed, and whether it has a state now.
     - "state_dict", "load_state_dict": of an optimizer, or of one within it.
     """
 
@@ -121,7 +122,8 @@ class ParameterStore:
             for optimizer, own in attributes:
                 vars(optimizer).update(replaced(own, replace))
         weights = [param.detach() for param in self._parameters.values()]
-        return Message("done", list(self._parameters), weights)
+        have_states = [bool(optimizer.state) for optimizer in self._optimizers]
+        return Message("done", (list(self._parameters), have_states), weights)
 
     def _sum(self, asked: Sequence[Message]) -> Message:
         """The sum of the tensors that the ranks sent, added in rank order.
@@ -170,7 +172,8 @@ class ParameterStore:
             _changed_settings(_settings(group), known)
             for group, known in zip(optimizer.param_groups, before, strict=True)
         ]
-        return Message("done", changed, [param.detach() for param in held])
+        body = changed, bool(optimizer.state)
+        return Message("done", body, [param.detach() for param in held])
 
     def _log_for_undo(self, request: OptimizerRequest) -> None:
         optimizer = self._optimizers[request.number]

@@ -34,6 +34,7 @@ from lockstep.sync.optimizer_step_patch import (
     OptimizerStepPatch,
 )
 from lockstep.sync.parameter_server.messages import Message, OptimizerRequest
+from lockstep.sync.parameter_server.state_at_server import StateAtServer
 from lockstep.tensor_tree import PLAIN_TYPES, tree_map
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class RemoteOptimizer:
         channel: the way to the server.
         server_weights: on rank 0, whose gradients and weights count, the weights as the server
             has them, by number; all optimizers share it. None on the other ranks.
+        has_state: the server has a state of it already.
 
     Attributes:
         undo_point: the step to which a failure from now on would take the run back: the server
@@ -68,6 +70,7 @@ class RemoteOptimizer:
         channel: Channel,
         *,
         server_weights: dict[int, torch.Tensor] | None,
+        has_state: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self.undo_point: int | None = None
@@ -98,7 +101,18 @@ class RemoteOptimizer:
             for place, each in self._inner.items()
         ]
         # The server has the state: a copy here would cost memory, and be stale.
-        optimizer.state.clear()
+        self._before: Any = optimizer.state
+        self._before.clear()
+        self._state = StateAtServer()
+        self._put_state(self._state)
+        self._state.is_there = has_state
+
+    def _put_state(self, state: Any) -> None:
+        """Let the optimizer, and those within it that share its state, have this one."""
+        optimizer = self.optimizer
+        sharing = [each for each in inner_optimizers(optimizer) if each.state is optimizer.state]
+        for each in (optimizer, *sharing):
+            each.state = state
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Send the gradients, let the server step, and fetch the weights.
@@ -123,9 +137,11 @@ class RemoteOptimizer:
             # A step that draws (Langevin noise) draws what it would draw here.
             request.body.random_state = RandomState.capture_host()
         answer = self._channel.ask(request)
+        changed, has_state = answer.body
         for each in self._inner.values():
             each.state.clear()  # the server has stepped it
-        for group, settings in zip(self.optimizer.param_groups, answer.body, strict=True):
+        self._state.is_there = has_state
+        for group, settings in zip(self.optimizer.param_groups, changed, strict=True):
             group.update(settings)
         with torch.no_grad():
             for param, weight in zip(held, answer.tensors, strict=True):
@@ -186,7 +202,8 @@ class RemoteOptimizer:
 
     def _state_dict(self) -> dict[str, Any]:
         """The server's state, with the settings as they are here."""
-        own = type(self.optimizer).state_dict(self.optimizer)
+        with self._state.as_empty():
+            own = type(self.optimizer).state_dict(self.optimizer)
         return {**self._state_at_server(), "param_groups": own["param_groups"]}
 
     def _state_at_server(self, inner: int | None = None) -> dict[str, Any]:
@@ -199,8 +216,10 @@ class RemoteOptimizer:
         """Load into the server's optimizer; called on every rank, as it is on one process."""
         optimizer = self.optimizer
         # Load the settings here, and an empty state, because the server holds the state.
-        type(optimizer).load_state_dict(optimizer, {**state, "state": {}})
-        optimizer.state.clear()
+        with self._state.as_empty():
+            type(optimizer).load_state_dict(optimizer, {**state, "state": {}})
+        self._put_state(self._state)
+        self._state.is_there = bool(state.get("state"))
         self._load_at_server(state, of_same_weights=of_same_weights)
 
     def _load_at_server(
@@ -221,9 +240,10 @@ class RemoteOptimizer:
     def _state_dict_within(self, place: int) -> dict[str, Any]:
         """The state of an optimizer within this one, from where it steps."""
         inner = self._inner[place]
-        own = type(inner).state_dict(inner)
-        if inner.state or place in self._stepped_here:
-            return own
+        with self._state.as_empty():
+            own = type(inner).state_dict(inner)
+            if inner.state or place in self._stepped_here:
+                return own
         return {**self._state_at_server(place), "param_groups": own["param_groups"]}
 
     def _load_state_dict_within(
@@ -231,7 +251,8 @@ class RemoteOptimizer:
     ) -> None:
         """Load here, and into the server's: before a step it is open which of the two will step."""
         inner = self._inner[place]
-        type(inner).load_state_dict(inner, dict(state))
+        with self._state.as_empty():
+            type(inner).load_state_dict(inner, dict(state))
         # After a death a loop's step is undone without a server.
         if place not in self._stepped_here:
             self._load_at_server(state, place, of_same_weights=of_same_weights)
@@ -248,6 +269,7 @@ class RemoteOptimizer:
             patch.restore()
         for hook in self._step_hooks:
             hook.remove()
+        self._put_state(self._before)
         for each, state in zip(members, states, strict=False):
             load_state(each, state)
 
