@@ -110,6 +110,26 @@ class ChoosesByIdentity(ByNorms):
             param.add_(grad, alpha=-rate)
 
 
+class OfColumns(ByNorms):
+    """A momentum of transposed gradients, and the mean of each column's."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for options in self.param_groups:
+            for param in options["params"]:
+                state = self.state[param]
+                if param.dim() != 2:
+                    param.add_(param.grad, alpha=-options["lr"])
+                    continue
+                turned = state.setdefault("turned", torch.zeros_like(param.grad.t()))
+                turned.mul_(0.9).add_(param.grad.t())
+                mean = param.grad.mean(dim=0)
+                if "mean" in state:
+                    mean = mean + 0.5 * state["mean"]
+                state["mean"] = mean
+                param.add_(turned.t() + mean, alpha=-options["lr"])
+
+
 class RemembersNorms(ByNorms):
     """Follows the norm of the gradient of the step before; its momenta are in a list."""
 

@@ -30,7 +30,7 @@ from lockstep.sync.optimizer_inspection import (
 )
 from lockstep.sync.optimizer_step_patch import OptimizerStepPatch
 from lockstep.sync.parameter_references import SwappedReferences, by_object
-from lockstep.sync.parameter_shards import reduce_partials
+from lockstep.sync.parameter_shards import cut_states_by_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -134,7 +134,7 @@ class ShardedOptimizer:
         for shard in self._stepped:
             shard.check()
         for member in self._members():
-            reduce_partials(member, [shard.whole for shard in self._stepped])
+            cut_states_by_rows(member, [shard.whole for shard in self._stepped])
         return result
 
     def _with_whole_weights(self, closure: Callable[..., Any]) -> Callable[..., Any]:

@@ -47,7 +47,7 @@ from lockstep.sync.meta_device import (
 from lockstep.sync.optimizer_inspection import inner_optimizers
 from lockstep.sync.ordered_process_group import OrderedProcessGroup, make_ordered_group
 from lockstep.sync.parameter_references import by_object, replace_in_attributes
-from lockstep.sync.parameter_shards import own_rows_of_state, reduce_partials, shard_like
+from lockstep.sync.parameter_shards import cut_states_by_rows, own_rows_of_state, shard_like
 from lockstep.sync.replica_checks import compare_values
 from lockstep.sync.shard_units import (
     find_units,
@@ -212,7 +212,7 @@ class ShardedSync(GradientSync):
         for owner, key, old in places:
             _keep_marks(old, parameters_of(owner)[key])
         # Not traced: a compiled step would guard on the whole state.
-        after_step = disable_dynamo(lambda stepped, *_: reduce_partials(stepped, found.values()))
+        after_step = disable_dynamo(lambda stepped, *_: cut_states_by_rows(stepped, found.values()))
         for optimizer in self._optimizers:
             _hand_over(optimizer, sharded)
             self._hooks += [
