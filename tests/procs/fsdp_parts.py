@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 
 from tests.procs.fsdp_pairs import paired
-from tests.procs.odd_optimizers import OfColumns, WritesToParts
+from tests.procs.odd_optimizers import Draws, DrawsByValues, OfColumns, WritesToParts
 from torch import nn
 
 from harness import reset
@@ -72,6 +72,19 @@ def columns_there_and_back(group):
     return max(apart, fresh.apart())
 
 
-SAME = [columns_there_and_back]
+def drawn_in_a_step(group):
+    pair = paired(group, Draws)
+    pair.train()
+    return pair.apart()
 
-CASES = [parts_written_to, *SAME]
+
+def drawn_by_values(group):
+    pair = paired(group, DrawsByValues)
+    pair.train(1)
+
+
+SAME = [columns_there_and_back, drawn_in_a_step]
+
+CODES = {drawn_by_values: "LS003"}
+
+CASES = [parts_written_to, *SAME, *CODES]

@@ -130,6 +130,27 @@ class OfColumns(ByNorms):
                 param.add_(turned.t() + mean, alpha=-options["lr"])
 
 
+class Draws(ByNorms):
+    """Noise of several kinds; the generator stands at the same place on every rank."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        torch.manual_seed(3)
+        for param in self.param_groups[0]["params"]:
+            noise = torch.randn_like(param) + torch.empty_like(param).uniform_(-1, 1)
+            noise.mul_(torch.zeros_like(param).bernoulli_(0.5))
+            turned = torch.rand_like(param.t() if param.dim() == 2 else param)
+            noise.add_(turned.t() if param.dim() == 2 else turned)
+            param.add_(param.grad + noise, alpha=-0.1)
+
+
+class DrawsByValues(ByNorms):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            param.mul_(torch.bernoulli(param.sigmoid()))
+
+
 class RemembersNorms(ByNorms):
     """Follows the norm of the gradient of the step before; its momenta are in a list."""
 

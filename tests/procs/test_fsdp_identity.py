@@ -40,7 +40,9 @@ def test_each_as_in_one_process(ranks, case, name):
 
 
 @pytest.mark.parametrize(
-    ("case", "code"), CODES.items(), ids=lambda each: getattr(each, "__name__", each)
+    ("case", "code"),
+    (CODES | fsdp_parts.CODES).items(),
+    ids=lambda each: getattr(each, "__name__", each),
 )
 def test_refused_on_every_rank(ranks, case, code):
     assert [found[case.__name__] for found in ranks] == [code, code]

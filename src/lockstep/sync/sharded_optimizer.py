@@ -11,7 +11,7 @@ object of its own.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,11 @@ from torch.optim import Adafactor, Optimizer
 
 from lockstep._torch_compat import is_step_wrapper
 from lockstep._torch_compat.lost_writes import find_lost_writes
-from lockstep._torch_compat.shard_operations import reduce_empty_shards, reduce_scalars_when_read
+from lockstep._torch_compat.shard_operations import (
+    draw_whole,
+    reduce_empty_shards,
+    reduce_scalars_when_read,
+)
 from lockstep.errors import LockstepError, NotAvailableError
 from lockstep.local_rows import LocalRows
 from lockstep.sync.optimizer_inspection import (
@@ -33,7 +37,7 @@ from lockstep.sync.parameter_references import SwappedReferences, by_object
 from lockstep.sync.parameter_shards import cut_states_by_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from lockstep.sync.parameter_shards import ParameterShard, ParameterShards
 
@@ -120,7 +124,7 @@ class ShardedOptimizer:
             args = (self._with_whole_weights(args[0]), *args[1:])
         self._swap_in()
         try:
-            with reduce_scalars_when_read(), reduce_empty_shards(), find_lost_writes(_lost_error):
+            with self._as_whole_tensors():
                 result = self._own_step(self.optimizer, *args, **kwargs)
         except BaseException as error:
             moved = self._swap_out()
@@ -136,6 +140,17 @@ class ShardedOptimizer:
         for member in self._members():
             cut_states_by_rows(member, [shard.whole for shard in self._stepped])
         return result
+
+    @staticmethod
+    @contextmanager
+    def _as_whole_tensors() -> Iterator[None]:
+        """Inside, an operation on a shard is that on the whole tensor, or refused."""
+        with ExitStack() as stack:
+            stack.enter_context(reduce_scalars_when_read())
+            stack.enter_context(reduce_empty_shards())
+            stack.enter_context(draw_whole(_draw_error))
+            stack.enter_context(find_lost_writes(_lost_error))
+            yield
 
     def _with_whole_weights(self, closure: Callable[..., Any]) -> Callable[..., Any]:
         def evaluate(*args: Any, **kwargs: Any) -> Any:
@@ -235,6 +250,15 @@ class ShardedOptimizer:
         for number in kept.keys() & params.keys():
             kept[number] = self._shards.shard_state(kept[number], params[number], kinds)
         return {**state, "state": kept}
+
+
+def _draw_error(operation: str) -> NotAvailableError:
+    return NotAvailableError(
+        'this optimizer cannot step under sync="fsdp"',
+        got=f"torch's {operation} of a shard",
+        cause="it draws by the values of a tensor, of which each rank has its own rows",
+        fix='draw by shape (torch.rand_like(param) < probabilities), or sync="replicate"',
+    )
 
 
 def _lost_error(operation: str) -> NotAvailableError:
