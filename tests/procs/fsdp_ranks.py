@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.procs import fsdp_identity, fsdp_parts, units_cases
+from tests.procs import fsdp_identity, fsdp_parts, units_beginnings, units_cases
 from torch import nn
 
 from harness import reset
@@ -185,8 +185,8 @@ REFUSALS = {
 
 
 ALONE = {
-    "identity": [*fsdp_identity.CASES, *fsdp_parts.CASES],
-    "units": units_cases.CASES,
+    "identity": [*fsdp_parts.CASES, *fsdp_identity.CASES],
+    "units": [*units_cases.CASES, *units_beginnings.SAME],
 }
 
 

@@ -86,6 +86,71 @@ class ReadsParts(ByNorms):
                 param.add_(param.grad / length, alpha=-options["lr"])
 
 
+class ChoosesByIdentity(ByNorms):
+    """Decays some parameters, clips the gradient of others, and has a rate for each."""
+
+    def __init__(self, params):
+        super().__init__(list(params))
+        held = self.param_groups[0]["params"]
+        self.decayed = {id(param) for param in held if param.dim() == 2}
+        self.clipped = {param for param in held if param.dim() < 2}
+        self.rates = {"of each": {param: 0.1 / (1 + n) for n, param in enumerate(held)}}
+        self.steps_of = dict.fromkeys(map(id, held), 0)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            grad = param.grad
+            if param in self.clipped:
+                grad = grad.clamp(-0.01, 0.01)
+            if id(param) in self.decayed:
+                param.mul_(0.9)
+            self.steps_of[id(param)] += 1
+            rate = self.rates["of each"].get(param, 0.0) / self.steps_of[id(param)]
+            param.add_(grad, alpha=-rate)
+
+
+class OfColumns(ByNorms):
+    """A momentum of transposed gradients, and the mean of each column's."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for options in self.param_groups:
+            for param in options["params"]:
+                state = self.state[param]
+                if param.dim() != 2:
+                    param.add_(param.grad, alpha=-options["lr"])
+                    continue
+                turned = state.setdefault("turned", torch.zeros_like(param.grad.t()))
+                turned.mul_(0.9).add_(param.grad.t())
+                mean = param.grad.mean(dim=0)
+                if "mean" in state:
+                    mean = mean + 0.5 * state["mean"]
+                state["mean"] = mean
+                param.add_(turned.t() + mean, alpha=-options["lr"])
+
+
+class Draws(ByNorms):
+    """Noise of several kinds; the generator stands at the same place on every rank."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        torch.manual_seed(3)
+        for param in self.param_groups[0]["params"]:
+            noise = torch.randn_like(param) + torch.empty_like(param).uniform_(-1, 1)
+            noise.mul_(torch.zeros_like(param).bernoulli_(0.5))
+            turned = torch.rand_like(param.t() if param.dim() == 2 else param)
+            noise.add_(turned.t() if param.dim() == 2 else turned)
+            param.add_(param.grad + noise, alpha=-0.1)
+
+
+class DrawsByValues(ByNorms):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            param.mul_(torch.bernoulli(param.sigmoid()))
+
+
 class RemembersNorms(ByNorms):
     """Follows the norm of the gradient of the step before; its momenta are in a list."""
 

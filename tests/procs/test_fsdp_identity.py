@@ -2,6 +2,7 @@
 """Under `fsdp` a program's parameters stay the ones that it has listed, and are always whole."""
 
 import pytest
+from tests.procs import fsdp_parts
 from tests.procs.fsdp_identity import CODES, SAME, SAME_BY_NAME
 from tests.procs.fsdp_parts import PARTS
 from tests.procs.test_fsdp_exact import results_of
@@ -14,7 +15,7 @@ def ranks(tmp_path_factory):
     return results_of(tmp_path_factory.mktemp("identity"), "identity", 2)
 
 
-@pytest.mark.parametrize("case", SAME, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", [*SAME, *fsdp_parts.SAME], ids=lambda case: case.__name__)
 def test_as_one_process(ranks, case):
     for found in ranks:
         apart = found[case.__name__]
@@ -39,7 +40,9 @@ def test_each_as_in_one_process(ranks, case, name):
 
 
 @pytest.mark.parametrize(
-    ("case", "code"), CODES.items(), ids=lambda each: getattr(each, "__name__", each)
+    ("case", "code"),
+    (CODES | fsdp_parts.CODES).items(),
+    ids=lambda each: getattr(each, "__name__", each),
 )
 def test_refused_on_every_rank(ranks, case, code):
     assert [found[case.__name__] for found in ranks] == [code, code]

@@ -2,6 +2,7 @@
 """What programs do around a model in shards is exact, or refused by name on every rank."""
 
 import pytest
+from tests.procs import units_beginnings
 from tests.procs.test_fsdp_exact import results_of
 from tests.procs.units_cases import REFUSED, SAME
 from tests.torch_versions import needs_unit_hooks
@@ -14,7 +15,7 @@ def ranks(tmp_path_factory):
     return results_of(tmp_path_factory.mktemp("units"), "units", 2)
 
 
-@pytest.mark.parametrize("case", SAME, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", [*SAME, *units_beginnings.SAME], ids=lambda case: case.__name__)
 def test_as_one_process(ranks, case):
     for found in ranks:
         apart = found[case.__name__]

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from tests.procs.odd_optimizers import ChoosesByIdentity
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -46,8 +47,14 @@ class Net(nn.Module):
         return self.head(self.blocks(x)) * self.short
 
 
+def momentum(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
 class Pair:
     """One rank of the run in shards, and one process that trains on all rows."""
+
+    make_optimizer = staticmethod(momentum)
 
     def __init__(self, group, make=Net, *, criterion=None, prepare=lambda model: None, **options):
         self.group = group
@@ -57,7 +64,7 @@ class Pair:
             prepare(model)
             modules = [model] if loss is None else [model, loss]
             params = [param for module in modules for param in module.parameters()]
-            made.append((modules, torch.optim.SGD(params, lr=0.1, momentum=0.9)))
+            made.append((modules, self.make_optimizer(params)))
         (self.modules, self.optimizer), (self.truths, self.true_optimizer) = made
         self.before = dict(self.modules[0].named_parameters())
         self.sync = ShardedSync(
@@ -304,6 +311,16 @@ def backwards_with_inputs(group):
     return pair.apart()
 
 
+class WithChoices(Pair):
+    make_optimizer = staticmethod(ChoosesByIdentity)
+
+
+def an_optimizer_that_chooses_by_identity(group):
+    pair = WithChoices(group)
+    pair.train()
+    return pair.apart()
+
+
 SAME = [
     a_criterion_in_which_no_module_is_a_unit,
     modules_added_after_register,
@@ -312,6 +329,7 @@ SAME = [
     distributions_returned,
     largest_numbers,
     backwards_with_inputs,
+    an_optimizer_that_chooses_by_identity,
     a_unit_unfrozen_under_mp_policy,
 ]
 

@@ -111,7 +111,8 @@ class Run:
     def regrouped(self, committed, size=1):
         self.store, self.size = self.store.make_successor(size), size
         answer = self.attach(committed)
-        for number, weight in zip(answer.body, answer.tensors, strict=True):
+        numbers, _ = answer.body
+        for number, weight in zip(numbers, answer.tensors, strict=True):
             assert torch.equal(weight, self.store._parameters[number])
 
 

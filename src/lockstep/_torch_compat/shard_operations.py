@@ -38,6 +38,14 @@ _DRAWS: Final = (
     _aten.randint_like.low_dtype,
 )
 
+_DRAWS_OF_A_SHAPE: Final = tuple(
+    each
+    for each in _DRAWS
+    if each
+    not in (_aten.multinomial.default, _aten.bernoulli.default, _aten.native_dropout.default)
+)
+"""Those that read nothing of the tensor but its shape, strides, dtype and device."""
+
 _LARGEST: Final = (
     _aten.max.default,
     _aten.min.default,
@@ -92,6 +100,34 @@ def refuse_draws(error: Callable[[str], Exception]) -> Iterator[None]:
 
     def draw(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise error(operation.overloadpacket.__name__)
+
+    with replace_operations(_DRAWS, draw):
+        yield
+
+
+@contextmanager
+def draw_whole(error: Callable[[str], Exception]) -> Iterator[None]:
+    """Inside, the random numbers for a shard are this rank's of those for the whole tensor.
+
+    Each rank draws all of them, from a generator that stands where those of its peers do. What
+    draws by the values of a tensor is refused.
+
+    Args:
+        error: makes the exception, of the operation's name.
+    """
+
+    def draw(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if operation not in _DRAWS_OF_A_SHAPE:
+            raise error(operation.overloadpacket.__name__)
+        shard, *rest = args
+        like = torch.empty_strided(
+            shard.shape, shard.stride(), dtype=shard.dtype, device=shard.device
+        )
+        whole = operation(like, *rest, **kwargs)
+        mesh = shard.device_mesh
+        same = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        drawn = same.redistribute(mesh, shard.placements)
+        return shard.copy_(drawn) if operation._schema.is_mutable else drawn
 
     with replace_operations(_DRAWS, draw):
         yield

@@ -47,13 +47,16 @@ def initialise(module: nn.Module, units: Iterable[nn.Module], device: torch.devi
     Raises:
         ConfigurationError: a module does not say how its parameters begin.
     """
-    prepare(module, device)
+    reset_buffers(prepare(module, device))
     for each in (*units, module):
         initialise_parameters(each, device)
 
 
-def prepare(module: nn.Module, device: torch.device) -> None:
-    """Move what has memory to `device`, and give buffers memory there.
+def prepare(module: nn.Module, device: torch.device) -> list[nn.Module]:
+    """Move what has memory to `device`, and give buffers memory there. Draws no random number.
+
+    Returns:
+        The modules whose buffers, and no parameters, had no memory; see `reset_buffers`.
 
     Raises:
         ConfigurationError: a module does not say how its parameters begin.
@@ -61,6 +64,7 @@ def prepare(module: nn.Module, device: torch.device) -> None:
     for name, part in module.named_modules():
         if _has_meta(part):
             _require_reset(name, part)
+    waiting: list[nn.Module] = []
     for part in _children_first(module):
         for param in parameters_of(part).values():
             if param is not None and not param.is_meta:
@@ -71,7 +75,18 @@ def prepare(module: nn.Module, device: torch.device) -> None:
             if buffer is not None:
                 held[key] = _unwritten(buffer, device) if buffer.is_meta else buffer.to(device)
         if was_on_meta and not _has_meta(part):  # it has buffers alone
-            _reset(part, kept=[each for each in parameters_of(part).values() if each is not None])
+            waiting.append(part)
+    return waiting
+
+
+def reset_buffers(parts: Iterable[nn.Module]) -> None:
+    """Give the buffers of `parts` their values, when it is their model's turn to be initialised.
+
+    Raises:
+        ConfigurationError: `reset_parameters` left a value out.
+    """
+    for part in parts:
+        _reset(part, kept=[each for each in parameters_of(part).values() if each is not None])
 
 
 class ReusedMemory:
@@ -171,11 +186,13 @@ def _reset(part: nn.Module, kept: Sequence[torch.Tensor]) -> None:
         ConfigurationError: it left a value out.
     """
     before = [(tensor, tensor.detach().clone()) for tensor in kept]
+    buffers: dict[str, torch.Tensor | None] = dict(buffers_of(part))
     name = next(each for each in _NAMES if callable(getattr(part, each, None)))
     with torch.no_grad():
         getattr(part, name)()
         for target, value in before:
             target.copy_(value)
+        _keep_objects(part, buffers)
     held: dict[str, torch.Tensor | None] = {**parameters_of(part), **buffers_of(part)}
     for key, tensor in held.items():
         if tensor is None or not tensor.numel():
@@ -190,6 +207,23 @@ def _reset(part: nn.Module, kept: Sequence[torch.Tensor]) -> None:
                 cause="the constructor makes it, which did not happen on the meta device",
                 fix=f"write all of `{key}` in {name}(), and call that in __init__",
             )
+
+
+def _keep_objects(part: nn.Module, before: dict[str, torch.Tensor | None]) -> None:
+    """Write what `reset_parameters` has put in the place of buffers into the buffers themselves.
+
+    Others hold them already: the ranks agree on tensors before the values are there.
+    """
+    held: dict[str, Any] = buffers_of(part)
+    for key, old in before.items():
+        new = held.get(key)
+        if old is None or new is None or new is old or _kind(old) != _kind(new):
+            continue
+        held[key] = old.copy_(new)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.layout
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:

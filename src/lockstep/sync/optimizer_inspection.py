@@ -12,6 +12,7 @@ import torch
 
 from lockstep._torch_compat import AMP_SCALING_ATTR, WAS_STEPPED_ATTR
 from lockstep.local_rows import LocalRows
+from lockstep.sync.optimizer_step_patch import LoadElsewhere
 from lockstep.tensor_copies import is_shard
 from lockstep.tensor_tree import leaves_with_path, tree_map_with_path
 
@@ -154,14 +155,19 @@ def load_state(stepper: Any, state: Mapping[str, Any], *, of_same_weights: bool 
     inner = inner_optimizers(stepper)
     sharing = [each for each in inner if each.state is stepper.state]
     held = [(each, each.param_groups) for each in (stepper, *inner)]
-    stepper.load_state_dict(dict(state))
+    elsewhere = vars(stepper).get("load_state_dict")
+    if isinstance(elsewhere, LoadElsewhere):
+        elsewhere.load(dict(state), of_same_weights=of_same_weights)
+    else:
+        stepper.load_state_dict(dict(state))
     for optimizer, groups in held:
         for group, settings in zip(groups, optimizer.param_groups, strict=True):
             if group is not settings:
                 group.clear()
                 group.update(settings)
         optimizer.param_groups = groups
-    if of_same_weights and type(stepper).load_state_dict is torch.optim.Optimizer.load_state_dict:
+    is_torchs = type(stepper).load_state_dict is torch.optim.Optimizer.load_state_dict
+    if of_same_weights and is_torchs and not isinstance(elsewhere, LoadElsewhere):
         _restore_dtypes(stepper, state)
     for optimizer in sharing:
         optimizer.state = stepper.state

@@ -9,13 +9,14 @@ Rejected: a subclass or a wrapper, returned by `register`: a loop that keeps usi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep._torch_compat import AMP_SCALING_ATTR, WAS_STEPPED_ATTR, with_step_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch.optim import Optimizer
 
@@ -37,6 +38,25 @@ class OptimizerMethodPatch:
         for name in self._names:
             self._attributes.pop(name, None)
         self._attributes.update(self._shadowed)
+
+
+class _Load(Protocol):
+    def __call__(self, state: Mapping[str, Any], *, of_same_weights: bool) -> None: ...
+
+
+@dataclass(frozen=True)
+class LoadElsewhere:
+    """The ``load_state_dict`` of an optimizer whose state another process holds.
+
+    Attributes:
+        load: takes the arguments of `lockstep.sync.optimizer_inspection.load_state`.
+    """
+
+    load: _Load
+
+    def __call__(self, state_dict: Mapping[str, Any]) -> None:
+        """Load as torch does, which rounds to the dtypes of the parameters."""
+        self.load(state_dict, of_same_weights=False)
 
 
 class OptimizerStepPatch(OptimizerMethodPatch):

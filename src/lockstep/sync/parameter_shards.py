@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lockstep._torch_compat import storage_key, version_of
 from lockstep._torch_compat.device_mesh import forget_groups
@@ -98,11 +98,12 @@ def own_rows_of_state(
     return _map_values(own_rows, state)
 
 
-def reduce_partials(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
-    """Reduce what an optimizer keeps of shards as each rank's part: a gradient's norm, or sum.
+def cut_states_by_rows(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Let each rank have its rows of what an optimizer keeps of shards, and whole numbers.
 
-    DTensor leaves the reduction to the next operation. Until then a rank's part says nothing alone,
-    and a checkpoint holds what each rank has.
+    A step may leave something else: of a norm, or a sum, each rank's part, whose reduction DTensor
+    leaves to the next operation; of a transposed gradient, columns; of a mean over rows, all of it.
+    A checkpoint, and a copy for a partner, has rows.
 
     Args:
         parameters: those that the optimizer has stepped, in the same order on every rank.
@@ -111,35 +112,40 @@ def reduce_partials(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) ->
         None: of states alone.
 
     Collective:
-        Every rank of the shards' mesh, after the same step. One all-reduce for each such part.
+        Every rank of the shards' mesh, after the same step. One all-reduce for each part of a
+        number, one exchange for each tensor that is not there by rows.
     """
     # Asked first: hardly an optimizer has one, and this is looked up in every step.
-    if not any(map(_holds_partial, optimizer.state.values())):
+    if not any(map(_holds_others, optimizer.state.values())):
         return
     known = dict.fromkeys(param for param in parameters if param in optimizer.state)
     for key in [*known, *(key for key in optimizer.state if key not in known)]:
         held = optimizer.state[key]
         if isinstance(held, dict):
-            held.update(_map_values(_reduced, held))
+            held.update(_map_values(_by_rows, held))
         else:
-            optimizer.state[key] = tree_map(_reduced, held, _rebuild_changed)
+            optimizer.state[key] = tree_map(_by_rows, held, _rebuild_changed)
 
 
-def _holds_partial(value: Any) -> bool:
+def _holds_others(value: Any) -> bool:
+    """Whether a state has something that is neither there by rows nor a whole number."""
     if isinstance(value, DTensor):
-        return any(each.is_partial() for each in value.placements)
+        return list(value.placements) != _placements_by_rows(value)
     if isinstance(value, torch.Tensor):
         return False
     children = value.values() if type(value) is dict else (c for _, c in children_of(value) or ())
-    return any(map(_holds_partial, children))
+    return any(map(_holds_others, children))
 
 
-def _reduced(leaf: Any) -> Any:
-    if not isinstance(leaf, DTensor) or not _holds_partial(leaf):
+def _placements_by_rows(tensor: DTensor) -> list[Placement]:
+    placement = Shard(0) if tensor.dim() else Replicate()
+    return [placement for _ in tensor.placements]
+
+
+def _by_rows(leaf: Any) -> Any:
+    if not isinstance(leaf, DTensor) or not _holds_others(leaf):
         return leaf
-    return leaf.redistribute(
-        placements=[Replicate() if each.is_partial() else each for each in leaf.placements]
-    )
+    return leaf.redistribute(placements=_placements_by_rows(leaf))
 
 
 def _map_values(function: Callable[[Any], Any], state: dict[str, Any]) -> dict[str, Any]:

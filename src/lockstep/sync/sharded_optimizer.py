@@ -11,7 +11,7 @@ object of its own.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,11 @@ from torch.optim import Adafactor, Optimizer
 
 from lockstep._torch_compat import is_step_wrapper
 from lockstep._torch_compat.lost_writes import find_lost_writes
-from lockstep._torch_compat.shard_operations import reduce_empty_shards, reduce_scalars_when_read
+from lockstep._torch_compat.shard_operations import (
+    draw_whole,
+    reduce_empty_shards,
+    reduce_scalars_when_read,
+)
 from lockstep.errors import LockstepError, NotAvailableError
 from lockstep.local_rows import LocalRows
 from lockstep.sync.optimizer_inspection import (
@@ -29,10 +33,11 @@ from lockstep.sync.optimizer_inspection import (
     optimizer_parameters,
 )
 from lockstep.sync.optimizer_step_patch import OptimizerStepPatch
-from lockstep.sync.parameter_shards import reduce_partials
+from lockstep.sync.parameter_references import SwappedReferences, by_object
+from lockstep.sync.parameter_shards import cut_states_by_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from lockstep.sync.parameter_shards import ParameterShard, ParameterShards
 
@@ -73,6 +78,7 @@ class ShardedOptimizer:
         self._whole_groups: list[list[torch.Tensor]] = []
         self._in_step: list[ParameterShard] = []
         self._stepped: list[ParameterShard] = []
+        self._references = SwappedReferences()
         for param, state in optimizer.state.items():
             if shards.shard_of(param) is not None:
                 state.update(shards.shard_state(state, param))
@@ -118,7 +124,7 @@ class ShardedOptimizer:
             args = (self._with_whole_weights(args[0]), *args[1:])
         self._swap_in()
         try:
-            with reduce_scalars_when_read(), reduce_empty_shards(), find_lost_writes(_lost_error):
+            with self._as_whole_tensors():
                 result = self._own_step(self.optimizer, *args, **kwargs)
         except BaseException as error:
             moved = self._swap_out()
@@ -132,8 +138,19 @@ class ShardedOptimizer:
         for shard in self._stepped:
             shard.check()
         for member in self._members():
-            reduce_partials(member, [shard.whole for shard in self._stepped])
+            cut_states_by_rows(member, [shard.whole for shard in self._stepped])
         return result
+
+    @staticmethod
+    @contextmanager
+    def _as_whole_tensors() -> Iterator[None]:
+        """Inside, an operation on a shard is that on the whole tensor, or refused."""
+        with ExitStack() as stack:
+            stack.enter_context(reduce_scalars_when_read())
+            stack.enter_context(reduce_empty_shards())
+            stack.enter_context(draw_whole(_draw_error))
+            stack.enter_context(find_lost_writes(_lost_error))
+            yield
 
     def _with_whole_weights(self, closure: Callable[..., Any]) -> Callable[..., Any]:
         def evaluate(*args: Any, **kwargs: Any) -> Any:
@@ -169,6 +186,17 @@ class ShardedOptimizer:
             for shard in self._in_step:
                 if id(shard.param) in held and shard.whole in member.state:
                     member.state[shard.param] = self._own_rows(member, shard)
+        shard_of = {id(shard.whole): shard.param for shard in self._in_step}
+        self._references.swap_in(self._members_of_shards(), by_object(shard_of))
+
+    def _members_of_shards(self) -> list[Optimizer]:
+        """The optimizers that hold shards now."""
+        shards = {id(shard.param) for shard in self._in_step}
+        return [
+            each
+            for each in self._members()
+            if not shards.isdisjoint(map(id, optimizer_parameters(each)))
+        ]
 
     def _members(self) -> list[Optimizer]:
         """The optimizer, and those within it that share what it holds: shards within a step."""
@@ -188,6 +216,8 @@ class ShardedOptimizer:
     def _swap_out(self) -> list[torch.Tensor]:
         """Put the parameters back; returns the tensors whose rows have to be gathered."""
         optimizer, stepped = self.optimizer, self._in_step
+        whole_of = {id(shard.param): shard.whole for shard in stepped}
+        self._references.swap_out(self._members_of_shards(), by_object(whole_of))
         self._in_step = []
         if not stepped:
             return []
@@ -220,6 +250,15 @@ class ShardedOptimizer:
         for number in kept.keys() & params.keys():
             kept[number] = self._shards.shard_state(kept[number], params[number], kinds)
         return {**state, "state": kept}
+
+
+def _draw_error(operation: str) -> NotAvailableError:
+    return NotAvailableError(
+        'this optimizer cannot step under sync="fsdp"',
+        got=f"torch's {operation} of a shard",
+        cause="it draws by the values of a tensor, of which each rank has its own rows",
+        fix='draw by shape (torch.rand_like(param) < probabilities), or sync="replicate"',
+    )
 
 
 def _lost_error(operation: str) -> NotAvailableError:

@@ -42,10 +42,12 @@ from lockstep.sync.meta_device import (
     initialise_parameters,
     is_on_meta,
     prepare,
+    reset_buffers,
 )
 from lockstep.sync.optimizer_inspection import inner_optimizers
 from lockstep.sync.ordered_process_group import OrderedProcessGroup, make_ordered_group
-from lockstep.sync.parameter_shards import own_rows_of_state, reduce_partials, shard_like
+from lockstep.sync.parameter_references import by_object, replace_in_attributes
+from lockstep.sync.parameter_shards import cut_states_by_rows, own_rows_of_state, shard_like
 from lockstep.sync.replica_checks import compare_values
 from lockstep.sync.shard_units import (
     find_units,
@@ -116,10 +118,12 @@ class ShardedSync(GradientSync):
         members = [each for one in optimizers for each in (one, *inner_optimizers(one))]
         self._optimizers = list(dict.fromkeys(members))
         self._units: dict[str, torch.nn.Module] = {}
+        self._units_of: dict[torch.nn.Module, list[torch.nn.Module]] = {}
         for place, root in enumerate(self._roots):
             prefix = f"{place}." if len(self._roots) > 1 else ""
             units = find_units(root, shard)
             refuse_unshardable(root, units)
+            self._units_of[root] = [*units.values(), root]
             self._units |= {f"{prefix}{name}": unit for name, unit in units.items()}
             self._units[prefix.rstrip(".") or "model"] = root
         self.units = tuple(self._units)
@@ -130,11 +134,11 @@ class ShardedSync(GradientSync):
         self._broadcasts = broadcast
         first = next(param for root in self._roots for param in root.parameters())
         self._device = device or (group.device if first.is_meta else first.device)
-        for module in modules:
-            if is_on_meta(module):
-                prepare(module, self._device)
-                if module not in self._roots:  # nothing of it is cut up
-                    initialise_parameters(module, self._device)
+        # Values come later, in the order of one worker: model by model.
+        self._without_values = {
+            module: prepare(module, self._device) if is_on_meta(module) else []
+            for module in modules
+        }
         self._order = UnitOrder(group, self.units)
         self._ordered: OrderedProcessGroup | None = None
         self._collectives = self._collectives_of(group)
@@ -198,24 +202,7 @@ class ShardedSync(GradientSync):
     def _cut_up(self, mesh: DeviceMesh, group: Group) -> None:
         places = list(_places(self._roots))
         own = {param for _, _, param in places if is_local(param)}
-        memory = ReusedMemory(self._units.values(), self._device)
-        for module in self._units.values():
-            filled = self._give_values(module, group, memory)
-            # Roots come after their units: torch shards what is not sharded yet. They are freed
-            # after a forward as well: until a backward `model.parameters()` would be whole tensors,
-            # of which a clip or `model.zero_grad()` says nothing to those that optimizers hold.
-            fully_shard(
-                module,
-                mesh=mesh,
-                ignored_params=own,
-                reshard_after_forward=True,
-                mp_policy=self._mp_policy,
-            )
-            for param in filled:
-                if not is_local(param):
-                    # A list of parameters from before must not show values of the next unit.
-                    replaced_parameters.free(param)
-            memory.free()
+        self._shard_units(mesh, group, own)
         for root in self._roots:
             begin_as_root(root)  # also if the first call is one of a unit
         sharded = {id(old): parameters_of(owner)[key] for owner, key, old in places}
@@ -225,7 +212,7 @@ class ShardedSync(GradientSync):
         for owner, key, old in places:
             _keep_marks(old, parameters_of(owner)[key])
         # Not traced: a compiled step would guard on the whole state.
-        after_step = disable_dynamo(lambda stepped, *_: reduce_partials(stepped, found.values()))
+        after_step = disable_dynamo(lambda stepped, *_: cut_states_by_rows(stepped, found.values()))
         for optimizer in self._optimizers:
             _hand_over(optimizer, sharded)
             self._hooks += [
@@ -234,6 +221,33 @@ class ShardedSync(GradientSync):
             ]
         for name, old in before.items():
             replaced_parameters.replace(_parameter(old), found[name], name)
+
+    def _shard_units(self, mesh: DeviceMesh, group: Group, own: set[Any]) -> None:
+        """Give each unit the values that it has on rank 0, and cut it up before the next one."""
+        memory = ReusedMemory(self._units.values(), self._device)
+        for model, without_values in self._without_values.items():
+            reset_buffers(without_values)
+            if model not in self._units_of:
+                initialise_parameters(model, self._device)  # nothing of it is cut up
+            for unit in self._units_of.get(model, []):
+                filled = self._give_values(unit, group, memory)
+                # Roots come after their units: torch shards what is not sharded yet. They are
+                # freed after a forward as well: until a backward `model.parameters()` would be
+                # whole tensors, of which a clip or `model.zero_grad()` says nothing to those that
+                # optimizers hold.
+                fully_shard(
+                    unit,
+                    mesh=mesh,
+                    ignored_params=own,
+                    reshard_after_forward=True,
+                    mp_policy=self._mp_policy,
+                )
+                for param in filled:
+                    if not is_local(param):
+                        # A list of parameters from before must not show values of the next unit.
+                        replaced_parameters.free(param)
+                memory.free()
+        self._without_values.clear()
 
     def _give_values(
         self, module: torch.nn.Module, group: Group, memory: ReusedMemory
@@ -403,7 +417,12 @@ def _parameter(held: Any) -> torch.nn.Parameter:
 
 
 def _hand_over(optimizer: torch.optim.Optimizer, sharded: dict[int, Any]) -> None:
-    """Put the shards in the place of an optimizer's parameters, and of its state."""
+    """Put the shards in the place of an optimizer's parameters, and of its state.
+
+    Also where its own attributes refer to parameters, by which it may choose among them.
+    """
+    new_of = {key: new for key, new in sharded.items() if id(new) != key}
+    replace_in_attributes(optimizer, by_object(new_of))
     for group in optimizer.param_groups:
         # Optimizers may share it: then it holds shards already, and states do not.
         group["params"][:] = [sharded.get(id(param), param) for param in group["params"]]

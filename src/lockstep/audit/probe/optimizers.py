@@ -430,6 +430,8 @@ def _numbers(group: dict[str, Any]) -> dict[str, float]:
 
 def _state(optimizer: Optimizer, watched: Watched) -> Fingerprint | None:
     tensors, names = [], []
+    if getattr(optimizer.state, "is_there", False):
+        return None  # a parameter server has it
     for param, described in zip(watched.parameters, watched.track.parameters, strict=True):
         held = optimizer.state.get(param, {})
         # An optimizer of the program's own may keep one tensor, where torch's keep a dictionary.

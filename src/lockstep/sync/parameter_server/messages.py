@@ -57,7 +57,9 @@ class OptimizerRequest:
         groups: its parameter groups as they are at the worker.
         changed_parameters: numbers of those whose new values lead the message's tensors.
         with_gradient: numbers of those whose gradients follow.
+        frozen: numbers of those in the groups that require no gradient.
         state: the state dict that the optimizer is to load.
+        of_same_weights: see `lockstep.sync.optimizer_inspection.load_state`.
         inner: whose state is asked for, or to be loaded: the place of an optimizer among those
             within it; None: its own.
         undo_point: steps of the run to which an interruption leads back; None: to none.
@@ -68,7 +70,9 @@ class OptimizerRequest:
     groups: Groups
     changed_parameters: list[int] = field(default_factory=list)
     with_gradient: list[int] = field(default_factory=list)
+    frozen: list[int] = field(default_factory=list)
     state: Any = None
+    of_same_weights: bool = False
     inner: int | None = None
     undo_point: int | None = None
     random_state: RandomState | None = None

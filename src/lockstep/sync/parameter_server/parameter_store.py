@@ -23,6 +23,7 @@ from lockstep.errors import (
 from lockstep.randomness import preserve_rng_state
 from lockstep.serialization import dumps_exception
 from lockstep.sync.optimizer_inspection import inner_optimizers, load_state, optimizer_parameters
+from lockstep.sync.parameter_references import by_number, replaced
 from lockstep.sync.parameter_server.messages import Message
 from lockstep.sync.parameter_server.optimizer_undo_log import OptimizerUndoLog
 from lockstep.sync.parameter_server.server_connection import raise_if_error
@@ -45,10 +46,11 @@ class ParameterStore:
 
     - "attach": take over rank 0's parameters and optimizers (the body is `pickle_optimizers`),
       or go on with those of the generation before, without the steps that no worker which is
-      left has counted (the body is the number of steps that count). The answer is the weights.
+      left has counted (the body is the number of steps that count). The answer is the weights,
+      and which optimizers have a state.
     - "all_reduce": the answer is the sum over the ranks, added in their order.
-    - "step": an optimizer steps with rank 0's gradients. The answer is the new weights, and the
-      settings of its groups that the step has changed.
+    - "step": an optimizer steps with rank 0's gradients. The answer is the new weights, the
+      settings of its groups that the step has changed, and whether it has a state now.
     - "state_dict", "load_state_dict": of an optimizer, or of one within it.
     """
 
@@ -99,7 +101,7 @@ class ParameterStore:
         if message.kind == "state_dict":
             return Message("done", optimizer.state_dict())
         # An optimizer within it goes on to share its groups, which requests change.
-        load_state(optimizer, request.state, of_same_weights=False)
+        load_state(optimizer, request.state, of_same_weights=request.of_same_weights)
         return Message("done")
 
     def _together(self, asked: Sequence[Message]) -> Message:
@@ -114,11 +116,14 @@ class ParameterStore:
         if isinstance(body, int):
             self._undo_log.return_to(body)
         else:
-            self._parameters, self._optimizers, attributes = pickle.loads(body)
+            self._parameters, self._optimizers, attributes, ids = pickle.loads(body)
+            # The parameters in there are the ones here; their ids are still those at rank 0.
+            replace = by_number({key: self._parameters[number] for key, number in ids.items()})
             for optimizer, own in attributes:
-                vars(optimizer).update(own)
+                vars(optimizer).update(replaced(own, replace))
         weights = [param.detach() for param in self._parameters.values()]
-        return Message("done", list(self._parameters), weights)
+        have_states = [bool(optimizer.state) for optimizer in self._optimizers]
+        return Message("done", (list(self._parameters), have_states), weights)
 
     def _sum(self, asked: Sequence[Message]) -> Message:
         """The sum of the tensors that the ranks sent, added in rank order.
@@ -167,7 +172,8 @@ class ParameterStore:
             _changed_settings(_settings(group), known)
             for group, known in zip(optimizer.param_groups, before, strict=True)
         ]
-        return Message("done", changed, [param.detach() for param in held])
+        body = changed, bool(optimizer.state)
+        return Message("done", body, [param.detach() for param in held])
 
     def _log_for_undo(self, request: OptimizerRequest) -> None:
         optimizer = self._optimizers[request.number]
@@ -178,19 +184,21 @@ class ParameterStore:
     ) -> Optimizer:
         """Apply the changes that the workers' loops made to the optimizer of a request.
 
-        Loops and their schedulers change settings, add groups, and write to weights.
+        Loops and their schedulers change settings, add groups, write to weights and freeze them.
         """
         for number, value in zip(request.changed_parameters, tensors, strict=False):
             # The object stays: the optimizer's state belongs to it.
             self._parameter(number).data = value.clone()
         optimizer = self._optimizers[request.number]
-        known = optimizer.param_groups
+        known, frozen = optimizer.param_groups, set(request.frozen)
         del known[len(request.groups) :]
         for place, (settings, numbers) in enumerate(request.groups):
             if place == len(known):
                 known.append({})
             known[place].update(settings)
             known[place]["params"] = [self._parameter(number) for number in numbers]
+            for number in numbers:
+                self._parameter(number).requires_grad_(number not in frozen)
         return optimizer
 
     def _parameter(self, number: int) -> torch.nn.Parameter:

@@ -28,8 +28,13 @@ from lockstep.sync.optimizer_inspection import (
     own_attributes,
     state_tensors,
 )
-from lockstep.sync.optimizer_step_patch import OptimizerMethodPatch, OptimizerStepPatch
+from lockstep.sync.optimizer_step_patch import (
+    LoadElsewhere,
+    OptimizerMethodPatch,
+    OptimizerStepPatch,
+)
 from lockstep.sync.parameter_server.messages import Message, OptimizerRequest
+from lockstep.sync.parameter_server.state_at_server import StateAtServer
 from lockstep.tensor_tree import PLAIN_TYPES, tree_map
 
 if TYPE_CHECKING:
@@ -50,6 +55,7 @@ class RemoteOptimizer:
         channel: the way to the server.
         server_weights: on rank 0, whose gradients and weights count, the weights as the server
             has them, by number; all optimizers share it. None on the other ranks.
+        has_state: the server has a state of it already.
 
     Attributes:
         undo_point: the step to which a failure from now on would take the run back: the server
@@ -64,6 +70,7 @@ class RemoteOptimizer:
         channel: Channel,
         *,
         server_weights: dict[int, torch.Tensor] | None,
+        has_state: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self.undo_point: int | None = None
@@ -75,7 +82,7 @@ class RemoteOptimizer:
             optimizer,
             self._step,
             state_dict=self._state_dict,
-            load_state_dict=self._load_state_dict,
+            load_state_dict=LoadElsewhere(self._load_state_dict),
         )
         # By their places; without those that the server has for themselves as well.
         inner = enumerate(inner_optimizers(optimizer))
@@ -85,7 +92,7 @@ class RemoteOptimizer:
             OptimizerMethodPatch(
                 each,
                 state_dict=partial(self._state_dict_within, place),
-                load_state_dict=partial(self._load_state_dict_within, place),
+                load_state_dict=LoadElsewhere(partial(self._load_state_dict_within, place)),
             )
             for place, each in self._inner.items()
         ]
@@ -94,7 +101,18 @@ class RemoteOptimizer:
             for place, each in self._inner.items()
         ]
         # The server has the state: a copy here would cost memory, and be stale.
-        optimizer.state.clear()
+        self._before: Any = optimizer.state
+        self._before.clear()
+        self._state = StateAtServer()
+        self._put_state(self._state)
+        self._state.is_there = has_state
+
+    def _put_state(self, state: Any) -> None:
+        """Let the optimizer, and those within it that share its state, have this one."""
+        optimizer = self.optimizer
+        sharing = [each for each in inner_optimizers(optimizer) if each.state is optimizer.state]
+        for each in (optimizer, *sharing):
+            each.state = state
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Send the gradients, let the server step, and fetch the weights.
@@ -119,9 +137,11 @@ class RemoteOptimizer:
             # A step that draws (Langevin noise) draws what it would draw here.
             request.body.random_state = RandomState.capture_host()
         answer = self._channel.ask(request)
+        changed, has_state = answer.body
         for each in self._inner.values():
             each.state.clear()  # the server has stepped it
-        for group, settings in zip(self.optimizer.param_groups, answer.body, strict=True):
+        self._state.is_there = has_state
+        for group, settings in zip(self.optimizer.param_groups, changed, strict=True):
             group.update(settings)
         with torch.no_grad():
             for param, weight in zip(held, answer.tensors, strict=True):
@@ -151,6 +171,11 @@ class RemoteOptimizer:
             state=state,
             inner=inner,
             undo_point=self.undo_point,
+            frozen=[
+                self._number_of[id(param)]
+                for param in optimizer_parameters(self.optimizer)
+                if not param.requires_grad
+            ],
         )
         return Message(kind, request, weights)
 
@@ -177,7 +202,8 @@ class RemoteOptimizer:
 
     def _state_dict(self) -> dict[str, Any]:
         """The server's state, with the settings as they are here."""
-        own = type(self.optimizer).state_dict(self.optimizer)
+        with self._state.as_empty():
+            own = type(self.optimizer).state_dict(self.optimizer)
         return {**self._state_at_server(), "param_groups": own["param_groups"]}
 
     def _state_at_server(self, inner: int | None = None) -> dict[str, Any]:
@@ -186,18 +212,23 @@ class RemoteOptimizer:
         state: dict[str, Any] = copy.deepcopy(answer.body)
         return state
 
-    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _load_state_dict(self, state: Mapping[str, Any], *, of_same_weights: bool) -> None:
         """Load into the server's optimizer; called on every rank, as it is on one process."""
         optimizer = self.optimizer
         # Load the settings here, and an empty state, because the server holds the state.
-        type(optimizer).load_state_dict(optimizer, {**state, "state": {}})
-        optimizer.state.clear()
-        self._load_at_server(state)
+        with self._state.as_empty():
+            type(optimizer).load_state_dict(optimizer, {**state, "state": {}})
+        self._put_state(self._state)
+        self._state.is_there = bool(state.get("state"))
+        self._load_at_server(state, of_same_weights=of_same_weights)
 
-    def _load_at_server(self, state: Mapping[str, Any], inner: int | None = None) -> None:
+    def _load_at_server(
+        self, state: Mapping[str, Any], inner: int | None = None, *, of_same_weights: bool
+    ) -> None:
         if self._server_weights is not None:
-            own = _to_cpu(dict(state))
-            self._channel.ask(self._request("load_state_dict", own, inner))
+            request = self._request("load_state_dict", _to_cpu(dict(state)), inner)
+            request.body.of_same_weights = of_same_weights
+            self._channel.ask(request)
 
     def _note_step_here(self, place: int, *_: Any) -> None:
         """Note that the loop steps an optimizer within this one (SAM's `second_step` does).
@@ -209,18 +240,22 @@ class RemoteOptimizer:
     def _state_dict_within(self, place: int) -> dict[str, Any]:
         """The state of an optimizer within this one, from where it steps."""
         inner = self._inner[place]
-        own = type(inner).state_dict(inner)
-        if inner.state or place in self._stepped_here:
-            return own
+        with self._state.as_empty():
+            own = type(inner).state_dict(inner)
+            if inner.state or place in self._stepped_here:
+                return own
         return {**self._state_at_server(place), "param_groups": own["param_groups"]}
 
-    def _load_state_dict_within(self, place: int, state_dict: Mapping[str, Any]) -> None:
+    def _load_state_dict_within(
+        self, place: int, state: Mapping[str, Any], *, of_same_weights: bool
+    ) -> None:
         """Load here, and into the server's: before a step it is open which of the two will step."""
         inner = self._inner[place]
-        type(inner).load_state_dict(inner, dict(state_dict))
+        with self._state.as_empty():
+            type(inner).load_state_dict(inner, dict(state))
         # After a death a loop's step is undone without a server.
         if place not in self._stepped_here:
-            self._load_at_server(state_dict, place)
+            self._load_at_server(state, place, of_same_weights=of_same_weights)
 
     def release(self, *, keep_state: bool) -> None:
         """Make the optimizer an ordinary one again.
@@ -234,6 +269,7 @@ class RemoteOptimizer:
             patch.restore()
         for hook in self._step_hooks:
             hook.remove()
+        self._put_state(self._before)
         for each, state in zip(members, states, strict=False):
             load_state(each, state)
 
@@ -282,7 +318,8 @@ def pickle_optimizers(
     for optimizer in optimizers:
         for param in optimizer_parameters(optimizer):
             if id(param) not in memo:
-                copied = torch.nn.Parameter(param.detach().to("cpu", copy=True))
+                values = param.detach().to("cpu", copy=True)
+                copied = torch.nn.Parameter(values, requires_grad=param.requires_grad)
                 vars(copied).update(_marks_of(param))
                 memo[id(param)] = copies[number_of[id(param)]] = copied
     members = dict.fromkeys(m for each in optimizers for m in (each, *inner_optimizers(each)))
@@ -293,7 +330,8 @@ def pickle_optimizers(
         served = copy.deepcopy(list(optimizers), memo)
         # Optimizers leave attributes of their own out when they are copied or pickled.
         attributes = copy.deepcopy([(each, own_attributes(each)) for each in members], memo)
-        data: bytes = cloudpickle.dumps((copies, served, attributes))
+        ids = {id(param): number for number, param in parameters.items() if number in copies}
+        data: bytes = cloudpickle.dumps((copies, served, attributes, ids))
     # Whatever a user's `__reduce__` or `__deepcopy__` raises.
     except Exception as error:
         raise NotPicklableError(

@@ -112,13 +112,21 @@ class ParameterServerSync(GradientSync):
             body = pickle_optimizers(optimizers, parameters) if resume_step is None else resume_step
         answer = self._channel.ask(Message("attach", body))
         weights: dict[int, torch.Tensor] | None = None
+        numbers, have_states = answer.body
         if leads:
-            pairs = zip(answer.body, answer.tensors, strict=True)
+            pairs = zip(numbers, answer.tensors, strict=True)
             weights = {number: weight.to(parameters[number].device) for number, weight in pairs}
         number_of = {id(param): number for number, param in parameters.items()}
-        for number, optimizer in enumerate(optimizers):
+        for number, (optimizer, has_state) in enumerate(zip(optimizers, have_states, strict=True)):
             self._served.append(
-                RemoteOptimizer(optimizer, number, number_of, self._channel, server_weights=weights)
+                RemoteOptimizer(
+                    optimizer,
+                    number,
+                    number_of,
+                    self._channel,
+                    server_weights=weights,
+                    has_state=has_state,
+                )
             )
 
     def set_undo_point(self, step: int | None) -> None:
