@@ -91,13 +91,14 @@ class Pending:
             self._work.wait()
             return
         while True:
+            was_completed = self._work.is_completed()
             try:
                 self._work.wait(_LOOK_EVERY)
                 return
             except RuntimeError:
-                if self._work.is_completed():  # failed; or it came to its end behind the limit
-                    self._work.wait(_LOOK_EVERY)
-                    return
+                if was_completed:  # else it may have come to its end just behind the limit
+                    raise
+            if not self._work.is_completed():
                 owner.refuse_if_given_up(self._what)
 
     def then(self, rest: Callable[[Any], Any]) -> Pending:

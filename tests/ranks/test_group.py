@@ -354,3 +354,17 @@ def test_the_active_reduction_nests_and_is_seen_by_autograds_threads():
         assert reduction_context.active() is outer
     assert reduction_context.active() is None
     assert seen == [inner]
+
+
+@pytest.mark.parametrize("numbers", [3, 1 << 18])
+def test_a_collective_that_has_failed_before_it_is_waited_for(numbers):
+    def body(group):
+        if group.rank == 1:
+            return
+        pending = group.all_reduce(torch.ones(numbers))
+        while not pending._work.is_completed():
+            threading.Event().wait(0.01)
+        with pytest.raises(PeerLostError, match="all_reduce failed"):
+            pending.wait()
+
+    run_ranks(2, body)
