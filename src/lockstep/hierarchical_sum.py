@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
 LEAST_BYTES: Final = 1 << 23
-"""The size of a tensor from which on nothing is lost where the hosts' link is as fast as loopback.
+"""The size of a tensor from which on little is lost where the hosts' link is as fast as loopback.
 
-Tensors of 6 MiB took a third longer than a ring's there; those of 16 MiB, as long.
+A step with tensors of 6 MiB took 1.16 of a ring's there, with those of 16 MiB 1.07.
 """
 _PIECE_BYTES: Final = 1 << 22
 _STAGES: Final = 3
