@@ -76,7 +76,8 @@ class World:
         guesses: list[tuple[SharedTrack, list[Difference]]] = []
         for together, (names, is_guess) in zip(alike.values(), apart, strict=True):
             if is_guess and names:
-                differences = together[0].differences("entry", together[0].numbers[0])
+                # At the step that `apart_by_design` has looked at: another one may show none.
+                differences = together[0].differences("entry", 0)
                 guesses.append((together[0], [d for d in differences if d.name in names]))
             _tell_replicas(together, names)
         return whole, guesses
