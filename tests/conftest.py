@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.sampling import mark_the_rest_slow
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from xdist.scheduler import LoadScopeScheduling
 
@@ -75,7 +76,9 @@ SLOW_TEST_S = 240
 """A slow test may have to start processes while its neighbour keeps both cores busy."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_the_rest_slow(items)
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TEST_S))

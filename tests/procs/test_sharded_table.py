@@ -4,31 +4,25 @@
 import pytest
 
 from lockstep.errors import GradientNotReducedError, PerShardLossError
-from ranks.table import SPLITS, cells, check, in_turn
+from ranks.table import SPLITS, check
 from ranks.table_operators import OPERATORS
 
 # The compiler takes seconds in each process; three workers show whatever two and four do.
 NAMES = tuple(name for name in OPERATORS if name != "Compiled")
-AXES = (("fsdp",), NAMES, tuple(SPLITS), (2, 3))
-QUICK = in_turn(NAMES, tuple(SPLITS), (2, 3))
 
 
-def run(pool, sync, name, split, num_workers):
+def run(pool, name, split, num_workers):
     refused_as = {"ByHand": GradientNotReducedError, "Normalised": PerShardLossError}.get(name)
-    check(pool.run(sync, name, split, num_workers), name, split, refused_as)
+    check(pool.run("fsdp", name, split, num_workers), name, split, refused_as)
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("sync", "name", "split", "num_workers"),
-    [
-        pytest.param(*cell, id="-".join(map(str, cell)), marks=[] if cell[1:] in QUICK else [slow])
-        for slow in (pytest.mark.slow,)
-        for cell in cells(*AXES)
-    ],
-)
-def test_exact_or_refused(pool, sync, name, split, num_workers):
-    run(pool, sync, name, split, num_workers)
+@pytest.mark.sampled
+@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("name", NAMES)
+def test_exact_or_refused(pool, name, split, num_workers):
+    run(pool, name, split, num_workers)
 
 
 @pytest.mark.slow
@@ -36,11 +30,11 @@ def test_exact_or_refused(pool, sync, name, split, num_workers):
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("name", NAMES)
 def test_four_workers(pool, name, split):
-    run(pool, "fsdp", name, split, 4)
+    run(pool, name, split, 4)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("split", SPLITS)
 def test_compiled(pool, split):
-    run(pool, "fsdp", "Compiled", split, 2)
+    run(pool, "Compiled", split, 2)

@@ -14,7 +14,7 @@ from lockstep.errors import (
     UnitOrderError,
 )
 from ranks.divergent import DIVERGENT
-from ranks.table import SPLITS, cells, check, in_turn, one_process, put_together
+from ranks.table import SPLITS, check, one_process, put_together
 from ranks.table_operators import OPERATORS
 
 pytestmark = needs_unit_hooks
@@ -28,20 +28,13 @@ REFUSED = {
     "LoadsAfterRegister": "load weights before register",
 }
 NAMES = tuple(name for name in OPERATORS if name not in REFUSED)
-AXES = (NAMES, tuple(SPLITS), (2, 3))
-QUICK = in_turn(*AXES)
-QUICK_COPIES = in_turn(NAMES, tuple(SPLITS))
 
 
+@pytest.mark.sampled
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("name", "split", "num_workers"),
-    [
-        pytest.param(*cell, id="-".join(map(str, cell)), marks=[] if cell in QUICK else [slow])
-        for slow in (pytest.mark.slow,)
-        for cell in cells(*AXES)
-    ],
-)
+@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("name", NAMES)
 def test_exact(pool, name, split, num_workers):
     check(pool.run("units", name, split, num_workers), name, split)
 
@@ -55,15 +48,10 @@ def test_four_workers(pool, name, split):
     check(pool.run("units", name, split, 4), name, split)
 
 
+@pytest.mark.sampled
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("name", "split"),
-    [
-        pytest.param(*cell, id="-".join(cell), marks=[] if cell in QUICK_COPIES else [slow])
-        for slow in (pytest.mark.slow,)
-        for cell in cells(NAMES, tuple(SPLITS))
-    ],
-)
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("name", NAMES)
 def test_two_copies_of_two_ranks_each(pool, name, split):
     check(pool.run("copies", name, split, 4), name, split)
 
@@ -75,6 +63,7 @@ def test_ranks_of_copies_that_go_through_other_layers_are_refused_on_all(pool, n
     check(results, name, "uneven", (UnitOrderError, DataOrderError))
 
 
+@pytest.mark.sampled
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("num_workers", [2, 3])
 @pytest.mark.parametrize("name", DIVERGENT)

@@ -399,13 +399,5 @@ def pairwise(*axes: Sequence[Any]) -> set[Cell]:
     return chosen
 
 
-def in_turn(names: Sequence[Any], *axes: Sequence[Any]) -> set[Cell]:
-    """One cell for each name, with the values of the other axes one after the other.
-
-    Still less than `pairwise`, for cells that take a second each.
-    """
-    return {(name, *(axis[n % len(axis)] for axis in axes)) for n, name in enumerate(names)}
-
-
 def _pairs(cell: Cell) -> Iterator[tuple[Any, ...]]:
     return combinations(enumerate(cell), 2)

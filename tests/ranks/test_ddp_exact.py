@@ -2,7 +2,6 @@
 """Under DDP, N ranks have the gradients and the weights of one process on the same batch."""
 
 import copy
-import itertools
 
 import pytest
 
@@ -57,26 +56,18 @@ def compare(program, shares, *, way, cap_mb) -> None:
     assert_same(results[0][1], weights(oracle.modules))
 
 
-def table(*columns):
-    """All combinations; a third of them, with every pair in it, without the slow ones."""
-    for places in itertools.product(*(range(len(column)) for column in columns)):
-        values = [column[place] for column, place in zip(columns, places, strict=True)]
-        marks = () if sum(places) % 3 == 0 else (pytest.mark.slow,)
-        name = "-".join(getattr(value, "__name__", str(value)) for value in values)
-        yield pytest.param(*values, marks=marks, id=name)
-
-
-@pytest.mark.parametrize(
-    ("program", "way", "split"),
-    list(table(WRAPPED, ("weighted", "plain", "borrowed"), list(SHARES))),
-)
+@pytest.mark.sampled
+@pytest.mark.parametrize("split", SHARES)
+@pytest.mark.parametrize("way", ["weighted", "plain", "borrowed"])
+@pytest.mark.parametrize("program", WRAPPED, ids=lambda program: program.__name__)
 def test_as_one_process(program, way, split):
     # Small buckets for all but the even split: then several are in flight during backward.
     compare(program(), SHARES[split], way=way, cap_mb=25 if split == "even" else 1e-4)
 
 
-@pytest.mark.parametrize(
-    ("program", "cap_mb", "split"), list(table(ACCUMULATING, (25, 1e-4), list(SHARES)))
-)
+@pytest.mark.sampled
+@pytest.mark.parametrize("split", SHARES)
+@pytest.mark.parametrize("cap_mb", [25, 1e-4])
+@pytest.mark.parametrize("program", ACCUMULATING, ids=lambda program: program.__name__)
 def test_accumulation_divides_once_by_all_weights(program, cap_mb, split):
     compare(program(), SHARES[split], way="weighted", cap_mb=cap_mb)

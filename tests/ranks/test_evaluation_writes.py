@@ -125,6 +125,7 @@ def ran(model, operator_cls, num_workers, calls, num_shards=None):
 MODELS = [Centred, InPlace, Unseen, Follows]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("evaluates", [VALIDATE, "predict"], ids=["validate", "predict"])
 @pytest.mark.parametrize("operator", [Op, OwnBatch])
 @pytest.mark.parametrize("model", MODELS)

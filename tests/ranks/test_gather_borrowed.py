@@ -150,6 +150,7 @@ def mean(losses):
     return sum(n * loss for n, loss in zip(sizes, losses, strict=True)) / NUM_SAMPLES
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("operator_cls", [Recipe, OwnPlaces, OfPairs, OfViews])
 def test_the_weights_and_losses_of_one_process(operator_cls, size):

@@ -45,6 +45,7 @@ def test_any_sync(loss, sync):
     compare(LOSSES[loss], SPLITS["2 uneven"], sync, weighted=True)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sync", BY_SYNC)
 @pytest.mark.parametrize("sizes", splits("2 uneven", "2, one empty", "4 uneven"))
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
@@ -52,6 +53,7 @@ def test_weighed_by_rows(loss, sizes, sync):
     compare(loss, sizes, sync, weighted=True)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sync", BY_SYNC)
 @pytest.mark.parametrize("sizes", splits("2 even", "2, one empty"))
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)

@@ -52,6 +52,7 @@ def test_a_host_is_what_the_variable_of_nccl_says(monkeypatch):
     assert host_id() == "here"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("hosts", ["aabb", "abab", "aabbcc", "aaabbb"])
 @pytest.mark.parametrize("size", [LARGE, LARGE + 7, 1_500_001])
 def test_the_sum_has_the_same_bits_on_every_rank(hosts, size):
@@ -138,6 +139,7 @@ def test_it_counts_as_one_collective():
     assert run_ranks(4, body) == [(2, 0)] * 4
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("cap_mb", [25, 1e-4])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_gradients_are_those_of_one_process(program, cap_mb):

@@ -72,6 +72,7 @@ def held_over_two_backwards(way, hold, **options):
     assert_exact(on_ranks(way, body, **options), [gradients(true)])
 
 
+@pytest.mark.sampled
 @every_way
 @pytest.mark.parametrize("hold", HOLDS)
 @pytest.mark.parametrize("cap_mb", [25, 1e-4])

@@ -364,6 +364,7 @@ class StepsOneOfMany(TrainingOperator):
         return {}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("here", [(1,), (0, 2), (7,), ()])
 @pytest.mark.parametrize("other", range(8))
 def test_workers_that_step_different_optimizers_are_refused_before_the_next_step(here, other):

@@ -38,6 +38,7 @@ def compare(program, shares, *, way, cap_mb):
     assert_same(results[0][1], weights(oracle.modules))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shares", SHARES.values(), ids=SHARES)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_as_one_process(program, shares):

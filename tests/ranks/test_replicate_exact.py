@@ -52,6 +52,7 @@ def compare(program, shares, *, way, cap_mb, hosts=""):
     assert_same(results[0][1], weights(oracle.modules))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shares", SHARES.values(), ids=SHARES)
 @pytest.mark.parametrize("way", ["weighted", "plain", "borrowed"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
@@ -60,6 +61,7 @@ def test_as_one_process(program, way, shares):
     compare(program(), shares, way=way, cap_mb=25 if shares == (0.5, 0.5) else 1e-4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("cap_mb", [25, 1e-4])
 @pytest.mark.parametrize("shares", SHARES.values(), ids=SHARES)
 @pytest.mark.parametrize("program", [Accumulated, AccumulatedOntoZeros])

@@ -142,6 +142,7 @@ def test_a_window_of_which_one_batch_is_empty_is_refused_with_its_reason():
     assert run_ranks(2, on_one_rank) == [True, True]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", ["plain", "weighted", "pending"])
 @pytest.mark.parametrize("counts", SHARES.values(), ids=SHARES)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)

@@ -79,6 +79,7 @@ def same_bits(one, other):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("num_shards", [2, 4, 7])

@@ -97,6 +97,7 @@ def weights(state):
     return torch.cat([value.flatten() for value in state["models"][0].values()])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "operator_cls", [StepsEverySecondBatch, InALoopOfItsOwn, StepsBeforeTheNextBatch]
 )

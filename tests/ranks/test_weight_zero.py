@@ -128,6 +128,7 @@ def test_borrowed_rows(way, how):
     assert_exact(results, oracle(rare_is_used=False))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sync", SYNCS)
 @pytest.mark.parametrize("name", ["TokenWeights", "WeightZero", "Branches"])
 @pytest.mark.parametrize("num_workers", [3, 4])

@@ -125,15 +125,12 @@ def test_copies_go_on_from_a_checkpoint_of_copies(saved):
     goes_on(saved, config={"dp_shard_size": 2}, **COPIES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "step"),
     [
         ("backward", 10),
-        *(
-            pytest.param(phase, step, marks=pytest.mark.slow)
-            for phase in PHASES
-            for step in (0, 7, 13)
-        ),
+        *((phase, step) for phase in PHASES for step in (0, 7, 13)),
     ],
 )
 def test_a_spare_takes_the_place_and_no_step_is_computed_again(phase, step):

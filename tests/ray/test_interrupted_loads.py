@@ -43,6 +43,7 @@ def state_or_advice(trainer):
         return str(closed)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("sync", ["replicate", pytest.param("fsdp", marks=pytest.mark.slow)])

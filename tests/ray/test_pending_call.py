@@ -4,6 +4,8 @@
 import os
 import time
 
+import pytest
+
 import ray
 from lockstep.engine.pending_call import PendingCall
 from lockstep.errors import PeerLostError, WorkerDiedError
@@ -26,6 +28,7 @@ class Rank:
         time.sleep(60)
 
 
+@pytest.mark.slow
 def test_a_death_that_follows_its_consequence_ends_the_wait():
     """Not two seconds after the consequence, as if nothing had come since."""
     ranks = [Rank.remote() for _ in range(3)]

@@ -77,7 +77,8 @@ def has_threads_for_sums():
 
 
 @pytest.mark.parametrize(
-    ("phase", "names", "spares"), [("backward", "abab", 0), ("buckets", "ababb", 1)]
+    ("phase", "names", "spares"),
+    [pytest.param("backward", "abab", 0, marks=pytest.mark.slow), ("buckets", "ababb", 1)],
 )
 def test_the_weights_are_those_of_an_undisturbed_run(tmp_path, phase, names, spares):
     """Three workers go on with the backend's sums; a spare may make the hosts even again."""

@@ -120,7 +120,7 @@ def test_an_error_behind_a_relay_has_its_rank_and_the_run_goes_on():
 
 
 @pytest.mark.parametrize(
-    "rank", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2), pytest.param(3)]
+    "rank", [2, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 1, 3))]
 )
 @pytest.mark.timeout(120)
 def test_the_death_of_a_relay_or_of_a_worker_behind_one_is_that_of_one_rank(rank):
@@ -148,6 +148,7 @@ def test_a_replacement_is_reached_through_a_relay():
         assert sent == {"relay": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_relay_that_is_stopped_before_it_brings_a_call_takes_nobody_along():
     """The rank behind it has no call, and is not said to keep the others waiting."""
@@ -251,6 +252,8 @@ SIX = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 @cache
 def undisturbed_six():
     with direct_trainer_of(Classifier, **SIX) as trainer:

@@ -111,6 +111,7 @@ def one_process(case):
     return made.linear.weight.detach(), criterion(made(x), y).detach()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("operator", [Classes, OwnLoss])
 @pytest.mark.parametrize("case", list(CASES))
 def test_shards_weigh_as_their_targets(case, operator):

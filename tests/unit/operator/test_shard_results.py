@@ -34,6 +34,7 @@ def trainer(operator=Tokens, config=CONFIG, **arguments):
     return TorchTrainer(training_operator_cls=operator, config=config, **arguments)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("reproducible", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4])

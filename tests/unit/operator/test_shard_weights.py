@@ -94,6 +94,7 @@ def assert_equal_weights(model, other):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("reproducible", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("num_shards", [1, 2, 4])

@@ -62,6 +62,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", [*WAYS])
 @pytest.mark.parametrize(("kind", "persistent"), EVERY)
 def test_a_run_from_its_beginning_to_its_end(tmp_path, kind, persistent, way):

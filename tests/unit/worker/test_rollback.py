@@ -167,6 +167,7 @@ def test_a_ctrl_c_in_the_step_takes_effect_when_it_is_committed(operator_cls):
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
 @pytest.mark.parametrize(
     "operator_cls",

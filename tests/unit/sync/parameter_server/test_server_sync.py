@@ -17,6 +17,7 @@ def finished(run):
     return left, digest(run)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("action", ["raise", "interrupt"])
 @pytest.mark.parametrize(
     ("operator_cls", "phase"),
