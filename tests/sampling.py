@@ -48,11 +48,10 @@ def mark_the_rest_slow(items: Iterable[pytest.Item]) -> None:
 
 
 def _values_of(item: pytest.Function) -> set[Value]:
-    """The values of the test's parameters; of one that has no hash, its place in the list."""
-    call = item.callspec
+    """The values of the test's parameters; of one that has no hash, which object it is."""
     return {
-        (name, value if _has_hash(value) else call.indices[name])
-        for name, value in call.params.items()
+        (name, value if _has_hash(value) else id(value))
+        for name, value in item.callspec.params.items()
     }
 
 
