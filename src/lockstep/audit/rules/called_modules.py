@@ -249,8 +249,11 @@ def _names_and_norms(
 
 
 def _in_layers_at_home(world: World, names: Iterable[str]) -> set[str]:
-    at_home = {name.rpartition(".")[0] for track in world.tracks for name in track.at_home}
-    return {name for name in names if name.rpartition(".")[0] in at_home}
+    """Those of `names` whose layers have weights of each rank's own: as found, or as declared."""
+    own = {name for track in world.tracks for name in track.at_home}
+    held = [p for led in world.ledgers.values() for track in led.tracks for p in track.parameters]
+    layers = {name.rpartition(".")[0] for name in (*own, *(p.name for p in held if p.local))}
+    return {name for name in names if name.rpartition(".")[0] in layers}
 
 
 def _said(norms: dict[int, float]) -> str:
