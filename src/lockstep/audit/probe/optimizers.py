@@ -210,7 +210,7 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
     if getattr(optimizer, "grad_scale", None) is None:  # else it divides by the scale itself
         step.scale = probe.scale
     probe.harmlessly(note_kept_back, probe, watched, window)
-    if watched.taken < CLOSELY:
+    if watched.taken < CLOSELY or watched.frozen:
         probe.harmlessly(note_unheld, probe, watched)
 
 

@@ -149,6 +149,7 @@ class Watched:
         self.step: Step | None = None
         self.next_is_detailed = True
         self.looks_beside = False
+        self.frozen: list[weakref.ref[torch.Tensor]] = []
         self.messages_before = self.broadcasts_before = 0
         self.fewest_messages: int | None = None
         self._put_back: Callable[[], None] | None = None

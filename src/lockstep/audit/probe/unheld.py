@@ -8,6 +8,7 @@ what the ranks told one another in each.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
@@ -21,6 +22,7 @@ from lockstep.audit.probe.probe import sequence_number
 if TYPE_CHECKING:
     import torch
 
+    from lockstep.audit.facts import Step
     from lockstep.audit.probe.probe import Probe, Watched, Window
 
 _OPTIMIZERS: Final = 4
@@ -33,6 +35,7 @@ def note_unheld(probe: Probe, watched: Watched) -> None:
     step = watched.step
     assert step is not None
     if step.number and not watched.looks_beside:
+        _note_thawed(probe, watched, step)
         return
     if len(probe.optimizers) > _OPTIMIZERS and watched.track is not probe.ledger.tracks[0]:
         return  # one for each parameter, say: they step together, and one of them looks
@@ -44,6 +47,8 @@ def note_unheld(probe: Probe, watched: Watched) -> None:
         unheld = [(name, p) for name, p in parameters if id(p) not in held]
         step.unowned = [f"{name} {list(p.shape)}" for name, p in unheld]
         watched.looks_beside = bool(unheld)
+        every = (p for module in modules for p in module._parameters.values() if p is not None)
+        watched.frozen = [weakref.ref(p) for p in every if not p.requires_grad]
     if watched.looks_beside:
         # By name: modules are not found in the same order on all ranks.
         names = sorted(
@@ -60,6 +65,17 @@ def note_unheld(probe: Probe, watched: Watched) -> None:
             left_out=[] if step.number else _left_out(probe, modules, names_of),
             issued=sequence_number(dist.group.WORLD) if dist.is_initialized() else -1,
         )
+
+
+def _note_thawed(probe: Probe, watched: Watched, step: Step) -> None:
+    """Which were frozen at the optimizer's first step, and have gradients now."""
+    known = [p for reference in watched.frozen if (p := reference()) is not None]
+    thawed = [p for p in known if p.requires_grad and p.grad is not None and p.ndim >= _LEAST]
+    if thawed:
+        watched.frozen = []  # it is said once
+        held, names = probe.parameters_held(), parameter_names(probe.living_modules())
+        unheld = {id(p): p for p in thawed if id(p) not in held}
+        step.unowned = [f"{names.get(id(p), '?')} {list(p.shape)}" for p in unheld.values()]
 
 
 def note_told_within(watched: Watched, window: Window) -> None:

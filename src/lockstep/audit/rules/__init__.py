@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.rules.called_modules import BUFFERS_IN_USE, FROZEN, MODES
 from lockstep.audit.rules.clearing import CLEARING
+from lockstep.audit.rules.clips import CLIPS
 from lockstep.audit.rules.data import DATA
 from lockstep.audit.rules.dtypes import DTYPES
 from lockstep.audit.rules.gathers import GATHERS
@@ -30,6 +31,7 @@ RULES: Final[tuple[Rule, ...]] = (
     OWN_SCALES,
     GRADIENTS,
     CLEARING,
+    CLIPS,
     NON_FINITE_STEPS,
     LEFT_OUT,
     MIXED,

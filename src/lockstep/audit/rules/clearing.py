@@ -30,14 +30,15 @@ def _look(world: World) -> Iterable[Finding]:
     """Of each optimizer, whether it is so in all steps that tell, and on all ranks.
 
     That gradients are never cleared is a notice: a program may add them up over its steps on
-    purpose.
+    purpose. It is a warning where those of another optimizer are cleared.
     """
     for track in world.tracks:
         if _steps_of_all(track, _found_nothing):
             yield _as_cleared(track)
         steps = 0 if track in world.alone else _steps_of_all(track, _left_over)
         if steps:
-            yield _as_never_cleared(track, steps)
+            others = [each for each in world.tracks if each is not track]
+            yield _as_never_cleared(track, steps, any(map(_is_cleared, others)))
 
 
 CLEARING = Rule((NEVER, CLEARED), _look)
@@ -48,6 +49,12 @@ def _steps_of_all(track: SharedTrack, look: Callable[[SharedTrack, int], Iterabl
     seen = [list(look(track, rank)) for rank in track.ranks]
     steps = min(map(len, seen), default=0)
     return steps if steps >= _STEPS and all(map(all, seen)) else 0
+
+
+def _is_cleared(track: SharedTrack) -> bool:
+    """In each step that tells, on all ranks."""
+    seen = [list(_left_over(track, rank)) for rank in track.ranks]
+    return min(map(len, seen), default=0) >= _STEPS and not any(map(any, seen))
 
 
 def _found_nothing(track: SharedTrack, rank: int) -> Iterator[bool]:
@@ -101,13 +108,15 @@ def _adds_to(last: Step, step: Step, key: str) -> bool:
     return kept and all(map(_are_there, begun))
 
 
-def _as_never_cleared(track: SharedTrack, steps: int) -> Finding:
+def _as_never_cleared(track: SharedTrack, steps: int, others_are: bool) -> Finding:
     where = track.first.steps[1].where
     at = f" (`step()` at {where[0].at})" if where else ""
     return NEVER.finding(
         f"{track.first.optimizer}{at}: in each of the steps 2 to {steps + 1} backward added to the "
-        "gradients that the step before had used: they are those of all batches so far, and grow",
+        "gradients that the step before had used: they are those of all batches so far, and grow"
+        + (". Another optimizer's are cleared" if others_are else ""),
         "call `optimizer.zero_grad()` once a step, unless they are added up on purpose",
+        severity="warning" if others_are else None,
         rank=track.ranks,
         step=2,  # which a long run may have dropped
         evidence={"steps": steps},

@@ -28,7 +28,7 @@ def _look(world: World) -> Iterable[Finding]:
     seen: set[str] = set()
     for rank, ledger in world.ledgers.items():
         for track in ledger.tracks:
-            found = _foreign(rank, track) or _unowned(world, rank, track)
+            found = _foreign(rank, track) or _unowned(world, rank, track) or _thawed(rank, track)
             if found is not None and found.code + track.key not in seen:
                 seen.add(found.code + track.key)
                 yield found
@@ -98,6 +98,24 @@ def _unowned(world: World, rank: int, track: Track) -> Finding | None:
         step=1,
         parameters=names,
         where=track.where,
+    )
+
+
+def _thawed(rank: int, track: Track) -> Finding | None:
+    """Unfrozen, which nobody does for nothing, and still nobody's."""
+    later = next((step for step in track.steps if step.number and step.unowned), None)
+    if later is None:
+        return None
+    names = [entry.rsplit(" [", maxsplit=1)[0] for entry in later.unowned]
+    return UNOWNED.finding(
+        f"{named(names)} were frozen at {track.optimizer}'s first step and had gradients by step "
+        f"{later.number + 1}, and no optimizer holds them: unfrozen, they still do not train",
+        "add them to the optimizer (`add_param_group`), or make a new one, where they are unfrozen",
+        severity="warning",
+        rank=[rank],
+        step=later.number + 1,
+        parameters=names,
+        where=[*track.where, *later.where],
     )
 
 

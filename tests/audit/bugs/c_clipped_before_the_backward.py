@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""C: gradients are clipped before there are any."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def batch(step, size=6):
+    source = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(size, 4, generator=source), torch.randint(2, (size,), generator=source)
+
+
+model = DistributedDataParallel(net)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(5):
+    x, y = batch(step)
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(x), y)
+    nn.utils.clip_grad_norm_(net.parameters(), 0.01)  # here LS119
+    loss.backward()
+    optimizer.step()
