@@ -82,7 +82,7 @@ def parse_schedulers(
 def refuse_foreign_schedulers(registered: TrainingParts) -> None:
     """Refuse schedulers of optimizers that were not registered: the run would ignore them."""
     # Compare groups and not optimizers: a wrapper of an optimizer shares its groups.
-    groups = _ids_of_groups(registered)
+    groups = ids_of_groups(registered)
     for number, scheduler in enumerate(registered.schedulers):
         optimizer = getattr(scheduler, "optimizer", None)
         held = getattr(optimizer, "param_groups", None)
@@ -97,7 +97,7 @@ def refuse_foreign_schedulers(registered: TrainingParts) -> None:
             )
 
 
-def _ids_of_groups(registered: TrainingParts) -> set[int]:
+def ids_of_groups(registered: TrainingParts) -> set[int]:
     return {id(group) for each in registered.optimizers for group in each.param_groups}
 
 
@@ -153,7 +153,7 @@ def _with_state(
     Args:
         schedulers: each with the name of its attribute.
     """
-    groups = _ids_of_groups(registered)
+    groups = ids_of_groups(registered)
     held = [
         (name, each)
         for name, each in schedulers
