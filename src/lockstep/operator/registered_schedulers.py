@@ -19,6 +19,7 @@ from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP_EPOCH, SCHEDULER_STEP_MANUAL
 from lockstep.operator.loop_protocols import Operator
 from lockstep.operator.mixed_precision import members_of
+from lockstep.operator.training_parts import has_state
 
 if TYPE_CHECKING:
     import torch
@@ -143,6 +144,16 @@ def take_schedulers(operator: Operator, registered: TrainingParts) -> None:
             " own steps it",
         )
     registered.stepped_by_loop = _with_state(operator, registered, left)
+    context = operator._lockstep.context
+    if context.world_rank == 0 and not context.is_trial:
+        for scheduler in registered.schedulers:
+            if not has_state(scheduler):
+                _log.warning(
+                    "%s is neither saved nor undone with a step that fails: it has no state_dict()"
+                    " and load_state_dict(). In a run that resumes, and in a worker that joins, it"
+                    " begins anew",
+                    type(scheduler).__name__,
+                )
 
 
 def _with_state(
@@ -157,9 +168,7 @@ def _with_state(
     held = [
         (name, each)
         for name, each in schedulers
-        if hasattr(each, "state_dict")
-        and hasattr(each, "load_state_dict")
-        and any(id(group) in groups for group in _groups_of(each))
+        if has_state(each) and any(id(group) in groups for group in _groups_of(each))
     ]
     held += [
         (name, each)

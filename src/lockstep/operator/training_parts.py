@@ -204,6 +204,10 @@ class TrainingParts:
         """`parameters()`, without those that `lockstep.local` leaves to each rank."""
         return (parameter for parameter in self.parameters() if not is_local(parameter))
 
+    def saved_schedulers(self) -> list[Any]:
+        """The `schedulers` that have a state: others are neither saved nor undone."""
+        return [each for each in self.schedulers if has_state(each)]
+
     def set_training(self, training: bool) -> None:
         """Set the modes of the modules that optimizers train; for evaluation, those of all."""
         # The mode of a frozen teacher or of a loss network is the user's.
@@ -222,6 +226,11 @@ class TrainingParts:
         finally:
             for module, training in modes:
                 module.training = training
+
+
+def has_state(scheduler: object) -> bool:
+    """Whether the state of a scheduler can be taken and put back."""
+    return hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")
 
 
 def without_wrapper(model: nn.Module) -> nn.Module:

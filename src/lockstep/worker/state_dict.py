@@ -27,8 +27,9 @@ from lockstep._torch_compat import (
     parameters_of,
     set_layout_versions,
 )
+from lockstep._torch_compat.load_hooks import converts_state
 from lockstep.checkpoint.plain_values import MAPPINGS
-from lockstep.errors import ConfigurationError, NotAvailableError
+from lockstep.errors import CheckpointError, ConfigurationError, NotAvailableError
 from lockstep.local_rows import LocalRows, first_row
 from lockstep.operator import buffer_values
 from lockstep.operator.model_copies import copy_attributes, copy_models, grow_copies
@@ -68,7 +69,7 @@ def parts_of(run: TrainingParts) -> dict[str, tuple[str, Sequence[Any]]]:
         _AVERAGES: ("average (ema)", run.averages),
         "optimizers": ("optimizer", run.optimizers),
         _INNER: ("inner optimizer", run.inner_optimizers()),
-        "schedulers": ("scheduler", run.schedulers),
+        "schedulers": ("scheduler", run.saved_schedulers()),
         _STEPPED_BY_LOOP: ("scheduler or GradScaler in self", run.stepped_by_loop),
     }
 
@@ -317,13 +318,24 @@ def _load_module(
     of_same_weights: bool,
 ) -> None:
     module = buffer_values.labelled_modules(run)[label]
-    buffer_values.load_module(
-        module,
-        _own_rows(module, saved),
-        first=run.buffers_after_setup[label],
-        changed=buffer_values.changed_in(state, label),
-        of_same_weights=of_same_weights,
-    )
+    try:
+        buffer_values.load_module(
+            module,
+            _own_rows(module, saved),
+            first=run.buffers_after_setup[label],
+            changed=buffer_values.changed_in(state, label),
+            of_same_weights=of_same_weights,
+        )
+    except RuntimeError as error:
+        if not any(map(converts_state, module.modules())):
+            raise
+        # What such a module can convert nobody knows before it is tried.
+        raise CheckpointError(
+            "the state does not load into a module that converts states",
+            where=label,
+            got=" ".join(str(error).split()),
+            fix="build the trainer with the operator and config that the state was saved with",
+        ) from error
 
 
 def _own_rows(module: nn.Module, saved: Mapping[str, Any]) -> Mapping[str, Any]:
