@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of another form, which modules and optimizers convert: `lockstep.worker.state_refusals`."""
+"""States of another form, which what loads them converts: `lockstep.worker.state_refusals`."""
 
 import pytest
 import torch
