@@ -76,3 +76,58 @@ def test_a_worker_that_joins_trains_what_the_run_trains(sync, shard, step):
         (recovery,) = trainer.status()["recoveries"]
         assert recovery["lost"]
         assert digest(trainer) == expected
+
+
+def _given():
+    """A model whose head trains, its optimizer and its loader."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)).double()
+    model[0].requires_grad_(False)
+    features = torch.randn(40, 4, generator=torch.Generator().manual_seed(1)).double()
+    data = TensorDataset(features, features.sum(1).sign().long() + 1)
+    return model, torch.optim.Adam(model[1].parameters(), lr=0.05), DataLoader(data, 4)
+
+
+def _unfreeze(operator):
+    operator.model[0].requires_grad_(True)
+    operator.optimizer.add_param_group({"params": operator.model[0].parameters(), "lr": 0.01})
+
+
+def _around_given(folder):
+    model, optimizer, loader = _given()
+    given = {"optimizer": optimizer, "criterion": nn.CrossEntropyLoss(), "train_loader": loader}
+    run = TorchTrainer(
+        training_operator_cls=TrainingOperator.from_model(model, **given),
+        num_workers=2,
+        checkpoint_dir=folder,
+        checkpoint_every=5,
+        resume="auto",
+    )
+    return model, optimizer, run
+
+
+def test_objects_that_were_given_get_the_added_group_and_the_run_resumes(tmp_path):
+    model, optimizer, run = _around_given(tmp_path)
+    with run:
+        run.train()
+        run.apply_all_operators(_unfreeze)
+        run.train()
+        assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.01]
+    resumed, optimizer, run = _around_given(tmp_path)
+    with run:
+        assert all(map(torch.equal, resumed.parameters(), model.parameters()))
+        assert len(optimizer.state) == 4
+        run.train()
+    expected, plain, loader = _given()
+    for epoch in range(3):
+        if epoch == 1:
+            expected.requires_grad_(True)
+            plain.add_param_group({"params": expected[0].parameters(), "lr": 0.01})
+        batches = list(loader)
+        for pair in zip(batches[::2], batches[1::2], strict=True):  # a worker has a batch of 4
+            features, classes = map(torch.cat, zip(*pair, strict=True))
+            plain.zero_grad()
+            nn.functional.cross_entropy(expected(features), classes).backward()
+            plain.step()
+    for got, value in zip(resumed.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(got, value, rtol=1e-9, atol=1e-12)

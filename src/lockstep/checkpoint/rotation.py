@@ -17,12 +17,13 @@ import logging
 import os
 import re
 import shutil
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.checkpoint.atomic_write import sync_new_name, write_error
 from lockstep.checkpoint.temporary_paths import (
     held_path,
+    moved_away,
     new_temporary_path,
     remove,
     remove_leftovers,
@@ -140,7 +141,7 @@ class Rotation:
         """
         self._own = {each for each in self._own if each <= step}
 
-    def write(self, step: int, write: Callable[[str], str]) -> str:
+    def write(self, step: int, write: Callable[[str], str], *, is_folder: bool = False) -> str:
         """Write a checkpoint, then remove those that are not among the last `keep` any more.
 
         Those that are not the run's own are set aside.
@@ -148,6 +149,7 @@ class Rotation:
         Args:
             step: of the run.
             write: writes the checkpoint to a path, and returns that.
+            is_folder: what `write` writes is a folder, and no file.
 
         Returns:
             The path of the checkpoint.
@@ -157,18 +159,21 @@ class Rotation:
         """
         self.go_on_from(step)
         # The others stay until the new one is there: a folder without any would start a run afresh.
-        path = self.path_of(step)
-        if os.path.lexists(path) and step not in self._own:
+        path, is_own = self.path_of(step), step in self._own
+        if not os.path.lexists(path) or (is_own and os.path.isdir(path) == is_folder):
+            write(path)
+        else:
             with held_path(self.folder, os.mkdir) as place:
                 try:
                     new = write(os.path.join(place, os.path.basename(path)))
-                    self._set_aside(step)
-                    os.rename(new, path)
-                    sync_new_name(self.folder, path)
+                    if not is_own:
+                        self._set_aside(step)
+                    # One of the run's own is of the other form where its `sync` has changed.
+                    with moved_away(path) if is_own else nullcontext():
+                        os.rename(new, path)
+                        sync_new_name(self.folder, path)
                 finally:
                     shutil.rmtree(place, ignore_errors=True)
-        else:
-            write(path)
         self._own.add(step)
         try:
             for each in self.steps():

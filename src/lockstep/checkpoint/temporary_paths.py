@@ -68,7 +68,7 @@ def remove(path: str) -> None:
 
 @contextmanager
 def moved_away(path: str) -> Iterator[None]:
-    """Inside, another folder can take the name `path`; after that, the one that had it is removed.
+    """Inside, another file or folder can take the name `path`; then the one that had it is removed.
 
     It comes back where no other one has taken the name, also after a kill (`remove_leftovers`).
     """

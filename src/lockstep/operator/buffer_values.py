@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The buffers of a run by name, for a process whose `setup` has made others.
 
-A forward may fill a buffer that is None, register one, or put one of another shape in its place, as
-tables of positions do that grow with the longest text. No ``load_state_dict`` takes the values of
-such a buffer, and those that are not persistent are in no ``state_dict``. So a worker puts buffers
-in place before it loads a state: those of another worker by `put_buffer_values`, and those of a
-checkpoint by `load_module`. A state names the buffers that a forward has changed so; all others
-have to be as `setup` makes them.
+A forward may fill a buffer that is None, register one, or put one of another shape or dtype in its
+place, as tables of positions do that grow with the longest text. No ``load_state_dict`` takes the
+values of such a buffer as they are, and those that are not persistent are in no ``state_dict``. So
+a worker puts buffers in place before it loads a state: those of another worker by
+`put_buffer_values`, and those of a checkpoint by `load_module`. A state names the buffers that a
+forward has changed so; all others have to be as `setup` makes them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from lockstep.operator.training_parts import BufferShapes, TrainingParts
+    from lockstep.operator.training_parts import BufferKinds, TrainingParts
 
 BufferValues: TypeAlias = "dict[str, dict[str, tuple[torch.Tensor | None, bool]]]"
 """For each module's path, and for each name of a buffer of it: the value, and whether the buffer is
@@ -128,24 +128,25 @@ def labelled_modules(run: TrainingParts) -> dict[str, nn.Module]:
     return {**found, **{f"ema.{index}": each for index, each in enumerate(run.averages)}}
 
 
-def buffer_shapes(module: nn.Module) -> BufferShapes:
-    """The shapes of the persistent buffers of a module and its submodules."""
+def buffer_kinds(module: nn.Module) -> BufferKinds:
+    """The shapes and dtypes of the persistent buffers of a module and its submodules."""
     return {
-        f"{path}.{key}".lstrip("."): None if value is None else value.shape
+        f"{path}.{key}".lstrip("."): None if value is None else (value.shape, value.dtype)
         for path, owner in module.named_modules()
         for key, value in buffers_of(owner).items()
         if is_persistent(owner, key)
     }
 
 
-def changed_buffers(module: nn.Module, first: BufferShapes) -> list[str]:
-    """The names of the persistent buffers that a forward has filled, registered or grown.
+def changed_buffers(module: nn.Module, first: BufferKinds) -> list[str]:
+    """The names of the persistent buffers that a forward has filled, registered, grown, or replaced
+    by one of another dtype.
 
     Args:
-        first: the shapes after `setup`.
+        first: those after `setup`.
     """
-    now = buffer_shapes(module).items()
-    return [name for name, shape in now if shape is not None and first.get(name) != shape]
+    now = buffer_kinds(module).items()
+    return [name for name, kind in now if kind is not None and first.get(name) != kind]
 
 
 def changes_since_setup(run: TrainingParts) -> dict[str, list[str]]:
@@ -162,15 +163,22 @@ def changed_in(state: Mapping[str, Any], label: str) -> set[str]:
 
 @torch.no_grad()
 def load_module(
-    module: nn.Module, saved: Mapping[str, Any], *, first: BufferShapes, changed: Set[str]
+    module: nn.Module,
+    saved: Mapping[str, Any],
+    *,
+    first: BufferKinds,
+    changed: Set[str],
+    of_same_weights: bool = True,
 ) -> None:
     """``load_state_dict``, also for buffers that a forward has changed, there or here, and for
     those into which torch cannot write.
 
     Args:
         saved: a ``state_dict``, which lacks none of the buffers that `setup` has made.
-        first: the shapes after `setup`.
+        first: the buffers after `setup`.
         changed: see `changed_in`.
+        of_same_weights: whether the weights there have the dtypes of those here; if so, buffers
+            that were changed there have the dtypes that they have in `saved`.
     """
     replaced: dict[torch.Tensor, torch.Tensor] = {}
     since = module.state_dict().keys() - saved.keys()
@@ -184,36 +192,21 @@ def load_module(
             if name in since and name not in first:
                 continue  # a forward has registered it
             is_empty = name in since and first[name] is None  # a forward has filled it
-            value = None if is_empty else _value_to_put(mine, saved.get(name))
+            keeps_dtype = of_same_weights and name in changed
+            value = None if is_empty else _value_to_put(mine, saved.get(name), keeps_dtype)
             table[key] = value, is_persistent(owner, key)
         _put(owner, table, replaced, device)
     module.load_state_dict(saved)
 
 
-def loader_into(modules: Mapping[str, nn.Module]) -> Callable[[Mapping[str, Any]], None]:
-    """A function that loads the state of a run into `modules`, of which its workers train copies.
-
-    Args:
-        modules: as they go to the workers, by their places in the state.
-    """
-    first = {label: buffer_shapes(each) for label, each in modules.items()}
-
-    def load(state: Mapping[str, Any]) -> None:
-        for label, module in modules.items():
-            key, _, index = label.partition(".")
-            saved = state[key][int(index)] if index else state[key]
-            load_module(module, saved, first=first[label], changed=changed_in(state, label))
-
-    return load
-
-
-def _value_to_put(mine: torch.Tensor | None, value: Any) -> torch.Tensor | None:
+def _value_to_put(mine: torch.Tensor | None, value: Any, keeps_dtype: bool) -> torch.Tensor | None:
     """What has to be in the place of the buffer `mine` before torch can load `value`."""
     if not isinstance(value, torch.Tensor):
         return mine
     if mine is None:
         return value
-    return mine if _can_write_into(mine, value) else value.to(mine.dtype)
+    dtype = value.dtype if keeps_dtype else mine.dtype
+    return mine if _can_write_into(mine, value) and mine.dtype == dtype else value.to(dtype)
 
 
 def _can_write_into(buffer: torch.Tensor, value: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from lockstep.errors import ConfigurationError
 from lockstep.operator.default_forward import require_single
 from lockstep.operator.loop_protocols import Operator
+from lockstep.operator.registered_schedulers import ids_of_groups
 from lockstep.operator.registration import registered_parts
 from lockstep.sync import is_local
 from lockstep.sync.optimizer_inspection import needs_closure, optimizer_parameters
@@ -25,6 +26,30 @@ if TYPE_CHECKING:
 _log = logging.getLogger("lockstep")
 
 
+def stepped_optimizer(operator: Operator) -> Optimizer:
+    """The one that the default loop steps: `self.optimizer`, else the only registered one.
+
+    Raises:
+        ConfigurationError: there is none, or it is not registered.
+    """
+    run = registered_parts(operator)
+    optimizer: Optimizer = require_single(operator, "optimizer", run.optimizers)
+    groups = getattr(optimizer, "param_groups", ())
+    known = ids_of_groups(run)  # a wrapper of a registered one shares its groups
+    if groups and not any(id(group) in known for group in groups):
+        raise ConfigurationError(
+            "self.optimizer is not registered, and the default loop would step it",
+            where=type(operator).__name__,
+            got=f"{type(optimizer).__name__}, where"
+            f" {', '.join(type(each).__name__ for each in run.optimizers)} was registered",
+            cause="no checkpoint would hold it: a run that resumes, and a worker that joins, would"
+            " go on with the registered one",
+            fix="change its settings in self.optimizer.param_groups; or register both in setup,"
+            " override train_batch, and step there the one of the phase",
+        )
+    return optimizer
+
+
 def refuse_optimizers(operator: Operator) -> None:
     """Before the default loop trains: refuse optimizers that it cannot step.
 
@@ -35,7 +60,7 @@ def refuse_optimizers(operator: Operator) -> None:
     run, state = registered_parts(operator), operator._lockstep
     if operator._lockstep_overrides_loop():
         return
-    optimizer = require_single(operator, "optimizer", run.optimizers)
+    optimizer = stepped_optimizer(operator)
     left = _parameters_left([optimizer], run.optimizers) if len(run.optimizers) > 1 else 0
     if left and not operator._lockstep_overrides(Operator.after_step):
         what = f"the default loop steps one optimizer, and {len(run.optimizers)} were registered"

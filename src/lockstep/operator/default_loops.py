@@ -33,9 +33,12 @@ from lockstep.operator.default_forward import (
     class_accuracy,
     default_loss,
     describe_value,
-    require_single,
 )
-from lockstep.operator.default_loop_refusals import refuse_optimizers, warn_of_optimizers_left
+from lockstep.operator.default_loop_refusals import (
+    refuse_optimizers,
+    stepped_optimizer,
+    warn_of_optimizers_left,
+)
 from lockstep.operator.loop_protocols import Operator, place_in_epoch, rank_and_step
 from lockstep.operator.metrics_recorder import MetricsRecorder
 from lockstep.operator.preserved_state import preserve_state
@@ -153,7 +156,7 @@ def train_batch(operator: Operator, batch: Any, batch_info: dict[str, Any]) -> d
         Every rank: the gradients' reduction and the broadcast of buffers.
     """
     run, state = registered_parts(operator), operator._lockstep
-    optimizer = require_single(operator, "optimizer", run.optimizers)
+    optimizer = stepped_optimizer(operator)
     global_batch = state.global_batch
     shards, sync = global_batch.shards_in(batch), run.sync
     per_shard = is_computed_per_shard(operator, batch)

@@ -13,13 +13,12 @@ from torch import nn
 
 from lockstep._torch_compat import Loss
 from lockstep.errors import ConfigurationError, WrongTypeError
-from lockstep.operator.buffer_values import loader_into
+from lockstep.operator.given_objects import GivenObjects
 from lockstep.operator.host_file_lock import host_lock
 from lockstep.operator.registration import registered_parts
-from lockstep.sync.optimizer_inspection import load_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable
 
     from lockstep.operator.loop_protocols import Operator
 
@@ -134,14 +133,8 @@ def from_model(
                 fix="for several, write a TrainingOperator and register lists in setup",
             )
 
-    given_optimizer = GivenOptimizer(optimizer)
-    has_module = isinstance(criterion, nn.Module)
-    load_modules = loader_into(
-        {"models.0": model, **({"criterion": criterion} if has_module else {})}
-    )
-
     class ModelOperator(base):  # type: ignore[misc]
-        _lockstep_given_optimizer = given_optimizer
+        _lockstep_given = GivenObjects(model, [optimizer], criterion)
 
         def setup(self, config: Any) -> None:
             given = (model, optimizer, criterion)
@@ -154,71 +147,4 @@ def from_model(
             self.criterion = rest[0] if rest else None
             self.register_data(train_loader=train_loader, validation_loader=validation_loader)
 
-        @staticmethod
-        def _lockstep_load_into_instance(state: Mapping[str, Any]) -> None:
-            load_modules(state)
-            load_state(optimizer, copy.deepcopy(state["optimizers"][0]))
-            given_optimizer.note_settings()
-
     return ModelOperator
-
-
-class GivenOptimizer:
-    """The optimizer that `from_model` was given, and the settings with which its copies train.
-
-    A scheduler of the user's, or the user, may change settings of this object while several
-    workers train copies of it, which then never hear of that.
-
-    Args:
-        optimizer: the very object.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self.note_settings()
-
-    def note_settings(self) -> None:
-        """Note that the copies have the settings that the optimizer has now."""
-        self._noted = _settings(self._optimizer.param_groups)
-
-    def changes(self) -> list[str]:
-        """The settings that were changed since the last `note_settings`, as text."""
-        return _differences(self._noted, _settings(self._optimizer.param_groups))
-
-    def differs_from(self, groups: Iterable[Mapping[str, Any]]) -> bool:
-        """Whether the settings are others than those in `groups`, as of a copy's state."""
-        return bool(_differences(_settings(groups), _settings(self._optimizer.param_groups)))
-
-
-def _settings(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The numbers in parameter groups, and pairs of them; a bool may be a mode, such as `eval`."""
-    found = []
-    for group in groups:
-        values = {name: _as_plain(value) for name, value in group.items() if name != "params"}
-        found.append({name: value for name, value in values.items() if _is_numeric(value)})
-    return found
-
-
-def _as_plain(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_as_plain(each) for each in value]
-    is_number = isinstance(value, torch.Tensor) and value.numel() == 1
-    return value.item() if is_number else value
-
-
-def _is_numeric(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_numeric, value))
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _differences(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
-    """What differs of the settings that both have: a scheduler adds some for itself."""
-    if len(before) != len(now):
-        return [f"{len(before)} -> {len(now)} parameter groups"]
-    return [
-        f"{name} {old[name]} -> {new[name]}"
-        for old, new in zip(before, now, strict=True)
-        for name in old
-        if name in new and old[name] != new[name]
-    ]

@@ -128,7 +128,7 @@ class OperatorState:
     """
 
     def __init__(self, config: Mapping[str, Any], context: RankContext) -> None:
-        self.config = dict(config) if type(config) is dict else config
+        self.config = config
         self.context = context
         self.precision = Precision(context.options.precision, context.device)
         self.registered: TrainingParts | None = None

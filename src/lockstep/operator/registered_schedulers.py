@@ -19,6 +19,7 @@ from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.keys import SCHEDULER_STEP_EPOCH, SCHEDULER_STEP_MANUAL
 from lockstep.operator.loop_protocols import Operator
 from lockstep.operator.mixed_precision import members_of
+from lockstep.operator.training_parts import has_state
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +83,7 @@ def parse_schedulers(
 def refuse_foreign_schedulers(registered: TrainingParts) -> None:
     """Refuse schedulers of optimizers that were not registered: the run would ignore them."""
     # Compare groups and not optimizers: a wrapper of an optimizer shares its groups.
-    groups = _ids_of_groups(registered)
+    groups = ids_of_groups(registered)
     for number, scheduler in enumerate(registered.schedulers):
         optimizer = getattr(scheduler, "optimizer", None)
         held = getattr(optimizer, "param_groups", None)
@@ -97,7 +98,7 @@ def refuse_foreign_schedulers(registered: TrainingParts) -> None:
             )
 
 
-def _ids_of_groups(registered: TrainingParts) -> set[int]:
+def ids_of_groups(registered: TrainingParts) -> set[int]:
     return {id(group) for each in registered.optimizers for group in each.param_groups}
 
 
@@ -143,6 +144,16 @@ def take_schedulers(operator: Operator, registered: TrainingParts) -> None:
             " own steps it",
         )
     registered.stepped_by_loop = _with_state(operator, registered, left)
+    context = operator._lockstep.context
+    if context.world_rank == 0 and not context.is_trial:
+        for scheduler in registered.schedulers:
+            if not has_state(scheduler):
+                _log.warning(
+                    "%s is neither saved nor undone with a step that fails: it has no state_dict()"
+                    " and load_state_dict(). In a run that resumes, and in a worker that joins, it"
+                    " begins anew",
+                    type(scheduler).__name__,
+                )
 
 
 def _with_state(
@@ -153,13 +164,11 @@ def _with_state(
     Args:
         schedulers: each with the name of its attribute.
     """
-    groups = _ids_of_groups(registered)
+    groups = ids_of_groups(registered)
     held = [
         (name, each)
         for name, each in schedulers
-        if hasattr(each, "state_dict")
-        and hasattr(each, "load_state_dict")
-        and any(id(group) in groups for group in _groups_of(each))
+        if has_state(each) and any(id(group) in groups for group in _groups_of(each))
     ]
     held += [
         (name, each)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lockstep._torch_compat import buffers_of, is_persistent
 from lockstep.errors import ConfigurationError, UnknownParameterError, WrongTypeError
-from lockstep.operator.buffer_values import buffer_shapes, labelled_modules
+from lockstep.operator.buffer_values import buffer_kinds, labelled_modules
 from lockstep.operator.custom_loop_refusals import (
     refuse_assigned_methods,
     refuse_kept_parts,
@@ -250,9 +250,14 @@ def conclude_setup(operator: Operator, registered: TrainingParts, returned: Any)
     refuse_late_reduction(operator)
     refuse_kept_parts(operator)
     take_schedulers(operator, registered)
+    note_setup(registered)
+
+
+def note_setup(registered: TrainingParts) -> None:
+    """Note which parameters train, and what buffers there are: states hold what changes of it."""
     registered.trained_after_setup = registered.trained_parameters()
     modules = labelled_modules(registered)
-    registered.buffers_after_setup = {name: buffer_shapes(each) for name, each in modules.items()}
+    registered.buffers_after_setup = {name: buffer_kinds(each) for name, each in modules.items()}
 
 
 def _move_state(optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -28,6 +28,7 @@ from lockstep.tensor_tree import children_of, rebuild_container
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from lockstep.operator.given_objects import GivenObjects
     from lockstep.operator.rank_context import Options
 
 
@@ -65,11 +66,9 @@ class TrainingOperator:
 
     # Private names begin with `_lockstep`, so that no user's class overrides one by chance.
     #
-    # Loads a trained state into the user's own objects, in the driver's process; only classes made
-    # from instances have a function.
-    _lockstep_load_into_instance: ClassVar[Callable[[Mapping[str, Any]], None] | None] = None
-    # The optimizer that such a class was made from, where the workers' copies know its settings.
-    _lockstep_given_optimizer: ClassVar[operator_factories.GivenOptimizer | None] = None
+    # The user's own objects, which get the trained state in the driver's process; only of classes
+    # made from instances.
+    _lockstep_given: ClassVar[GivenObjects | None] = None
     # Whether `setup` copies the user's own objects, and leaves them to the run that trains them.
     _lockstep_trains_copies: ClassVar[bool] = False
 

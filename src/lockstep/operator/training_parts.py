@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from lockstep.sync import Synchroniser
     from lockstep.sync.shard_units import ShardPolicy
 
-BufferShapes: TypeAlias = "Mapping[str, torch.Size | None]"
-"""The shapes of a module's persistent buffers by name; None for a buffer that is None."""
+BufferKinds: TypeAlias = "Mapping[str, tuple[torch.Size, torch.dtype] | None]"
+"""The shapes and dtypes of a module's persistent buffers; None for a buffer that is None."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class TrainingParts:
             tensors (on the meta device); empty unless models are.
         whole_places: where each module was in the models that were copied so.
         trained_after_setup: which parameters train when `setup` has ended; None before.
-        buffers_after_setup: the shapes of persistent buffers when `setup` has ended, for each of
-            `lockstep.operator.buffer_values.labelled_modules`.
+        buffers_after_setup: the shapes and dtypes of persistent buffers when `setup` has ended, for
+            each of `lockstep.operator.buffer_values.labelled_modules`.
         stepped_by_loop: schedulers and GradScalers among the operator's attributes, which a loop of
             the user's own steps. They are saved and undone as `schedulers` are.
     """
@@ -98,7 +98,7 @@ class TrainingParts:
     whole_models: list[nn.Module] = field(default_factory=list)
     whole_places: dict[nn.Module, tuple[int, str]] = field(default_factory=dict)
     trained_after_setup: TrainedParameters | None = None
-    buffers_after_setup: dict[str, BufferShapes] = field(default_factory=dict)
+    buffers_after_setup: dict[str, BufferKinds] = field(default_factory=dict)
     stepped_by_loop: list[Any] = field(default_factory=list)
 
     def leave_group(self) -> None:
@@ -204,6 +204,10 @@ class TrainingParts:
         """`parameters()`, without those that `lockstep.local` leaves to each rank."""
         return (parameter for parameter in self.parameters() if not is_local(parameter))
 
+    def saved_schedulers(self) -> list[Any]:
+        """The `schedulers` that have a state: others are neither saved nor undone."""
+        return [each for each in self.schedulers if has_state(each)]
+
     def set_training(self, training: bool) -> None:
         """Set the modes of the modules that optimizers train; for evaluation, those of all."""
         # The mode of a frozen teacher or of a loss network is the user's.
@@ -222,6 +226,11 @@ class TrainingParts:
         finally:
             for module, training in modes:
                 module.training = training
+
+
+def has_state(scheduler: object) -> bool:
+    """Whether the state of a scheduler can be taken and put back."""
+    return hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")
 
 
 def without_wrapper(model: nn.Module) -> nn.Module:

@@ -175,7 +175,8 @@ class CheckpointDirectory:
     def write(self, snapshot: Snapshot, write_parts: WriteParts) -> str:
         """Write a checkpoint, and let go of the oldest; returns its path."""
         assert self._rotation is not None, "`start_writer` makes no writer without a directory"
-        path = self._rotation.write(snapshot.step, partial(self.write_to, snapshot, write_parts))
+        write = partial(self.write_to, snapshot, write_parts)
+        path = self._rotation.write(snapshot.step, write, is_folder=self._sync == "fsdp")
         _log.info("step %d is safe: %s", snapshot.step, path)
         return path
 

@@ -27,6 +27,7 @@ from lockstep.worker import (
     add_every_rank,
     begin_load,
     hold_part,
+    load_parts,
     receive_state,
     run_counts,
 )
@@ -66,9 +67,9 @@ class StateTransfer:
         self._steps = steps
         self._disk = disk
         operator_cls = workers.spec.operator_cls
-        given = operator_cls._lockstep_given_optimizer
+        given = operator_cls._lockstep_given
         if given is not None and not operator_cls._lockstep_trains_copies:
-            given.note_settings()  # the workers have just got copies
+            given.note_copies()
 
     def take(self) -> dict[str, Any]:
         """See `TorchTrainer.state_dict`."""
@@ -216,9 +217,12 @@ class StateTransfer:
 
     def update_users_objects(self) -> None:
         """Load the trained state into the objects that the user gave to `from_model`."""
-        absorb = self._workers.spec.operator_cls._lockstep_load_into_instance
-        if absorb is not None and self._copies_are_trained():
-            absorb(self._state_of_rank_0(Worker.state_dict.with_args()))
+        given = self._workers.spec.operator_cls._lockstep_given
+        if given is not None and self._copies_are_trained():
+            state = self._state_of_rank_0(Worker.state_dict.with_args())
+            state.pop("local", None)  # what rank 0 has of its own is in its models, too
+            load_parts(given.run, state)
+            given.note_settings()
 
     def refuse_lost_settings(self) -> None:
         """Refuse settings that the user's own optimizer has, and the workers' copies have not.
@@ -226,7 +230,7 @@ class StateTransfer:
         Raises:
             ConfigurationError: the optimizer given to `from_model` was changed in this process.
         """
-        given = self._workers.spec.operator_cls._lockstep_given_optimizer
+        given = self._workers.spec.operator_cls._lockstep_given
         if given is None or not self._copies_are_trained() or not (changes := given.changes()):
             return
         # The user may have made the same change in the workers.

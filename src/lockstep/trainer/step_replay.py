@@ -344,7 +344,7 @@ def _load_newest(
             fix=_BEHIND,
         )
     operator_cls = trainer._workers.spec.operator_cls
-    is_instance = operator_cls._lockstep_load_into_instance is not None
+    is_instance = operator_cls._lockstep_given is not None
     if is_instance and operator_cls._lockstep_trains_copies:
         raise CheckpointError(
             "no checkpoint is left in front of this step, and the first weights are gone",

@@ -40,6 +40,7 @@ from lockstep.worker.report import (
 )
 from lockstep.worker.snapshot import CheckpointOnDisk, Snapshot
 from lockstep.worker.spec import WorkerSpec
+from lockstep.worker.state_dict import load_parts
 from lockstep.worker.step_records import module_prefix, weight_names, weight_slots
 from lockstep.worker.survivor_state import RunPosition, SurvivorState
 from lockstep.worker.torch_profiler import discard_trace, start_tracing, stop_tracing
@@ -86,6 +87,7 @@ __all__ = [
     "items_ahead",
     "join",
     "leave_broken_group",
+    "load_parts",
     "module_prefix",
     "predict",
     "progress_of",

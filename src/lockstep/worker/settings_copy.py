@@ -66,7 +66,7 @@ class SettingsCopy(LayersCopy):
     ) -> None:
         super().__init__(parameters, layers)
         self._run = run
-        steppers = [*run.schedulers, *run.stepped_by_loop]
+        steppers = [*run.saved_schedulers(), *run.stepped_by_loop]
         self._scalers = [ScalerCopy(each) for each in steppers if _is_plain_scaler(each)]
         self._schedulers = [each for each in steppers if not _is_plain_scaler(each)]
         self._states = [copy.deepcopy(each.state_dict()) for each in self._schedulers]
@@ -79,7 +79,8 @@ class SettingsCopy(LayersCopy):
             take: copies values for the state.
         """
         known = dict(zip(map(id, self._schedulers), self._states, strict=True))
-        members = {"schedulers": self._run.schedulers, "stepped_by_loop": self._run.stepped_by_loop}
+        run = self._run
+        members = {"schedulers": run.saved_schedulers(), "stepped_by_loop": run.stepped_by_loop}
         for key, steppers in members.items():
             for place, stepper in enumerate(steppers):
                 if id(stepper) in known:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -110,9 +111,18 @@ class WorkerSpec:
 
 
 def config_for(config: Mapping[str, Any], num_shards: int, shard: int) -> Any:
-    """The config for `setup`, with the shard's share as its batch size."""
-    if config.get(BATCH_SIZE) is None:
-        return config
-    own = dict(config)
-    own[BATCH_SIZE] = split_batch_size(own[BATCH_SIZE], num_shards, shard)
+    """The config for `setup`, with the shard's share as its batch size.
+
+    Its dicts, nested ones too, are copies: another `setup` of the run, as `verify` calls it, finds
+    what this one may take out of them.
+    """
+    own = _with_own_dicts(config)
+    if own.get(BATCH_SIZE) is not None:
+        own[BATCH_SIZE] = split_batch_size(own[BATCH_SIZE], num_shards, shard)
     return own
+
+
+def _with_own_dicts(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _with_own_dicts(each) for key, each in value.items()}
+    return copy.copy(value) if isinstance(value, dict) else value

@@ -27,8 +27,9 @@ from lockstep._torch_compat import (
     parameters_of,
     set_layout_versions,
 )
+from lockstep._torch_compat.load_hooks import converts_state
 from lockstep.checkpoint.plain_values import MAPPINGS
-from lockstep.errors import ConfigurationError, NotAvailableError
+from lockstep.errors import CheckpointError, ConfigurationError, NotAvailableError
 from lockstep.local_rows import LocalRows, first_row
 from lockstep.operator import buffer_values
 from lockstep.operator.model_copies import copy_attributes, copy_models, grow_copies
@@ -68,7 +69,7 @@ def parts_of(run: TrainingParts) -> dict[str, tuple[str, Sequence[Any]]]:
         _AVERAGES: ("average (ema)", run.averages),
         "optimizers": ("optimizer", run.optimizers),
         _INNER: ("inner optimizer", run.inner_optimizers()),
-        "schedulers": ("scheduler", run.schedulers),
+        "schedulers": ("scheduler", run.saved_schedulers()),
         _STEPPED_BY_LOOP: ("scheduler or GradScaler in self", run.stepped_by_loop),
     }
 
@@ -253,22 +254,7 @@ def as_plain_dict(like: Any, values: list[Any]) -> Any:
 @in_phase(Phase.COPYING_STATE)
 def apply(operator: TrainingOperator, run: TrainingParts, state: Mapping[str, Any]) -> None:
     """Load `state` into models, optimizers, schedulers, criterion and operator."""
-    restore_trained_parameters(run, state)
-    state = with_local_state(run, state)  # by the numbers that parameters have in the groups now
-    of_same_weights = _has_same_dtypes(run, state)
-    for key, (_, members) in parts_of(run).items():
-        if key in OPTIONAL and not state.get(key):
-            if key == _AVERAGES:
-                _begin_averages(run)
-            continue
-        for index, (member, saved) in enumerate(zip(members, state.get(key) or [], strict=True)):
-            if isinstance(member, nn.Module):
-                _load_module(run, state, f"{key}.{index}", saved)
-            else:
-                # Optimizers keep the tensors that they load, which another object may hold.
-                load_state(member, copy_to_cpu(saved), of_same_weights=of_same_weights)
-    if isinstance(run.criterion, nn.Module) and state.get("criterion") is not None:
-        _load_module(run, state, "criterion", state["criterion"])
+    load_parts(run, state)
     operator._lockstep.precision.load_state_dict(state.get("precision") or {})
     operator._lockstep.committed = operator.global_step = int(state.get("global_step", 0))
     operator._lockstep.ran_default_epoch = bool(state.get("ran_default_epoch"))
@@ -279,13 +265,35 @@ def apply(operator: TrainingOperator, run: TrainingParts, state: Mapping[str, An
         operator.load_state_dict(copy.deepcopy(state["operator"]))
 
 
+def load_parts(run: TrainingParts, state: Mapping[str, Any]) -> None:
+    """Load `state` into what `run` has: all of it, or the user's own objects in the driver."""
+    restore_trained_parameters(run, state)
+    state = with_local_state(run, state)  # by the numbers that parameters have in the groups now
+    of_same_weights = _has_same_dtypes(run, state)
+    for key, (_, members) in parts_of(run).items():
+        if not members:
+            continue
+        if key in OPTIONAL and not state.get(key):
+            if key == _AVERAGES:
+                _begin_averages(run)
+            continue
+        for index, (member, saved) in enumerate(zip(members, state.get(key) or [], strict=True)):
+            if isinstance(member, nn.Module):
+                _load_module(run, state, f"{key}.{index}", saved, of_same_weights)
+            else:
+                # Optimizers keep the tensors that they load, which another object may hold.
+                load_state(member, copy_to_cpu(saved), of_same_weights=of_same_weights)
+    if isinstance(run.criterion, nn.Module) and state.get("criterion") is not None:
+        _load_module(run, state, "criterion", state["criterion"], of_same_weights)
+
+
 def _has_same_dtypes(run: TrainingParts, state: Mapping[str, Any]) -> bool:
     """Whether the weights in `state` have the dtypes of the models'."""
     return all(
         _dtype(saved[key]) == held.dtype
         for model, saved in zip(run.plain_models(), state["models"], strict=True)
-        for key, held in model.state_dict().items()
-        if isinstance(held, torch.Tensor) and key in saved  # not a buffer of a later forward
+        for key, held in model.named_parameters()
+        if key in saved
     )
 
 
@@ -303,15 +311,31 @@ def _begin_averages(run: TrainingParts) -> None:
 
 
 def _load_module(
-    run: TrainingParts, state: Mapping[str, Any], label: str, saved: Mapping[str, Any]
+    run: TrainingParts,
+    state: Mapping[str, Any],
+    label: str,
+    saved: Mapping[str, Any],
+    of_same_weights: bool,
 ) -> None:
     module = buffer_values.labelled_modules(run)[label]
-    buffer_values.load_module(
-        module,
-        _own_rows(module, saved),
-        first=run.buffers_after_setup[label],
-        changed=buffer_values.changed_in(state, label),
-    )
+    try:
+        buffer_values.load_module(
+            module,
+            _own_rows(module, saved),
+            first=run.buffers_after_setup[label],
+            changed=buffer_values.changed_in(state, label),
+            of_same_weights=of_same_weights,
+        )
+    except RuntimeError as error:
+        if not any(map(converts_state, module.modules())):
+            raise
+        # What such a module can convert nobody knows before it is tried.
+        raise CheckpointError(
+            "the state does not load into a module that converts states",
+            where=label,
+            got=" ".join(str(error).split()),
+            fix="build the trainer with the operator and config that the state was saved with",
+        ) from error
 
 
 def _own_rows(module: nn.Module, saved: Mapping[str, Any]) -> Mapping[str, Any]:

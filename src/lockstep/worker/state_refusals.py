@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lockstep._torch_compat import buffers_of
+from lockstep._torch_compat.load_hooks import converts_state
 from lockstep.error_texts import NEW_TRAINER, first_of
 from lockstep.errors import CheckpointError, TrainerClosedError
 from lockstep.operator.buffer_values import KEY as BUFFERS
@@ -104,6 +105,9 @@ def _optimizer_problems(
     saved: Mapping[str, Any],
     sizes: Mapping[int, list[int]],
 ) -> list[str]:
+    loads_itself = type(member).load_state_dict is not torch.optim.Optimizer.load_state_dict
+    if loads_itself and "param_groups" not in saved:
+        return []
     here = sizes.get(id(member.param_groups))
     if here is None:
         here = [len(group["params"]) for group in member.param_groups]
@@ -139,12 +143,16 @@ def _class_problems(run: TrainingParts, state: Mapping[str, Any]) -> list[str]:
 def _module_problems(
     name: str, module: nn.Module, saved: Mapping[str, Any], changed: Set[str]
 ) -> list[str]:
-    """Differences in names and shapes.
+    """Differences in names and shapes, except in what the module itself converts as it loads it.
 
     Args:
         changed: buffers that a forward has changed, there or here, and so need not be the same.
     """
-    mine = module.state_dict()
+    converting = tuple(
+        f"{path}." if path else "" for path, part in module.named_modules() if converts_state(part)
+    )
+    mine = _without(converting, module.state_dict())
+    saved = _without(converting, saved)
     found = [f"{name} lacks {key!r}" for key in mine if key not in saved and key not in changed]
     known = mine.keys() | _names_of_empty_buffers(module) | changed
     found += [f"{name} has {key!r}, unknown here" for key in saved if key not in known]
@@ -153,6 +161,10 @@ def _module_problems(
         if here != there:
             found.append(f"{name}: {key!r} has shape {_shape(there)} there, {_shape(here)} here")
     return found
+
+
+def _without(prefixes: tuple[str, ...], state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if not name.startswith(prefixes)}
 
 
 def _names_of_empty_buffers(module: nn.Module) -> set[str]:

@@ -203,6 +203,19 @@ def test_an_abandoned_checkpoint_of_the_same_step_is_not_replaced(
     assert len(os.listdir(tmp_path)) == 3
 
 
+@pytest.mark.parametrize("first", [FILE, DIRECTORY])
+def test_one_of_the_other_form_takes_the_place_of_the_runs_own(tmp_path: Path, first: Any) -> None:
+    kept = rotation(tmp_path)
+    fill(kept, 10, 20, write=first)
+    second, is_folder = (DIRECTORY, True) if first is FILE else (FILE, False)
+    for weight in (1, 2):  # the second time it is of the same form
+        write = partial(second, state={"weight": weight})
+        path = kept.write(20, write, is_folder=is_folder)
+        assert os.path.isdir(path) == is_folder
+        assert checkpoint.read(path)["weight"] == weight
+    assert sorted(os.listdir(tmp_path)) == [Path(kept.path_of(step)).name for step in (10, 20)]
+
+
 def test_until_the_new_one_is_there_the_last_one_is_not_set_aside(tmp_path: Path) -> None:
     kept = rotation(tmp_path, 1)
     fill(kept, 20)

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from tests.unit.trainer.programs import Regression, linear, sgd, trainer
+from tests.unit.trainer.programs import Regression, linear, loader, sgd, trainer
 from torch import nn
 
 import lockstep
@@ -17,6 +17,7 @@ from lockstep.operator.buffer_values import (
     with_own_local_buffers,
 )
 from lockstep.sync.local_parameters import mark_copies
+from lockstep.worker import load_parts
 from lockstep.worker.state_dict import copy_own_rows
 
 
@@ -197,6 +198,66 @@ def test_a_restart_goes_on_from_a_checkpoint_with_buffers_that_a_forward_has_mad
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+class Centres(Regression):
+    """Its forward keeps a running mean, which begins as an integer."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.model.register_buffer("mean", torch.tensor(0))
+        self.model.register_forward_pre_hook(_centre)
+
+
+def _centre(module, given):
+    if module.training:
+        module.mean = 0.9 * module.mean + 0.1 * given[0].mean()
+    return given[0] - module.mean
+
+
+def test_a_buffer_of_which_a_forward_has_changed_the_dtype_goes_on_from_a_checkpoint(tmp_path):
+    with trainer(Centres) as run:
+        run.train(num_steps=3)
+        path = run.save(tmp_path / "saved")
+        run.train(num_steps=2)
+        expected = run.get_model().state_dict()
+    assert expected["mean"].dtype is torch.float64
+    with trainer(Centres) as run:
+        run.load(path)
+        run.train(num_steps=2)
+        got = run.get_model().state_dict()
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+class Rounded(Regression):
+    """The weights are of another precision than the buffer that its forward enlarges."""
+
+    def setup(self, config):
+        model = nn.Linear(3, 2, dtype=config["dtype"])
+        model.register_buffer("table", torch.zeros(0, dtype=config["dtype"]))
+        model.register_forward_pre_hook(_grow)
+        self.register(models=model, optimizers=sgd(model), criterion=nn.MSELoss())
+        self.register_data(train_loader=loader())
+
+    def compute_loss(self, batch, batch_info):
+        (model,) = self._lockstep.registered.models
+        return model(batch[0].to(model.weight.dtype)).square().mean()
+
+
+def _grow(module, given):
+    if len(module.table) < len(given[0]):
+        module.table = torch.ones(len(given[0]), dtype=module.weight.dtype)
+    return given[0] * module.table[: len(given[0]), None]
+
+
+def test_a_buffer_that_has_grown_gets_the_dtype_of_a_program_of_another_precision():
+    with trainer(Rounded, config={"dtype": torch.float32}) as run:
+        run.train(num_steps=1)
+        state = run.state_dict()
+    with trainer(Rounded, config={"dtype": torch.bfloat16}) as run:
+        run.load_state_dict(state)
+        assert run.get_model().table.dtype is torch.bfloat16
+        run.train(num_steps=1)
+
+
 def test_a_load_leads_back_to_before_the_forward_that_made_them():
     with trainer(Registers) as run:
         before = run.state_dict()
@@ -257,12 +318,12 @@ def test_an_instance_that_was_given_gets_the_buffers_of_its_copies():
         run.train(num_steps=1)
         state = {**run.state_dict(), "models": [trained.state_dict()], "criterion": {}}
     state["buffers_since_setup"] = {"models.0": ["added"]}
-    operator._lockstep_load_into_instance(state)
+    load_parts(operator._lockstep_given.run, state)
     assert torch.equal(model.added, trained.added)
-    operator._lockstep_load_into_instance(state)
+    load_parts(operator._lockstep_given.run, state)
     with trainer() as run:  # a load of a state of before
         state = {**run.state_dict(), "criterion": {}}
-    operator._lockstep_load_into_instance(state)
+    load_parts(operator._lockstep_given.run, state)
     assert not hasattr(model, "added")
 
 

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from tests.unit.trainer.programs import Regression, linear, loader, trainer
+from tests.unit.trainer.programs import Regression, by_hand, linear, loader, same, trainer, weights
 from torch import nn
 
 import lockstep
@@ -100,6 +100,53 @@ def test_a_second_optimizer_that_nobody_steps_is_told_once(caplog):
 def test_other_optimizers_without_parameters_of_their_own_that_train_are_no_matter(operator_cls):
     with trainer(operator_cls) as one:
         one.train(num_steps=1)
+
+
+def put_another_optimizer(operator):
+    operator.optimizer = torch.optim.SGD(operator.model.parameters(), lr=0.001)
+
+
+class CallsTheDefaultBatch(Regression):
+    def train_epoch(self, iterator, info):
+        for batch in iterator:
+            result = self.train_batch(batch, info)
+        return result
+
+
+@pytest.mark.parametrize("operator_cls", [Regression, CallsTheDefaultBatch])
+def test_another_optimizer_in_the_place_of_the_registered_one_is_refused(operator_cls):
+    with trainer(operator_cls) as one:
+        one.train(num_steps=1)
+        before = weights(one.get_model()).clone()
+        one.apply_all_operators(put_another_optimizer)
+        with pytest.raises(ConfigurationError, match="no checkpoint would hold it"):
+            one.train(num_steps=1)
+        assert torch.equal(weights(one.get_model()), before)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Steps the one whose groups it has, as a package's around any optimizer does."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["inner"], name)
+
+    def step(self, closure=None):
+        return self.inner.step()
+
+
+class Wraps(Regression):
+    def setup(self, config):
+        super().setup(config)
+        self.optimizer = Wrapper(self.optimizer)
+
+
+def test_a_wrapper_of_the_registered_optimizer_may_be_stepped():
+    with trainer(Wraps) as one:
+        one.train(num_steps=3)
+        assert same(weights(one.get_model()), by_hand(3))
 
 
 class OfEachItsOwn(Regression):

@@ -25,6 +25,7 @@ from torch import nn
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import ConfigurationError, WrongTypeError
 from lockstep.operator import operator_factories
+from lockstep.operator.given_objects import GivenObjects
 from lockstep.operator.host_file_lock import host_lock
 
 
@@ -290,7 +291,7 @@ def test_a_scheduler_around_the_given_optimizer_works_where_the_very_object_trai
 def test_settings_that_were_changed_are_named():
     first, second = linear(), linear()
     optimizer = torch.optim.AdamW(first.parameters(), lr=torch.tensor(0.5))
-    given = operator_factories.GivenOptimizer(optimizer)
+    given = GivenObjects(first, [optimizer])
     assert given.changes() == []
     (group,) = optimizer.param_groups
     # Notes of a scheduler's, modes, and what is no number.

@@ -40,6 +40,51 @@ class StepsItsOwn(TrainingOperator):
         return {"train_loss": loss.item()}
 
 
+class Warmup:
+    """Of the user's own, without a state."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.num_steps = optimizer, 0
+
+    def step(self):
+        self.num_steps += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.1 * min(1.0, self.num_steps / 8)
+
+
+class WarmsUp(TrainingOperator):
+    def setup(self, config):
+        model = linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.model, self.optimizer, self.criterion, self.warmup = self.register(
+            models=model,
+            optimizers=optimizer,
+            criterion=nn.MSELoss(),
+            schedulers=Warmup(optimizer),
+        )
+        self.register_data(train_loader=loader())
+
+
+class WarmsUpAndLooks(WarmsUp):
+    def after_step(self):
+        self.rate = self.optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("operator_cls", [WarmsUp, WarmsUpAndLooks])
+def test_a_registered_scheduler_without_a_state_trains_and_is_told_of(
+    operator_cls, tmp_path, caplog
+):
+    arguments = {"scheduler_step_freq": "batch", "checkpoint_dir": tmp_path, "checkpoint_every": 2}
+    with trainer(operator_cls, **arguments) as one:
+        one.train(num_steps=4)
+        assert one.verify().ok
+        assert learning_rate(one) == 0.05
+        state = one.state_dict()
+        assert state["schedulers"] == []
+        one.load_state_dict(state)
+    assert caplog.text.count("Warmup is neither saved nor undone") == 1
+
+
 def schedule_of(one):
     operator = one.get_local_operator()
     return operator.lr_scheduler.last_epoch, operator.kept["scaler"].get_scale(), learning_rate(one)

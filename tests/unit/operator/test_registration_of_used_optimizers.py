@@ -9,6 +9,7 @@ from torch import nn
 
 from lockstep import TrainingOperator
 from lockstep.operator import registration
+from lockstep.worker import load_parts
 
 
 class KeepsMasters(torch.optim.SGD):
@@ -64,7 +65,8 @@ def test_a_state_of_given_objects_comes_back_as_it_is():
     trained = copy.deepcopy(optimizer.state_dict())
     for state in trained["state"].values():
         state["master"] += 2.0**-13
-    operator._lockstep_load_into_instance({"models": [model.state_dict()], "optimizers": [trained]})
+    state = {"models": [model.state_dict()], "optimizers": [trained]}
+    load_parts(operator._lockstep_given.run, state)
     expected = [state["master"] for state in trained["state"].values()]
     for master, now in zip(expected, optimizer.state.values(), strict=True):
         assert torch.equal(now["master"], master)

@@ -12,6 +12,7 @@ from torch import nn
 import lockstep
 from lockstep import TrainingOperator
 from lockstep.errors import CheckpointError
+from lockstep.worker import load_parts
 
 BEGINS_AT = 3
 
@@ -138,6 +139,53 @@ def test_a_group_that_setup_makes_here_is_not_added_once_more():
         run.load_state_dict(state)
         run.train(num_steps=3)
         _assert_same(_weights(run), expected)
+
+
+def _unfreeze(operator):
+    operator.model[0].requires_grad_(True)
+    operator.optimizer.add_param_group({"params": operator.model[0].parameters(), "lr": 0.01})
+
+
+def _given():
+    """A model with a frozen backbone, its optimizer, and the operator class around both."""
+    model = nn.Sequential(nn.Linear(3, 3, dtype=torch.float64), linear())
+    nn.init.eye_(model[0].weight), nn.init.zeros_(model[0].bias)
+    optimizer = sgd(model[1])
+    model[0].requires_grad_(False)
+    arguments = {"optimizer": optimizer, "criterion": nn.MSELoss(), "train_loader": loader()}
+    return model, optimizer, TrainingOperator.from_model(model, **arguments)
+
+
+def test_objects_that_were_given_get_the_group_that_was_added_to_their_copies():
+    model, optimizer, operator_cls = _given()
+    group = optimizer.param_groups[0]
+    (copied, _, around_copies) = _given()
+    with trainer(around_copies) as run:  # the copies, as workers in other processes have them
+        run.train(num_steps=1)
+        early = run.state_dict()
+        run.apply_all_operators(_unfreeze)
+        run.train(num_steps=2)
+        late = run.state_dict()
+    for _ in range(2):
+        load_parts(operator_cls._lockstep_given.run, late)
+        _assert_same(model.state_dict(), copied.state_dict())
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        assert [each["lr"] for each in optimizer.param_groups] == [0.1, 0.01]
+        assert optimizer.param_groups[1]["params"][0] is model[0].weight
+        assert optimizer.param_groups[0] is group
+        assert len(optimizer.state) == 4
+    load_parts(operator_cls._lockstep_given.run, early)
+    assert not model[0].weight.requires_grad
+    assert len(optimizer.param_groups) == 1
+    # The workers of a second trainer begin with the trained objects.
+    load_parts(operator_cls._lockstep_given.run, late)
+    operator_cls._lockstep_given.note_copies()
+    with trainer(operator_cls) as run:
+        run.train(num_steps=1)
+        second = run.state_dict()
+    assert second["trained_parameters"] == {"requires_grad": {}, "added_groups": [[]]}
+    load_parts(operator_cls._lockstep_given.run, second)
+    assert len(optimizer.param_groups) == 2
 
 
 class Extends(Begins):

@@ -189,6 +189,19 @@ def test_a_run_from_elsewhere_deletes_no_checkpoint_of_another_one(tmp_path):
         assert (one.status()["step"], one.state_dict()["seed"]) == (8, 0)
 
 
+@pytest.mark.parametrize(("before", "now"), [("replicate", "fsdp"), ("fsdp", "replicate")])
+def test_a_change_before_the_first_step_under_another_sync_is_kept(tmp_path, before, now):
+    arguments = {"checkpoint_dir": tmp_path, "checkpoint_every": 2, "resume": "auto"}
+    with trainer(sync=before, **arguments) as one:
+        one.train(num_steps=2)
+    with trainer(sync=now, **arguments) as one:
+        one.apply_all_operators(halve_rate)
+        one.train(num_steps=1)
+    with trainer(sync=now, **arguments) as one:
+        assert (one.status()["step"], rate(one)) == (2, 0.05)
+    assert steps_in(tmp_path) == [2]
+
+
 def test_a_new_run_does_not_mix_with_an_old_one(tmp_path):
     with trainer(checkpoint_dir=tmp_path, checkpoint_every=1) as one:
         one.train(num_steps=1)

@@ -345,6 +345,23 @@ def test_objects_of_ones_own_stay_as_they_are():
     assert same(weights(model), by_hand(2))
 
 
+class TakesApart(Small):
+    """Its `setup` takes what it reads out of the config."""
+
+    def setup(self, config):
+        super().setup(config)
+        assert config["model"]["layers"].pop("first") == 3
+
+
+def test_a_config_that_setup_takes_apart_is_whole_for_the_next_setup():
+    given = {"model": {"layers": {"first": 3}}, "shared": []}
+    with four_shards(TakesApart, config=given) as run:
+        run.train(num_steps=1)
+        assert run.verify().ok
+        assert run.get_local_operator().config["shared"] is given["shared"]
+    assert given == {"model": {"layers": {"first": 3}}, "shared": []}
+
+
 def test_an_open_window_is_left_open():
     with trainer(accumulate=3) as run:
         run.train(num_steps=1)

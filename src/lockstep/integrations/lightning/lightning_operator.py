@@ -50,8 +50,8 @@ from lockstep.integrations.lightning.trainer_view import (
 )
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator import TrainingOperator
-from lockstep.operator.buffer_values import loader_into
 from lockstep.operator.default_loops import is_computed_per_shard
+from lockstep.operator.given_objects import GivenObjects
 from lockstep.operator.loop_protocols import is_epoch_over, place_in_epoch
 from lockstep.operator.registration import registered_parts
 from lockstep.operator.shard_results import ShardResults
@@ -110,8 +110,7 @@ def from_lightning(
     )
     members: dict[str, Any] = {"_factory": factory}
     if is_lightning(module_cls, "LightningModule") and not inspect.isclass(module_cls):
-        load = loader_into({"models.0": module_cls})
-        members["_lockstep_load_into_instance"] = staticmethod(load)
+        members["_lockstep_given"] = GivenObjects(module_cls)
     bases: tuple[type[TrainingOperator], ...] = (base, LightningOperator)
     if base is TrainingOperator or issubclass(base, LightningOperator):
         bases = (LightningOperator if base is TrainingOperator else base,)
