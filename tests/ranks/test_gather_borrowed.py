@@ -114,7 +114,8 @@ class OfOwnLoaders(Recipe):
 def on_workers(operator_cls, size, options):
     """The reports of an epoch and of a validation, by worker."""
     operator_cls.trained.clear()
-    spec = WorkerSpec(operator_cls, {}, size, num_shards=NUM_SHARDS, seed=0, options=options)
+    num_shards = NUM_SHARDS if options.add_dist_sampler else size
+    spec = WorkerSpec(operator_cls, {}, size, num_shards=num_shards, seed=0, options=options)
 
     def body(worker):
         done = worker.train(LoopRequest("train", None, False, {}))

@@ -160,8 +160,8 @@ class GlobalBatches:
 
         Args:
             note_first: called with the epoch's first items, wherever the reading begins. Not called
-                where items are the data itself, and where torch's own samplers make the order,
-                which depends on nothing but (`seed`, `epoch`).
+                where items are samples, and where torch's own samplers make the order, which
+                depends on nothing but (`seed`, `epoch`).
         """
         announce_epoch(epoch, (self.source, getattr(self.source, "sampler", None)))
         order = self._random_access_order(seed, epoch)
@@ -215,7 +215,7 @@ class GlobalBatches:
             chunk *= max(1, _NUM_DRAWN_AT_ONCE // self.per_step)
         iterator = isolated.open(self.source)
         drawn = isolated.draw(iterator, chunk)
-        if note_first is not None and not self.kind.is_data:
+        if note_first is not None and self.kind is not ItemKind.SAMPLE:
             note_first(drawn[:_NUM_COMPARED])
         while drawn and offset >= len(drawn):
             offset -= len(drawn)

@@ -73,7 +73,7 @@ class RayDatasetShard:
 
     steps_per_epoch: int | None = None
     has_exact_length = False
-    first_items: str | None = None
+    first_items: str | int | None = None
 
     def __init__(
         self,

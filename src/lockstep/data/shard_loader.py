@@ -8,6 +8,7 @@ is shared out over the ranks that load it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.utils.data import default_collate
 
 from lockstep.data.batch_rows import slice_rows, without_samples
 from lockstep.data.data_order_check import check_same_plan
+from lockstep.data.epoch_order import steps_in_order
 from lockstep.data.shard_assignment import ShardAssignment
 from lockstep.data.sharded_loader import BatchParts, LoadedPart, ShardedLoader
 from lockstep.errors import CheckpointError
@@ -72,6 +74,10 @@ class RankLoader:
     Every ``iter()`` begins the next epoch (or the one given to `set_epoch`). All ranks have to call
     ``iter()`` equally often: a rank that looks at a first batch by itself is an epoch ahead.
 
+    Behind a loaded position the first batch raises a `DataOrderError` where the loader gives
+    another order whenever it is read, or ready batches of another size; where its order was
+    changed, a warning says so.
+
     Args:
         loader: the user's loader.
         rank, size: this process's rank, and the number of ranks that share the data.
@@ -92,6 +98,7 @@ class RankLoader:
         self._epoch = 0  # the epoch that is read now, or will be read next
         self._step = 0
         self._offset = 0  # the first item that no batch has held yet
+        self._began: str | int | None = None  # how the epoch began, where its order may change
         # Identifies the newest iteration, which alone moves the position; None before the first.
         self._reader: object = None
 
@@ -130,7 +137,7 @@ class RankLoader:
         return self._sharded.fingerprint(self._epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last yielded batch, in plain numbers; equal on all ranks."""
+        """The position after the last yielded batch, in plain values; equal on all ranks."""
         return {
             "version": _STATE_VERSION,
             "epoch": self._epoch,
@@ -138,6 +145,7 @@ class RankLoader:
             "offset": self._offset,
             "global_batch_size": self._sharded.global_batch_size,
             "seed": self._assignment.seed,
+            "first_items": self._began,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -160,6 +168,7 @@ class RankLoader:
         self._sharded.close()
         self._sharded = self._make_sharded_loader(state["global_batch_size"])
         self._move_to(int(state["epoch"]), int(state["step"]), int(state["offset"]))
+        self._began = state.get("first_items")  # a state of an earlier version has none
 
     def close(self) -> None:
         """End the loader's persistent worker processes, if it has any."""
@@ -175,15 +184,19 @@ class RankLoader:
 
     def _move_to(self, epoch: int, step: int = 0, offset: int = 0) -> None:
         self._epoch, self._step, self._offset = epoch, step, offset
-        self._reader = None
+        self._began = self._reader = None
 
     def _read(self, reader: object, epoch: int, start_step: int, offset: int) -> Iterator[Any]:
-        per_step = self._sharded.items_per_step
-        for step in self._sharded.batches(epoch, start_step, offset=offset):
+        sharded, began = self._sharded, self._began if start_step else None
+        per_step = sharded.items_per_step
+        read = partial(sharded.batches, epoch, start_step, offset=offset)
+        for step in steps_in_order(sharded, read, began, (epoch, start_step)):
+            if step.index == start_step:
+                began = sharded.first_items
             (part,) = step.parts
             batch = part.batch if part.num_samples else self._without_samples(part)
             if self._reader is reader:  # else a newer iteration moves the position
-                self._step = step.index + 1
+                self._step, self._began = step.index + 1, began
                 self._offset = offset + (self._step - start_step) * per_step
             yield batch
         if self._reader is reader:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.content_digest import content_digest
 from lockstep.data.batch_join import join_batches
-from lockstep.data.batch_rows import count_one, count_samples, leading_length, rows_error
+from lockstep.data.batch_rows import count_one, count_samples, leading_length, rows_error, rows_of
 from lockstep.data.collated_rows import CollatedRows
 from lockstep.data.data_order_check import check_same_plan, plan_fingerprint
 from lockstep.data.global_batches import GlobalBatch, global_batches_of
@@ -96,8 +96,9 @@ class ShardedLoader:
 
     Attributes:
         joint: whether all of the worker's samples of a step are one batch.
-        first_items: a digest of the first items of the epoch that is read; None where items are
-            the data itself, or are ordered by torch's own samplers.
+        first_items: of the epoch that is read a digest of the first indices, or the number of
+            samples in the first of ready batches that are drawn; None where items are samples, or
+            are ordered by torch's own samplers.
 
     Args:
         loader: a ``DataLoader``, or a re-iterable of ready batches. It is not changed.
@@ -125,7 +126,7 @@ class ShardedLoader:
     ) -> None:
         self.assignment = assignment
         self.joint = parts is not BatchParts.BY_SHARD
-        self.first_items: str | None = None
+        self.first_items: str | int | None = None
         self._borrows = parts is BatchParts.JOINT_OR_BORROWED
         self._loader, self._asked_size = loader, global_batch_size
         batches = global_batches_of(loader, assignment.num_shards, global_batch_size)
@@ -298,7 +299,10 @@ class ShardedLoader:
             yield StepPlan(step, requests, self._num_samples(batch), is_short)
 
     def _note_first(self, items: list[Any]) -> None:
-        self.first_items = content_digest(items)
+        if self._batches.kind.is_data:
+            self.first_items = rows_of(items[0]) if items else None
+        else:
+            self.first_items = content_digest(items)
 
     def _segments_by_batch(
         self, shards: list[Segment], batch: GlobalBatch

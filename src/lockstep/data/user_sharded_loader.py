@@ -61,7 +61,7 @@ class UserShardedLoader:
     joint = True
     has_exact_length = False
     global_batch_size: int | None = None
-    first_items: str | None = None
+    first_items: str | int | None = None
 
     def __init__(self, loader: Any, assignment: ShardAssignment, *, borrows: bool = True) -> None:
         if not isinstance(loader, DataLoader):

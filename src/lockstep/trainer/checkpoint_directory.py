@@ -126,14 +126,15 @@ class CheckpointDirectory:
         Raises:
             CheckpointError: the state has fewer shards than there are workers, or the user said
                 another `num_shards` or `seed`.
+            ConfigurationError: it has more, and each worker reads a loader of its own.
         """
         if self.resume_state is not None:
             refuse_another_run(self.resume_state, explicit)
         spec = replace(spec, checkpoint_every=self.every)
         if self.resume_state is None:
             return spec
-        shards = spec.num_shards_of(self.resume_state, self._source)
-        return replace(spec, num_shards=shards, seed=self.resume_state.get("seed", spec.seed))
+        spec = spec.with_shards_of(self.resume_state, self._source)
+        return replace(spec, seed=self.resume_state.get("seed", spec.seed))
 
     def read(self, path: str) -> dict[str, Any]:
         """The state that is at `path`, in the directory or elsewhere."""

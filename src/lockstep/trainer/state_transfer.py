@@ -113,7 +113,7 @@ class StateTransfer:
             )
         refuse_another_run(state, self._explicit)
         # Not by the workers: after a loss there are fewer, which replacements will join again.
-        self._workers.spec.num_shards_of(state)
+        self._workers.spec.with_shards_of(state)
         self._begin(state)
         self._workers.call(Worker.check_state.with_args(state))
         self._dataset.set_dataset(None, self._workers)

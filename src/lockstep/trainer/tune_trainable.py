@@ -29,10 +29,12 @@ def as_trainable(
         override_tune_step: one iteration of a trial: ``fn(trainer, {"iteration": n})``, which
             returns a dict of results. By default one `train` and, if the operator registered
             a validation loader, one `validate`.
-        arguments: those of `TorchTrainer`.
+        arguments: those of `TorchTrainer`, without `checkpoint_dir`, `checkpoint_every` and
+            `resume`: a trial's state is kept by Tune.
 
     Raises:
-        ConfigurationError: `override_tune_step` takes something else than two arguments.
+        ConfigurationError: `override_tune_step` takes something else than two arguments, or an
+            argument would give trials a state that is not their own.
         NotAvailableError: Ray Tune, or what it needs, is not installed.
     """
     from lockstep.integrations import tune

@@ -3,33 +3,29 @@
 
 from __future__ import annotations
 
-import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.data import ShardedLoader
+from lockstep.data.epoch_order import HasFirstItems, steps_in_order
 from lockstep.errors import DataOrderError
 from lockstep.phases import Phase, in_phase
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     from lockstep.data import Step
     from lockstep.group import Group
 
-_log = logging.getLogger("lockstep")
 
-
-class StepSource(Protocol):
+class StepSource(HasFirstItems, Protocol):
     """A loader cut into global batches, one for each step; see `lockstep.data.ShardedLoader`.
 
     Attributes:
         joint: a worker's shards of a step come as one batch, not one after the other.
-        first_items: a digest of the first items of the epoch that is read, wherever in it the
-            reading began; None where the source does not know, or where no order can change.
     """
 
     joint: bool
-    first_items: str | None
 
     @property
     def global_batch_size(self) -> int | None: ...
@@ -90,7 +86,7 @@ class Cursor:
         self._known_end: tuple[int, int, bool] | None = None
         # How the present epoch began, by `StepSource.first_items`, and the one before it, into
         # which a step may be undone.
-        self._first_items: dict[int, str] = {}
+        self._first_items: dict[int, str | int] = {}
 
     @property
     def place(self) -> dict[str, Any]:
@@ -232,11 +228,24 @@ class Cursor:
         try:
             if self._steps is not None:
                 return next(self._steps, None)
-            self._steps = self.source.batches(self.epoch, self.step)
-            return self._in_order(next(self._steps, None))
+            return self._begin(partial(self.source.batches, self.epoch, self.step))
         except Exception as error:
             self._unread = error
             raise
+
+    def _begin(self, open_steps: Callable[[], Generator[Step, None, None]]) -> Step | None:
+        """The first step of `open_steps`, which read on in the order in which the epoch began.
+
+        Raises:
+            DataOrderError: see `steps_in_order`.
+        """
+        began = self._first_items.get(self.epoch) if self.step else None
+        place = self.epoch, self.step
+        self._steps = steps_in_order(self.source, open_steps, began, place)
+        read = next(self._steps, None)
+        if (found := self.source.first_items) is not None:
+            self._first_items[self.epoch] = found
+        return read
 
     def refuse_unread(self) -> None:
         """Raise if the user's loop caught an error of the loader and went on.
@@ -256,35 +265,6 @@ class Cursor:
                 fix="in the dataset's __getitem__ (or __iter__): try: ..., and on an exception"
                 " return another sample",
             ) from self._unread
-
-    def _in_order(self, read: Step | None) -> Step | None:
-        """The first step that is read at the position, in the order in which the epoch began.
-
-        Raises:
-            DataOrderError: the order is another one, and changes whenever the epoch is read.
-        """
-        found = self.source.first_items
-        if self.step == 0 and found is not None:
-            self._first_items[self.epoch] = found
-        if found is None or self._first_items.setdefault(self.epoch, found) == found:
-            return read
-        # The user may have changed the loader since then: what was changed stays the same when it
-        # is read once more.
-        self._abandon()
-        self._steps = self.source.batches(self.epoch, self.step)
-        read = next(self._steps, None)
-        if self.source.first_items != found:
-            self._abandon()
-            raise _unsteady_order_error(self.epoch, self.step)
-        _log.warning(
-            "epoch %d goes on at global batch %d in another order than that in which it began:"
-            " samples may come twice in it, and others not at all. Unless the loader was changed"
-            " on purpose, its order depends on more than set_epoch(epoch) tells it",
-            self.epoch,
-            self.step,
-        )
-        self._first_items[self.epoch] = found
-        return read
 
     def ends_before(self, index: int) -> bool:
         """Whether the epoch ends before step `index`, the next one to be read.
@@ -371,17 +351,4 @@ def _too_long_error(total: int) -> DataOrderError:
         got="another batch, which would be left out",
         cause="the `__len__` of a dataset, a sampler or a loader is too small",
         fix="correct it, or leave `__len__` out and call train(num_steps=...)",
-    )
-
-
-def _unsteady_order_error(epoch: int, step: int) -> DataOrderError:
-    return DataOrderError(
-        "the loader gives another order whenever it is read: samples would be skipped, and others"
-        " seen twice",
-        where=f"epoch {epoch}, which goes on at global batch {step}",
-        expected="the order in which the epoch began, however often the loader is iterated",
-        got="another order, and when it was read once more a third one",
-        cause="a sampler that shuffles a list of its own in place, counts how often it was"
-        " iterated, or draws from a generator that nobody can seed",
-        fix="derive the order from the epoch, in set_epoch(epoch)",
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.data import split_batch_size
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.keys import BATCH_SIZE
 from lockstep.operator import Options
 from lockstep.serialization import dumps, dumps_or_refuse
@@ -28,6 +28,9 @@ class WorkerSpec:
         log_every: steps for each row of metrics; 0 without rows.
         records_steps: rows hold a `StepRecord`; only with `log_every` 1.
         memory_checkpoint_every: the trainer's argument of that name.
+
+    Raises:
+        ConfigurationError: workers read loaders of their own, and have several shards.
     """
 
     operator_cls: type[TrainingOperator]
@@ -44,6 +47,21 @@ class WorkerSpec:
     log_every: int = 0
     records_steps: bool = False
     memory_checkpoint_every: int | str | None = "auto"
+
+    def __post_init__(self) -> None:
+        workers = self.num_workers * self.options.replicas
+        if self.options.add_dist_sampler or self.num_shards == workers:
+            return
+        raise ConfigurationError(
+            "with add_dist_sampler=False there are as many workers as shards",
+            expected=f"num_workers={self.num_shards}",
+            got=f"num_workers={workers}, num_shards={self.num_shards}",
+            cause="each worker reads one batch of its own loader in a step, and only that loader"
+            " knows which samples the worker's part holds: with fewer workers a step would have"
+            " fewer samples, and a run would go on behind others than it has read",
+            fix="leave num_shards out, and go on with as many workers as the state was saved by; or"
+            " leave add_dist_sampler at True",
+        )
 
     @property
     def obstacle(self) -> tuple[str, str] | None:
@@ -88,14 +106,15 @@ class WorkerSpec:
         """Whether all workers can go back to the last committed step while all of them live."""
         return self.num_workers == 1 or self.obstacle is None
 
-    def num_shards_of(self, state: Mapping[str, Any], where: str | None = None) -> int:
-        """The number of shards that `state` cuts global batches into.
+    def with_shards_of(self, state: Mapping[str, Any], where: str | None = None) -> WorkerSpec:
+        """This spec with the number of shards that `state` cuts global batches into.
 
         Args:
             where: the place of the state, for the error.
 
         Raises:
             CheckpointError: there are more workers than shards.
+            ConfigurationError: there are fewer, and workers read loaders of their own.
         """
         shards: int = state.get("num_shards", self.num_shards)
         if shards < self.num_workers:
@@ -107,18 +126,21 @@ class WorkerSpec:
                 fix=f"TorchTrainer(..., num_workers={shards}); a run that is to grow is begun with"
                 " num_shards of the most workers that it will have",
             )
-        return shards
+        return replace(self, num_shards=shards)
 
 
-def config_for(config: Mapping[str, Any], num_shards: int, shard: int) -> Any:
-    """The config for `setup`, with the shard's share as its batch size.
+def config_for(spec: WorkerSpec, shard: int) -> Any:
+    """The config for `setup`, with the share of a worker's first `shard` as its batch size.
 
     Its dicts, nested ones too, are copies: another `setup` of the run, as `verify` calls it, finds
-    what this one may take out of them.
+    what this one may take out of them. A loader that is read as it is gets the share of all
+    replicas of its process, which one batch of it is cut for.
     """
-    own = _with_own_dicts(config)
+    own = _with_own_dicts(spec.config)
     if own.get(BATCH_SIZE) is not None:
-        own[BATCH_SIZE] = split_batch_size(own[BATCH_SIZE], num_shards, shard)
+        joined = 1 if spec.options.add_dist_sampler else spec.options.replicas
+        shards, place = spec.num_shards // joined, shard // joined
+        own[BATCH_SIZE] = split_batch_size(own[BATCH_SIZE], shards, place)
     return own
 
 

@@ -194,7 +194,7 @@ class Worker(StateAccess):
             if self._rendezvous is not None
             else None,
         )
-        config = config_for(spec.config, spec.num_shards, context.shard_assignment.shards[0])
+        config = config_for(spec, context.shard_assignment.shards[0])
         operator = spec.operator_cls(config, context)
         if "_lockstep" not in vars(operator):
             raise ConfigurationError(

@@ -2,11 +2,12 @@
 """shard_loader under torchrun: each rank reads its exact part, and any number of ranks resumes."""
 
 import json
+import random
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, random_split
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, random_split
 
 from harness import run_ranks
 from lockstep.data import RankLoader, shard_loader
@@ -212,3 +213,83 @@ def test_loaders_that_differ_between_ranks_are_refused_on_all(case):
     assert sorted([n for batch in one for n in batch] + [n for batch in other for n in batch]) == [
         *range(37)
     ]
+
+
+class ShufflesItsList(Sampler):
+    """In place, as many samplers that make buckets do."""
+
+    def __init__(self, size: int = 37) -> None:
+        self.order = list(range(size))
+
+    def __iter__(self) -> object:
+        random.shuffle(self.order)
+        return iter(self.order)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
+class ShufflesByEpoch(ShufflesItsList):
+    def set_epoch(self, epoch: int) -> None:
+        self.order = list(range(len(self.order)))
+        random.Random(epoch).shuffle(self.order)
+
+    def __iter__(self) -> object:
+        return iter(self.order)
+
+
+def _sampled(sampler: Sampler) -> RankLoader:
+    return shard_loader(DataLoader(range(37), 3, sampler=sampler))
+
+
+def _left_in_the_middle(loader: RankLoader, steps: int = 2) -> dict:
+    """The state in the second epoch, behind `steps` batches."""
+    list(loader)
+    for _, _ in zip(range(steps), loader, strict=False):
+        pass
+    return json.loads(json.dumps(loader.state_dict()))
+
+
+def test_an_order_that_changes_whenever_it_is_read_is_refused_in_the_middle_of_an_epoch() -> None:
+    state = _left_in_the_middle(_sampled(ShufflesItsList()))
+    resumed = _sampled(ShufflesItsList())
+    resumed.load_state_dict(state)
+    with pytest.raises(DataOrderError, match="another order whenever it is read"):
+        next(iter(resumed))
+    at_the_start = _left_in_the_middle(_sampled(ShufflesItsList()), steps=0)
+    resumed.load_state_dict(at_the_start)
+    assert sorted(sample for batch in resumed for sample in plain(batch)) == list(range(37))
+
+
+def test_another_order_than_the_epoch_began_with_is_told_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    whole = [plain(batch) for batch in _epochs_of(_sampled(ShufflesByEpoch()), 2)[1]]
+    state = _left_in_the_middle(_sampled(ShufflesByEpoch()))
+    resumed = _sampled(ShufflesByEpoch())
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    assert [plain(batch) for batch in resumed] == whole[2:]
+    assert not caplog.records
+    other = shard_loader(DataLoader(range(37), 3, sampler=list(range(36, -1, -1))))
+    other.load_state_dict(state)
+    assert len(list(other)) == 11
+    assert ["in another order" in each.message for each in caplog.records] == [True]
+
+
+def _epochs_of(loader: RankLoader, count: int) -> list[list[torch.Tensor]]:
+    return [list(loader) for _ in range(count)]
+
+
+def test_ready_batches_of_another_size_are_refused_in_the_middle_of_an_epoch() -> None:
+    def make(size: int) -> list[torch.Tensor]:
+        return list(torch.arange(36).split(size))
+
+    state = _left_in_the_middle(shard_loader(make(3)))
+    same = shard_loader(make(3))
+    same.load_state_dict(state)
+    assert [plain(batch) for batch in same] == plain(torch.stack(make(3)[2:]))
+    other = shard_loader(make(6))
+    other.load_state_dict(state)
+    with pytest.raises(DataOrderError, match="ready batches of another size"):
+        next(iter(other))

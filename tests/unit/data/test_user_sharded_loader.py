@@ -1,14 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """add_dist_sampler=False: each worker reads its own loader, and may repeat its last batch."""
 
+from pathlib import Path
+
 import pytest
 import torch
-from tests.unit.trainer.programs import Streaming, by_hand, same, trainer, weights
+from tests.unit.trainer.programs import (
+    BATCH,
+    STEPS_PER_EPOCH,
+    Regression,
+    Streaming,
+    by_hand,
+    problem,
+    same,
+    trainer,
+    weights,
+)
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+)
 
 from lockstep.data import ShardAssignment, UserShardedLoader
-from lockstep.errors import NotShardableError, WrongTypeError
+from lockstep.errors import ConfigurationError, NotShardableError, WrongTypeError
+from lockstep.keys import BATCH_SIZE
 from sharing import plain
 
 SECOND = ShardAssignment(2, range(1, 2), 0)
@@ -146,3 +166,33 @@ def test_one_worker_has_nobody_to_agree_with() -> None:
         assert one.train()["batch_count"] == 4
         one.train(num_steps=6)
         assert same(weights(one.get_model()), by_hand(10))
+
+
+class OfGlobalBatches(Regression):
+    """One process reads the whole data, in batches of the size that it is told."""
+
+    def data(self):
+        return DataLoader(TensorDataset(*problem()), self.config[BATCH_SIZE])
+
+
+def test_the_loader_of_several_replicas_has_whole_global_batches() -> None:
+    arguments = {"add_dist_sampler": False, "sync": "data_parallel", "num_workers": 2}
+    with trainer(OfGlobalBatches, config={BATCH_SIZE: BATCH}, **arguments) as one:
+        assert one.train()["batch_count"] == STEPS_PER_EPOCH
+        assert same(weights(one.get_model()), by_hand(STEPS_PER_EPOCH))
+
+
+def test_a_worker_does_not_go_on_with_the_parts_of_several(tmp_path: Path) -> None:
+    """It would read one batch a step where two were read, and skip another half of the samples."""
+    config = {BATCH_SIZE: BATCH}
+    arguments = {"config": config, "checkpoint_dir": tmp_path, "checkpoint_every": 2}
+    with trainer(OfGlobalBatches, num_shards=2, **arguments) as two:
+        two.train(num_steps=2)
+        state = two.state_dict()
+    with pytest.raises(ConfigurationError, match="as many workers as shards"):
+        trainer(OfGlobalBatches, resume="auto", add_dist_sampler=False, **arguments)
+    with trainer(OfGlobalBatches, config=config, add_dist_sampler=False) as one:
+        before = weights(one.get_model())
+        with pytest.raises(ConfigurationError, match="as many workers as shards"):
+            one.load_state_dict(state)
+        assert same(weights(one.get_model()), before)

@@ -138,6 +138,7 @@ def test_the_operator_knows_how_it_was_asked_to_train():
         ({"num_workers": 0}, "num_workers=0"),
         ({"num_workers": 2.0}, "an int, 1 or more"),
         ({"num_workers": 3, "num_shards": 2}, "num_shards=3"),
+        ({"num_shards": 2, "add_dist_sampler": False}, "leave num_shards out"),
         ({"num_cpus_per_worker": 0}, "num_cpus_per_worker=0"),
         ({"num_cpus_per_worker": "2"}, "a number above zero"),
         ({"timeout_s": -1}, "timeout_s=-1"),

@@ -6,7 +6,7 @@
 
 import pytest
 from tests.unit.trainer.programs import Regression, problem, trainer
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lockstep.data import BatchParts, ShardAssignment, ShardedLoader
 from lockstep.errors import DataOrderError
@@ -76,3 +76,44 @@ def test_a_place_within_a_step_is_refused_and_nothing_changes() -> None:
         assert one.state_dict()["models"][0]["bias"].equal(before["models"][0]["bias"])
         one.load_state_dict({**state, "position": {"train": {"epoch": 1, "step": 0}}})
         assert one.train()["batch_count"] == 5
+
+
+class StreamOfBatches(IterableDataset):
+    def __init__(self, size: int) -> None:
+        self.batches = ready(size)
+
+    def __iter__(self) -> object:
+        return iter(self.batches)
+
+
+def ready(size: int) -> list[list[object]]:
+    features, targets = problem()
+    return [list(both) for both in zip(features.split(size), targets.split(size), strict=True)]
+
+
+@pytest.mark.parametrize(
+    "make", [ready, lambda size: DataLoader(StreamOfBatches(size), batch_size=None)]
+)
+def test_an_epoch_does_not_go_on_with_ready_batches_of_another_size(make: object) -> None:
+    """It would go on behind twice as many samples as were read."""
+
+    def reads(size: int) -> type[Regression]:
+        return type("Reads", (Regression,), {"data": lambda self: make(size)})
+
+    with trainer(reads(3)) as one:
+        one.train(), one.train(num_steps=2)
+        state = one.state_dict()
+        one.train()
+        expected = one.state_dict()["models"][0]
+    with trainer(reads(3)) as same_size:
+        same_size.load_state_dict(state)
+        assert same_size.train()["num_samples"] == 22 - 2 * 3
+        assert same_size.state_dict()["models"][0]["bias"].equal(expected["bias"])
+    with trainer(reads(6)) as other:
+        other.load_state_dict(state)
+        for _ in range(2):
+            with pytest.raises(DataOrderError, match="3 samples in the epoch's first batch"):
+                other.train()
+        at_the_start = {**state, "position": {"train": {"epoch": 1, "step": 0}}}
+        other.load_state_dict(at_the_start)
+        assert other.train()["num_samples"] == 22

@@ -7,6 +7,7 @@ import tempfile
 from typing import TYPE_CHECKING, Any
 
 from lockstep.engine.placement_group import bundle_for, warn_of_missing_resources
+from lockstep.errors import ConfigurationError
 from lockstep.integrations.optional_packages import import_optional
 from lockstep.integrations.tune import trial_checkpoint
 
@@ -74,8 +75,19 @@ def restore(trainer: TorchTrainer) -> bool:
 
     Returns:
         Whether there was a checkpoint.
+
+    Raises:
+        ConfigurationError: the trainer has trained, or gone on from a state of its own.
     """
     tune = import_optional("ray.tune", extra="tune", by="lockstep.integrations.tune.restore")
+    if step := trainer.status()["step"]:
+        raise ConfigurationError(
+            "restore comes too late: the optimizers may not have this trial's rates any more",
+            expected="a trainer that has not trained, and was made without resume",
+            got=f"one behind {step} global batches",
+            fix="leave resume=... and trainer.load(...) out: the trial's state is kept by Tune; to"
+            " start from trained weights, load them in setup",
+        )
     trial_checkpoint.note_hyperparameters(trainer)
     found = tune.get_checkpoint()
     if found is None:

@@ -128,6 +128,7 @@ def as_trainable(
     check_config(arguments.get("config"))
     if override_tune_step is not None:
         _check_takes_two(override_tune_step)
+    _refuse_states_of_others(arguments)
     # "auto" is decided here: the process of a trial that only drives workers sees no GPU.
     gpu = pick_gpu(arguments.get("use_gpu", "auto"))
     if arguments.get("use_gpu", "auto") == "auto" and not gpu and ray.is_initialized():
@@ -140,6 +141,20 @@ def as_trainable(
         "tune_step": None if override_tune_step is None else (override_tune_step,),
     }
     return type(f"{operator.__name__}Trainable", (TorchTrainable,), members)
+
+
+def _refuse_states_of_others(arguments: Mapping[str, Any]) -> None:
+    """Refuse a state to begin with: all trials would train with its learning rate."""
+    for name in ("checkpoint_dir", "checkpoint_every", "resume"):
+        if arguments.get(name) is not None:
+            raise ConfigurationError(
+                f"a trial takes no {name}: its state is kept by Tune",
+                got=f"as_trainable({name}={arguments[name]!r:.60})",
+                cause="one trial would go on with the weights and the learning rate of another",
+                fix="tune.RunConfig(checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=1)"
+                ", failure_config=tune.FailureConfig(max_failures=2)); to start from trained"
+                " weights, load them in setup",
+            )
 
 
 def _check_takes_two(function: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an iteration of a trial reports."""
+"""What an iteration of a trial reports, and whose hyperparameters it trains with."""
 
 import pytest
 import torch
@@ -11,9 +11,11 @@ from tests.unit.trainer.programs import (
     loader,
     trainer,
 )
+from torch.optim import lr_scheduler
 
 from lockstep import TorchTrainer
-from lockstep.integrations.tune import trial_checkpoint
+from lockstep.errors import ConfigurationError
+from lockstep.integrations.tune import restore, trial_checkpoint
 from lockstep.integrations.tune.trainable import _train_and_validate
 
 
@@ -76,3 +78,148 @@ def test_a_group_added_since_setup_has_the_rate_of_the_trial_that_goes_on(tmp_pa
         assert [group["lr"] for group in groups] == pytest.approx([0.2, 0.05])
         assert groups[1]["weight_decay"] == 0.5
         explorer.train()
+
+
+# ------------------------------------------------------------------- of a scheduler's own
+
+
+class Warm:
+    """A multiplier of the learning rate that grows for `steps` steps."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def __call__(self, step):
+        return min(1.0, (step + 1) / self.steps)
+
+
+SCHEDULERS = {
+    "step": lambda optimizer, c: lr_scheduler.StepLR(optimizer, c["every"], c["gamma"]),
+    "milestones": lambda optimizer, c: lr_scheduler.MultiStepLR(
+        optimizer, [c["every"], 6, 6], gamma=c["gamma"]
+    ),
+    "object": lambda optimizer, c: lr_scheduler.LambdaLR(optimizer, Warm(5 * c["every"])),
+    "cycle": lambda optimizer, c: lr_scheduler.CyclicLR(
+        optimizer, c["lr"], 3 * c["lr"], step_size_up=c["every"]
+    ),
+    "one cycle": lambda optimizer, c: lr_scheduler.OneCycleLR(
+        optimizer, c["lr"], total_steps=20 * c["every"], pct_start=c["gamma"] / 2
+    ),
+    "sequence": lambda optimizer, c: lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            lr_scheduler.ConstantLR(optimizer, c["gamma"], total_iters=2),
+            lr_scheduler.LambdaLR(optimizer, Warm(5 * c["every"])),
+        ],
+        milestones=[2],
+    ),
+}
+
+
+class Scheduled(Regression):
+    """Registers its scheduler, or leaves it to `train_batch` under a name of its own."""
+
+    def setup(self, config):
+        model = linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9)
+        self.made = SCHEDULERS[config["kind"]](optimizer, config)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=optimizer, criterion=torch.nn.MSELoss()
+        )
+        self.register_data(train_loader=loader(), validation_loader=loader())
+
+    def train_batch(self, batch, batch_info):
+        result = super().train_batch(batch, batch_info)
+        self.made.step()
+        return result
+
+
+class Registered(Scheduled):
+    def register(self, **parts):
+        return super().register(**parts, schedulers=self.made)[:3]
+
+    def train_batch(self, batch, batch_info):
+        return super(Scheduled, self).train_batch(batch, batch_info)
+
+
+def scheduled(operator, **config):
+    step_freq = "batch" if operator is Registered else None
+    return trainer(operator, config=config, scheduler_step_freq=step_freq)
+
+
+def settings_of(one):
+    """The learning rates that the scheduler reports, and all settings of the optimizer."""
+    operator = one.get_local_operator()
+    return operator.made.get_last_lr(), [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in operator.optimizer.param_groups
+    ]
+
+
+OWN_LOOP_AND_DEFAULT = pytest.mark.parametrize("operator", [Scheduled, Registered])
+
+
+@OWN_LOOP_AND_DEFAULT
+@pytest.mark.parametrize("kind", sorted(SCHEDULERS.keys() - {"step", "milestones"}))
+def test_a_scheduler_that_computes_the_rate_is_the_trials_own(operator, kind, tmp_path):
+    """Behind the exploit the rates are those of a run with the trial's config from the start."""
+    theirs = {"kind": kind, "lr": 0.04, "every": 2, "gamma": 0.3}
+    ours = {"kind": kind, "lr": 0.01, "every": 3, "gamma": 0.9}
+    with scheduled(operator, **theirs) as donor:
+        trial_checkpoint.note_hyperparameters(donor)
+        donor.train()
+        trial_checkpoint.write(donor, str(tmp_path))
+        donor.train()
+        goes_on = settings_of(donor)
+    with scheduled(operator, **theirs) as same:
+        trial_checkpoint.read(same, str(tmp_path))
+        same.train()
+        assert settings_of(same) == goes_on
+    with scheduled(operator, **ours) as alone, scheduled(operator, **ours) as explorer:
+        trial_checkpoint.read(explorer, str(tmp_path))
+        alone.train()
+        for _ in range(2):
+            for one in (alone, explorer):
+                one.train()
+            assert settings_of(explorer) == settings_of(alone)
+
+
+@OWN_LOOP_AND_DEFAULT
+@pytest.mark.parametrize("kind", ["step", "milestones"])
+def test_a_scheduler_that_multiplies_the_rate_goes_on_by_the_trials_own_factor(
+    operator, kind, tmp_path
+):
+    with scheduled(operator, kind=kind, lr=0.4, every=3, gamma=0.5) as donor:
+        trial_checkpoint.note_hyperparameters(donor)
+        donor.train()  # four steps
+        trial_checkpoint.write(donor, str(tmp_path))
+    with scheduled(operator, kind=kind, lr=0.4, every=5, gamma=0.1) as explorer:
+        trial_checkpoint.read(explorer, str(tmp_path))
+        made = explorer.get_local_operator().made
+        explorer.train(num_steps=1)
+        assert made.get_last_lr() == pytest.approx([0.2 * 0.1])
+        explorer.train(num_steps=1)
+        later = 0.1**2 if kind == "milestones" else 1
+        assert made.get_last_lr() == pytest.approx([0.2 * 0.1 * later])
+
+
+# ----------------------------------------------------------------- one state for each trial
+
+
+@pytest.mark.parametrize(
+    "argument", [{"checkpoint_dir": "d"}, {"checkpoint_every": 5}, {"resume": "trained.ckpt"}]
+)
+def test_a_trial_has_no_state_but_that_of_its_own(argument):
+    with pytest.raises(ConfigurationError, match=r"CheckpointConfig\("):
+        TorchTrainer.as_trainable(training_operator_cls=Regression, **argument)
+    TorchTrainer.as_trainable(training_operator_cls=Regression, **dict.fromkeys(argument))
+
+
+def test_restore_wants_a_trainer_that_has_not_gone_on_from_elsewhere(tmp_path):
+    """Its optimizers would have the rates of that state, and not those of the trial's config."""
+    path = tmp_path / "trained.ckpt"
+    with trainer() as one:
+        one.train()
+        one.save(path)
+    with trainer(resume=path) as one, pytest.raises(ConfigurationError, match="4 global batches"):
+        restore(one)

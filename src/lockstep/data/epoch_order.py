@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`steps_in_order`: goes on in the middle of an epoch in the order in which the epoch began."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+from lockstep.errors import DataOrderError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from lockstep.data.sharded_loader import Step
+
+_log = logging.getLogger("lockstep")
+
+
+class HasFirstItems(Protocol):
+    """What reads an epoch, and has seen how it begins.
+
+    Attributes:
+        first_items: a digest of the first indices of the epoch that is read, or the number of
+            samples in its first ready batch, wherever in it the reading began; None where the
+            source does not know, or where no order can change.
+    """
+
+    first_items: str | int | None
+
+
+def steps_in_order(
+    source: HasFirstItems,
+    open_steps: Callable[[], Generator[Step, None, None]],
+    began: str | int | None,
+    place: tuple[int, int],
+) -> Generator[Step, None, None]:
+    """The steps of `open_steps`, if the epoch still begins as it `began`.
+
+    Args:
+        source: what reads the steps.
+        open_steps: begins to read, from `place` on; called once more where the order is another.
+        began: what `source.first_items` was when the epoch began; None if it is not known.
+        place: the epoch, and the step in it that comes first.
+
+    Raises:
+        DataOrderError: the order changes whenever the epoch is read; or the loader's batches are
+            ready ones, and had another size.
+    """
+    steps = open_steps()
+    try:
+        first = next(steps, None)
+        found = source.first_items
+        if began is not None and found is not None and found != began:
+            if isinstance(found, int) and isinstance(began, int):
+                raise _other_batches_error(began, found, place)
+            # The user may have changed the loader since then: what was changed stays the same when
+            # it is read once more.
+            steps.close()
+            steps = open_steps()
+            first = next(steps, None)
+            if source.first_items != found:
+                raise _unsteady_order_error(place)
+            _log.warning(
+                "epoch %d goes on at global batch %d in another order than that in which it began:"
+                " samples may come twice in it, and others not at all. Unless the loader was"
+                " changed on purpose, its order depends on more than set_epoch(epoch) tells it",
+                *place,
+            )
+        if first is not None:
+            yield first
+            yield from steps
+    finally:
+        steps.close()  # ends the loader's processes now, and not at a garbage collection
+
+
+def _other_batches_error(began: int, found: int, place: tuple[int, int]) -> DataOrderError:
+    return DataOrderError(
+        "an epoch goes on with ready batches of another size than it began with: samples would come"
+        " twice, or not at all",
+        where="epoch {}, which goes on at global batch {}".format(*place),
+        expected=f"{began} samples in the epoch's first batch, as when it began",
+        got=f"{found}",
+        cause="the place in an epoch is counted in batches where the loader (or what it reads)"
+        " makes them itself",
+        fix="the earlier batch size until the end of this epoch; then save, and load with the new"
+        " one",
+    )
+
+
+def _unsteady_order_error(place: tuple[int, int]) -> DataOrderError:
+    return DataOrderError(
+        "the loader gives another order whenever it is read: samples would be skipped, and others"
+        " seen twice",
+        where="epoch {}, which goes on at global batch {}".format(*place),
+        expected="the order in which the epoch began, however often the loader is iterated",
+        got="another order, and when it was read once more a third one",
+        cause="a sampler that shuffles a list of its own in place, counts how often it was"
+        " iterated, or draws from a generator that nobody can seed",
+        fix="derive the order from the epoch, in set_epoch(epoch)",
+    )
