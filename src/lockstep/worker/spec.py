@@ -137,11 +137,11 @@ def config_for(spec: WorkerSpec, shard: int) -> Any:
     replicas of its process, which one batch of it is cut for.
     """
     own = _with_own_dicts(spec.config)
-    if own.get(BATCH_SIZE) is not None:
-        joined = 1 if spec.options.add_dist_sampler else spec.options.replicas
-        shards, place = spec.num_shards // joined, shard // joined
-        own[BATCH_SIZE] = split_batch_size(own[BATCH_SIZE], shards, place)
-    return own
+    if own.get(BATCH_SIZE) is None:
+        return own
+    joined = 1 if spec.options.add_dist_sampler else spec.options.replicas
+    shards, place = spec.num_shards // joined, shard // joined
+    return {**own, BATCH_SIZE: split_batch_size(own[BATCH_SIZE], shards, place)}
 
 
 def _with_own_dicts(value: Any) -> Any:
