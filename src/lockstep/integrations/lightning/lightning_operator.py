@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -51,7 +52,7 @@ from lockstep.integrations.lightning.trainer_view import (
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator import TrainingOperator
 from lockstep.operator.buffer_values import loader_into
-from lockstep.operator.default_loops import is_computed_per_shard
+from lockstep.operator.default_loops import backward_in_own_loop, is_computed_per_shard
 from lockstep.operator.loop_protocols import is_epoch_over, place_in_epoch
 from lockstep.operator.registration import registered_parts
 from lockstep.operator.shard_results import ShardResults
@@ -185,7 +186,8 @@ class LightningOperator(TrainingOperator):
         update_view(self._view, optimizers=optimizers, lr_scheduler_configs=configs)
         self._manual: ManualStrategyView | None = None
         if is_manual:
-            self._manual = ManualStrategyView(self._view, optimizers)
+            backward = partial(backward_in_own_loop, self)
+            self._manual = ManualStrategyView(self._view, optimizers, backward)
             update_view(self._view, strategy=self._manual, precision_plugin=self._manual)
             self._lockstep.further_counts.append(self._manual)
         self._lockstep.further_counts.append(self._logging)

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from lockstep.errors import NotAvailableError
+from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.integrations.lightning.unsupported import overrides
+from lockstep.keys import WEIGHT
 from lockstep.metrics.metric_values import is_scalar
 
 _OUTPUT_HOOKS = {
@@ -31,6 +32,14 @@ def loss_and_metrics(module: Any, step: str, output: Any) -> tuple[Any, dict[str
             that would read it.
     """
     entries = dict(output) if isinstance(output, Mapping) else {"loss": output}
+    if step == "training_step" and WEIGHT in entries and not module.automatic_optimization:
+        raise ConfigurationError(
+            "training_step returned a weight, which comes too late for its gradients",
+            where=f"{type(module).__name__}.training_step",
+            cause="manual_backward has weighed them already",
+            fix="self.manual_backward(loss, weight=number), for the mean of what is logged"
+            f" self.log(name, value, batch_size=number), and no {WEIGHT!r}",
+        )
     loss = entries.pop("loss", None)
     if step == "validation_step" and loss is not None:
         # A loss without a name gets the name that RaySGD gave it.
