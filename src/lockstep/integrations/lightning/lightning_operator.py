@@ -385,7 +385,8 @@ class LightningOperator(TrainingOperator):
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         module = self.module
         update_view(self._view, training=False, validating=True)
-        with registered_parts(self).in_evaluation(), self._logging.capturing("validation"):
+        capturing = self._logging.capturing("validation")
+        with torch.no_grad(), registered_parts(self).in_evaluation(), capturing:
             if place_in_epoch(val_iterator) == 0:
                 self._logging.begin_epoch()
                 module.on_validation_start()

@@ -120,6 +120,31 @@ def test_a_module_as_it_is():
     assert trained["last_train_loss"] == trained["train_loss_step"]
 
 
+class SwapsWeights(Classifier):
+    """Validates with other weights, and trains its own; no hook says `no_grad`."""
+
+    def on_validation_start(self):
+        self.held = [parameter.detach().clone() for parameter in self.parameters()]
+        for parameter in self.parameters():
+            parameter.mul_(0.5)
+
+    def on_validation_epoch_end(self):
+        self.log("has_gradients", float(torch.is_grad_enabled()))
+
+    def on_validation_end(self):
+        for parameter, held in zip(self.parameters(), self.held, strict=True):
+            parameter.copy_(held)
+
+
+def test_hooks_of_a_validation_record_no_gradients():
+    expected, reference = by_lightning(SwapsWeights())
+    model, _, validated = by_lockstep(SwapsWeights)
+    assert farthest(model, expected) < 1e-12
+    for name in ("val_loss", "has_gradients"):
+        logged = reference.callback_metrics[name].item()
+        assert validated[name] == pytest.approx(logged, rel=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module_cls", "lightning_arguments", "operator", "arguments"),
