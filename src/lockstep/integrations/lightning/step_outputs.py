@@ -9,27 +9,21 @@ from typing import Any
 
 import torch
 
-from lockstep.errors import ConfigurationError, NotAvailableError
-from lockstep.integrations.lightning.unsupported import overrides
+from lockstep.errors import ConfigurationError
 from lockstep.keys import WEIGHT
 from lockstep.metrics.metric_values import is_scalar
-
-_OUTPUT_HOOKS = {
-    "training_step": "on_train_batch_end",
-    "validation_step": "on_validation_batch_end",
-}
-"""The hooks to which Lightning passes the output unchanged."""
 
 
 def loss_and_metrics(module: Any, step: str, output: Any) -> tuple[Any, dict[str, Any]]:
     """The loss in the `output` of `step`, or None, and each number beside the loss by its name.
 
+    What is no number is for the module's hooks, if any reads it, as with Lightning.
+
     Args:
         step: "training_step" or "validation_step".
 
     Raises:
-        NotAvailableError: the output has an entry that is no number, and the module has no hook
-            that would read it.
+        ConfigurationError: a weight, from a module that backpropagates by itself.
     """
     entries = dict(output) if isinstance(output, Mapping) else {"loss": output}
     if step == "training_step" and WEIGHT in entries and not module.automatic_optimization:
@@ -44,19 +38,11 @@ def loss_and_metrics(module: Any, step: str, output: Any) -> tuple[Any, dict[str
     if step == "validation_step" and loss is not None:
         # A loss without a name gets the name that RaySGD gave it.
         entries.setdefault("val_loss", loss)
-    metrics = {name: detach(value) for name, value in entries.items() if _is_number(value)}
-    others = [name for name in entries if name not in metrics]
-    if others and not overrides(module, _OUTPUT_HOOKS[step]):
-        name, value = others[0], entries[others[0]]
-        raise NotAvailableError(
-            f"{step} returned {name!r}, which is no number: nobody would read it",
-            where=f"{type(module).__name__}.{step}",
-            expected="a loss; or a dict of numbers, which train() and validate() return as means"
-            " over all samples",
-            got=_describe_type(value),
-            fix=f"leave {name!r} out, or read it in a hook: def {_OUTPUT_HOOKS[step]}"
-            "(self, outputs, batch, batch_idx)",
-        )
+    metrics = {
+        name: detach(value)
+        for name, value in entries.items()
+        if _is_number(value) or name == WEIGHT  # which is refused by name where it is none
+    }
     return loss, metrics
 
 
@@ -70,9 +56,6 @@ def detach(output: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return is_scalar(value) or isinstance(value, numbers.Real)
-
-
-def _describe_type(value: Any) -> str:
-    kind = type(value).__name__
-    return f"{kind} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else kind
+    # Of a tensor with a row for each sample, one row is no metric either.
+    is_tensor = is_scalar(value) and value.ndim == 0
+    return is_tensor or isinstance(value, numbers.Real)
