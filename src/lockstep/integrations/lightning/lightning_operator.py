@@ -41,7 +41,7 @@ from lockstep.integrations.lightning.module_factory import (
     single_loader,
 )
 from lockstep.integrations.lightning.optimization_hooks import OptimizationHooks, call_data_hook
-from lockstep.integrations.lightning.step_outputs import detach, loss_and_metrics
+from lockstep.integrations.lightning.step_outputs import detach, loss_and_metrics, step_arguments
 from lockstep.integrations.lightning.trainer_view import (
     TrainerView,
     hide_metrics,
@@ -135,6 +135,10 @@ class LightningOperator(TrainingOperator):
         if method is TrainingOperator.train_batch and cls._is_manual:
             return True
         return getattr(cls, method.__name__) is not getattr(LightningOperator, method.__name__)
+
+    @classmethod
+    def _lockstep_overrides_validation(cls) -> bool:
+        return True  # the module's hooks run in each validation, and its plateaus step
 
     def get_model(self) -> Any:
         """The LightningModule, as RaySGD's operator named it."""
@@ -355,7 +359,7 @@ class LightningOperator(TrainingOperator):
                     where=type(module).__name__,
                     fix="trainer.train(num_steps=...) trains on a part of the data",
                 )
-            return module.training_step(*_step_arguments(module.training_step, batch, index))
+            return module.training_step(*step_arguments(module.training_step, batch, index))
 
     def compute_loss(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
         if self._manual is not None:  # asked to explain a NaN
@@ -425,7 +429,7 @@ class LightningOperator(TrainingOperator):
     def _run_validation_step(self, batch: Any, index: int) -> dict[str, Any]:
         module = self.module
         module.on_validation_batch_start(batch, index)
-        output = module.validation_step(*_step_arguments(module.validation_step, batch, index))
+        output = module.validation_step(*step_arguments(module.validation_step, batch, index))
         module.on_validation_batch_end(output, batch, index)
         return {} if output is None else loss_and_metrics(module, "validation_step", output)[1]
 
@@ -436,7 +440,7 @@ class LightningOperator(TrainingOperator):
         if not unsupported.overrides(module, "predict_step"):
             return super().predict_batch(batch, batch_info)
         return module.predict_step(
-            *_step_arguments(module.predict_step, batch, batch_info["batch_idx"])
+            *step_arguments(module.predict_step, batch, batch_info["batch_idx"])
         )
 
     def _lockstep_predicting(self) -> AbstractContextManager[None]:
@@ -490,11 +494,3 @@ def _current_num_samples() -> float:
             fix="call trainer.train()",
         )
     return active.weight
-
-
-def _step_arguments(step: Any, batch: Any, index: int) -> tuple[Any, ...]:
-    """The arguments for the step method `step`, whose signature may have no `batch_idx`."""
-    takes = inspect.signature(step).parameters.values()
-    positional = [each for each in takes if each.kind is not inspect.Parameter.KEYWORD_ONLY]
-    several = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in positional)
-    return (batch, index) if several or len(positional) > 1 else (batch,)

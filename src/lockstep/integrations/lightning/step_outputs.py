@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the loss and the metrics from the output of `training_step` or `validation_step`."""
+"""What `training_step` and `validation_step` are given, and what is read from their outputs."""
 
 from __future__ import annotations
 
+import inspect
 import numbers
 from collections.abc import Mapping
 from typing import Any
@@ -44,6 +45,14 @@ def loss_and_metrics(module: Any, step: str, output: Any) -> tuple[Any, dict[str
         if _is_number(value) or name == WEIGHT  # which is refused by name where it is none
     }
     return loss, metrics
+
+
+def step_arguments(step: Any, batch: Any, index: int) -> tuple[Any, ...]:
+    """The arguments for the step method `step`, whose signature may have no `batch_idx`."""
+    takes = inspect.signature(step).parameters.values()
+    positional = [each for each in takes if each.kind is not inspect.Parameter.KEYWORD_ONLY]
+    several = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in positional)
+    return (batch, index) if several or len(positional) > 1 else (batch,)
 
 
 def detach(output: Any) -> Any:
