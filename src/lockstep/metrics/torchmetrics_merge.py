@@ -2,9 +2,10 @@
 """Merges the states of torchmetrics objects over the workers, and computes each metric once.
 
 A worker sends its metric objects, and exchanges nothing while it trains. The driver merges their
-states by each metric's own ``dist_reduce_fx``, as torchmetrics does it between ranks, with two
-differences: the states of ranks without samples are left out, so that such a rank neither waits nor
-counts; and lists of rows may have any lengths.
+states (those that a LightningModule computes, each worker by itself) by each metric's own
+``dist_reduce_fx``, as torchmetrics does it between ranks, with two differences: the states of ranks
+without samples are left out, so that such a rank neither waits nor counts; and lists of rows may
+have any lengths, and hold anything.
 
 torchmetrics itself is not imported here: a program that has such an object has imported it.
 """
@@ -60,18 +61,32 @@ def _merge(metrics: Sequence[Any]) -> Any:
     whole = copy.deepcopy(metrics[0])
     if len(metrics) > 1:
         for own, *parts in zip(metrics_in(whole), *map(metrics_in, metrics), strict=True):
-            _merge_states(own, parts)
+            own._computed = None
+            own._update_count = sum(part.update_count for part in parts)
+            merge_states(own, [states_of(part) for part in parts])
     return whole
 
 
-def _merge_states(own: Any, parts: Sequence[Any]) -> None:
-    own._computed = None
-    own._update_count = sum(part.update_count for part in parts)
+def states_of(metric: Any) -> dict[str, Any]:
+    """What `metric` has added up, by name: tensors, and lists of rows."""
+    return {name: getattr(metric, name) for name in metric._reductions}
+
+
+def merge_states(own: Any, parts: Sequence[Mapping[str, Any]]) -> None:
+    """Give the metric `own` the states of several like it, merged.
+
+    Args:
+        parts: of each of them what `states_of` returned, on one device; of one alone, it is taken
+            as it is.
+    """
     for name, reduce in own._reductions.items():
-        states = [getattr(part, name) for part in parts]
-        if isinstance(states[0], list):
+        states = [part[name] for part in parts]
+        if len(states) == 1:
+            merged = states[0]
+        elif isinstance(states[0], list):
             # Lists of rows: the metric's own `compute` concatenates them.
-            setattr(own, name, [rows for state in states for rows in state])
+            merged = [rows for state in states for rows in state]
         else:
             stacked = torch.stack(states)
-            setattr(own, name, stacked if reduce is None else reduce(stacked))
+            merged = stacked if reduce is None else reduce(stacked)
+        setattr(own, name, merged)

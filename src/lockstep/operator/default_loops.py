@@ -399,21 +399,42 @@ def _loss_per_sample(operator: Operator, loss: torch.Tensor, shard: ShardBatch) 
     return loss.detach() if per_sample else loss.detach() / shard.num_samples
 
 
+def backward_in_own_loop(
+    operator: Operator, loss: torch.Tensor, weight: float | None, **backward_kwargs: Any
+) -> None:
+    """As `backward`, which the user's code calls with the weight that it knows, or with none."""
+    if weight is not None and operator.loss_reduction == "sum":
+        raise ConfigurationError(
+            "a loss that is a sum has no weight",
+            got=f"weight={weight!r}",
+            fix="leave the weight out, or return means and leave loss_reduction out",
+        )
+    backward(operator, loss, weight, **backward_kwargs)
+
+
 @in_phase(Phase.BACKWARD)
-def backward(operator: Operator, loss: torch.Tensor, weight: float | None) -> None:
-    """Backpropagate a loss of the current batch, and reduce; see `TrainingOperator.backward`."""
+def backward(
+    operator: Operator, loss: torch.Tensor, weight: float | None, **backward_kwargs: Any
+) -> None:
+    """Backpropagate a loss of the current batch, and reduce; see `TrainingOperator.backward`.
+
+    Args:
+        operator, loss, weight: as there.
+        backward_kwargs: for ``Tensor.backward``.
+    """
     state = operator._lockstep
     if state.sync is not None:
         if weight is None:
             state.global_batch.refuse_recount(state.sync, registered_parts(operator).parameters())
-        state.sync.backward(loss, weight=state.global_batch.weight_of_backward(weight))
+        weight = state.global_batch.weight_of_backward(weight)
+        state.sync.backward(loss, weight=weight, **backward_kwargs)
         return
     joint_batch = state.global_batch.joint_batch
     has_peers = state.context.world_size > 1 and state.registered is not None
     is_own = weight is not None and joint_batch is not None and weight != joint_batch.num_samples
     if has_peers and is_own:
         raise weight_without_sync_error(rank_and_step(operator), f"weight={weight}")
-    loss.backward()
+    loss.backward(**backward_kwargs)
 
 
 # ----------------------------------------------------------------------------- validation

@@ -353,13 +353,7 @@ class TrainingOperator:
         Collective:
             Every worker calls it equally often, unless under `no_sync`.
         """
-        if weight is not None and self.loss_reduction == "sum":
-            raise ConfigurationError(
-                "a loss that is a sum has no weight",
-                got=f"weight={weight!r}",
-                fix="self.backward(loss), or return means and leave loss_reduction out",
-            )
-        default_loops.backward(self, loss, weight)
+        default_loops.backward_in_own_loop(self, loss, weight)
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Accumulate gradients locally; weights add up until the next backward outside."""

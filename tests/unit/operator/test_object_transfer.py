@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from harness import run_ranks
-from lockstep.operator.object_transfer import transfer
+from lockstep.operator.object_transfer import all_gather, transfer
 
 VALUE = {"rows": torch.arange(5.0), "half": [torch.ones(3, dtype=torch.float16), "text"], "n": 3}
 
@@ -32,3 +32,14 @@ def test_none_and_empty_tensors():
     nothing, (empty,) = run_ranks(2, body)[1]
     assert nothing is None
     assert empty.shape == (0, 3)
+
+
+def test_each_rank_has_the_values_of_all():
+    def body(group):
+        value = {"rows": [torch.full((group.rank, 2), float(group.rank))] * group.rank, "text": "x"}
+        return all_gather(group, value, "a value")
+
+    for found in run_ranks(3, body):
+        assert [each["text"] for each in found] == ["x"] * 3
+        for rank, each in enumerate(found):
+            assert [rows.tolist() for rows in each["rows"]] == [[[rank, rank]] * rank] * rank

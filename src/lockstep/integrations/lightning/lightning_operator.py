@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -40,7 +41,7 @@ from lockstep.integrations.lightning.module_factory import (
     single_loader,
 )
 from lockstep.integrations.lightning.optimization_hooks import OptimizationHooks, call_data_hook
-from lockstep.integrations.lightning.step_outputs import detach, loss_and_metrics
+from lockstep.integrations.lightning.step_outputs import detach, loss_and_metrics, step_arguments
 from lockstep.integrations.lightning.trainer_view import (
     TrainerView,
     hide_metrics,
@@ -50,7 +51,7 @@ from lockstep.integrations.lightning.trainer_view import (
 )
 from lockstep.keys import SCHEDULER_STEP_MANUAL
 from lockstep.operator import TrainingOperator
-from lockstep.operator.default_loops import is_computed_per_shard
+from lockstep.operator.default_loops import backward_in_own_loop, is_computed_per_shard
 from lockstep.operator.given_objects import GivenObjects
 from lockstep.operator.loop_protocols import is_epoch_over, place_in_epoch
 from lockstep.operator.registration import registered_parts
@@ -134,6 +135,10 @@ class LightningOperator(TrainingOperator):
             return True
         return getattr(cls, method.__name__) is not getattr(LightningOperator, method.__name__)
 
+    @classmethod
+    def _lockstep_overrides_validation(cls) -> bool:
+        return True  # the module's hooks run in each validation, and its plateaus step
+
     def get_model(self) -> Any:
         """The LightningModule, as RaySGD's operator named it."""
         return self.module
@@ -184,7 +189,8 @@ class LightningOperator(TrainingOperator):
         update_view(self._view, optimizers=optimizers, lr_scheduler_configs=configs)
         self._manual: ManualStrategyView | None = None
         if is_manual:
-            self._manual = ManualStrategyView(self._view, optimizers)
+            backward = partial(backward_in_own_loop, self)
+            self._manual = ManualStrategyView(self._view, optimizers, backward)
             update_view(self._view, strategy=self._manual, precision_plugin=self._manual)
             self._lockstep.further_counts.append(self._manual)
         self._lockstep.further_counts.append(self._logging)
@@ -352,7 +358,7 @@ class LightningOperator(TrainingOperator):
                     where=type(module).__name__,
                     fix="trainer.train(num_steps=...) trains on a part of the data",
                 )
-            return module.training_step(*_step_arguments(module.training_step, batch, index))
+            return module.training_step(*step_arguments(module.training_step, batch, index))
 
     def compute_loss(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
         if self._manual is not None:  # asked to explain a NaN
@@ -382,7 +388,8 @@ class LightningOperator(TrainingOperator):
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         module = self.module
         update_view(self._view, training=False, validating=True)
-        with registered_parts(self).in_evaluation(), self._logging.capturing("validation"):
+        capturing = self._logging.capturing("validation")
+        with torch.no_grad(), registered_parts(self).in_evaluation(), capturing:
             if place_in_epoch(val_iterator) == 0:
                 self._logging.begin_epoch()
                 module.on_validation_start()
@@ -421,7 +428,7 @@ class LightningOperator(TrainingOperator):
     def _run_validation_step(self, batch: Any, index: int) -> dict[str, Any]:
         module = self.module
         module.on_validation_batch_start(batch, index)
-        output = module.validation_step(*_step_arguments(module.validation_step, batch, index))
+        output = module.validation_step(*step_arguments(module.validation_step, batch, index))
         module.on_validation_batch_end(output, batch, index)
         return {} if output is None else loss_and_metrics(module, "validation_step", output)[1]
 
@@ -432,7 +439,7 @@ class LightningOperator(TrainingOperator):
         if not unsupported.overrides(module, "predict_step"):
             return super().predict_batch(batch, batch_info)
         return module.predict_step(
-            *_step_arguments(module.predict_step, batch, batch_info["batch_idx"])
+            *step_arguments(module.predict_step, batch, batch_info["batch_idx"])
         )
 
     def _lockstep_predicting(self) -> AbstractContextManager[None]:
@@ -486,11 +493,3 @@ def _current_num_samples() -> float:
             fix="call trainer.train()",
         )
     return active.weight
-
-
-def _step_arguments(step: Any, batch: Any, index: int) -> tuple[Any, ...]:
-    """The arguments for the step method `step`, whose signature may have no `batch_idx`."""
-    takes = inspect.signature(step).parameters.values()
-    positional = [each for each in takes if each.kind is not inspect.Parameter.KEYWORD_ONLY]
-    several = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in positional)
-    return (batch, index) if several or len(positional) > 1 else (batch,)

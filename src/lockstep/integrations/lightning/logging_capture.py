@@ -25,12 +25,14 @@ from lockstep.integrations.lightning.logged_metrics import (
     parse_reduction,
 )
 from lockstep.integrations.lightning.module_factory import is_lightning
-from lockstep.metrics.torchmetrics_merge import is_metric, metrics_in
+from lockstep.metrics.torchmetrics_merge import is_metric, merge_states, metrics_in, states_of
+from lockstep.operator.object_transfer import all_gather
 from lockstep.operator.registered_torchmetrics import mark_metrics, restore_metrics
 from lockstep.tensor_copies import HostCopy
+from lockstep.tensor_tree import tree_map
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import nn
 
@@ -108,8 +110,11 @@ class LoggingCapture:
     def _sync_states(self, metric: Any, *_: Any, **__: Any) -> None:
         """In the place of torchmetrics' own: gather a metric's states over lockstep's group.
 
-        torchmetrics gathers a list of tensors that it does not join (of retrieval, of detection)
-        tensor by tensor, and so needs as many on every rank.
+        torchmetrics gathers tensor by tensor, and so needs lists of as many on every rank, which
+        those that it does not join (of retrieval, of detection) are not.
+
+        Collective:
+            Every rank: see `all_gather`.
 
         Raises:
             NotAvailableError: within a step, in which a rank may compute several shards or none.
@@ -122,20 +127,11 @@ class LoggingCapture:
                 fix="self.log(name, metric), or metric.compute() in on_train_epoch_end or"
                 " on_validation_epoch_end",
             )
-        group, gather = self._group(), _make_gather(self._group())
-        lists = {
-            name: getattr(metric, name)
-            for name, reduce in metric._reductions.items()
-            if reduce is None and isinstance(getattr(metric, name), list)
-        }
-        for name in lists:
-            setattr(metric, name, [])  # nothing that torchmetrics would gather
-        type(metric)._sync_dist(metric, gather)
-        if not lists:
-            return
-        lengths = group.exchange({name: len(rows) for name, rows in lists.items()})
-        for name, rows in lists.items():
-            setattr(metric, name, _gather_list(rows, [each[name] for each in lengths], gather))
+        own = metric.update_count, states_of(metric)
+        everyone = all_gather(self._group(), own, f"the state of {type(metric).__name__}")
+        # Ranks without samples are left out, unless none has any.
+        parts = [states for updates, states in everyone if updates] or [own[1]]
+        merge_states(metric, [_on_device_of(metric, states) for states in parts])
 
     def begin_call(self) -> None:
         """Drop what was logged in the call before."""
@@ -298,6 +294,15 @@ def _copy_state(metric: Any, copy: Callable[[torch.Tensor], Any]) -> dict[str, A
     return {**plain, **states}
 
 
+def _on_device_of(metric: Any, states: Mapping[str, Any]) -> dict[str, Any]:
+    def move(state: Any) -> Any:
+        is_in_host_memory = metric.compute_on_cpu and isinstance(state, list)
+        device = torch.device("cpu") if is_in_host_memory else metric.device
+        return tree_map(lambda leaf: leaf.to(device) if torch.is_tensor(leaf) else leaf, state)
+
+    return {name: move(state) for name, state in states.items()}
+
+
 def _submodule_name(metric: Any, module: nn.Module, name: str) -> str:
     place: str
     for place, one in module.named_modules():
@@ -309,38 +314,3 @@ def _submodule_name(metric: Any, module: nn.Module, name: str) -> str:
         cause="nobody would gather it over the workers, or reset it",
         fix="make it an attribute in __init__: self.accuracy = torchmetrics.Accuracy(...)",
     )
-
-
-def _gather_list(
-    rows: list[torch.Tensor], lengths: list[int], gather: Callable[..., list[torch.Tensor]]
-) -> list[torch.Tensor]:
-    """The tensors of all ranks' lists, of `lengths`, rank after rank."""
-    found: list[list[torch.Tensor]] = [[] for _ in lengths]
-    for place in range(max(lengths)):
-        own = rows[place] if place < len(rows) else torch.zeros(0)
-        for rank, each in enumerate(gather(own)):
-            if place < lengths[rank]:
-                found[rank].append(each)
-    return [each for of_rank in found for each in of_rank]
-
-
-def _make_gather(peers: Group) -> Any:
-    """A ``dist_sync_fn`` for torchmetrics that gathers tensors of different leading lengths."""
-
-    def gather(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-        kind = str(tensor.dtype).removeprefix("torch.")
-        everyone = peers.exchange([list(tensor.shape), kind])
-        full = [each for each in everyone if 0 not in each[0]]
-        if not full:
-            return [tensor.clone() for _ in everyone]
-        # A rank without samples has an empty tensor, whose number of dimensions and dtype differ.
-        largest = [max(sizes) for sizes in zip(*(shape for shape, _ in full), strict=True)]
-        padded = tensor.new_zeros(largest, dtype=getattr(torch, full[0][1]))
-        if tensor.numel():
-            padded[tuple(map(slice, tensor.shape))] = tensor
-        return [
-            one[:0] if 0 in shape else one[tuple(map(slice, shape))]
-            for one, (shape, _) in zip(peers.all_gather(padded), everyone, strict=True)
-        ]
-
-    return gather

@@ -11,11 +11,12 @@ updates weights between two backwards cannot be computed shard by shard.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.errors import ConfigurationError
+from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.integrations.lightning.module_factory import PACKAGES
 from lockstep.integrations.lightning.trainer_view import StrategyView, update_view
+from lockstep.integrations.lightning.unsupported import overrides
 from lockstep.operator.custom_loop_refusals import requested_loop_options
 from lockstep.sync.optimizer_inspection import needs_closure
 
@@ -66,17 +67,27 @@ _FIXES = {
 }
 
 
+_BACKWARD_PARAMETERS: Final = ("gradient", "retain_graph", "create_graph", "inputs")
+"""Of ``Tensor.backward``, in its order."""
+
+
 class ManualStrategyView(StrategyView):
     """The strategy of a module that optimises manually.
 
     Args:
         trainer: the view whose strategy this is.
         optimizers: what `configure_optimizers` returned, in its order.
-
+        backward: backpropagates a loss, by its weight and the keywords of ``Tensor.backward``.
     """
 
-    def __init__(self, trainer: TrainerView, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(
+        self,
+        trainer: TrainerView,
+        optimizers: Sequence[torch.optim.Optimizer],
+        backward: Callable[..., None],
+    ) -> None:
         super().__init__(trainer)
+        self._backward = backward
         wrapper = _lightning_optimizer_class(trainer.lightning_module)
         self._wrapped = [wrapper._to_lightning_optimizer(each, self) for each in optimizers]
 
@@ -101,24 +112,47 @@ class ManualStrategyView(StrategyView):
         update_view(self._trainer, global_step=mark)
 
     def backward(
-        self, loss: torch.Tensor, optimizer: object = None, *arguments: Any, **keywords: Any
+        self,
+        loss: torch.Tensor,
+        optimizer: object = None,
+        *arguments: Any,
+        weight: float | None = None,
+        **keywords: Any,
     ) -> None:
         """Backpropagate, for ``LightningModule.manual_backward``.
 
+        A `backward` of the module's own is called instead, and backpropagates by itself.
+
         Args:
-            loss: a mean over the samples of this worker's batch.
+            loss: a mean over the samples of this worker's batch, or over `weight` of anything.
             optimizer: Lightning passes None.
             arguments, keywords: of ``Tensor.backward``.
+            weight: how much this loss counts against the other workers' losses; the number of
+                samples if None.
 
         Gradient:
-            That of the global batch, weighed by each worker's samples.
+            That of the global batch: the mean over all workers, weighed.
 
         Collective:
             Every rank.
+
+        Raises:
+            NotAvailableError: a weight, and the module has a `backward` of its own.
         """
         module = self.lightning_module
+        is_own = overrides(module, "backward")
+        if is_own and weight is not None:
+            raise NotAvailableError(
+                "a weight is given to manual_backward, and the module's own backward takes none",
+                where=f"{type(module).__name__}.backward",
+                fix="leave the method out, and give manual_backward the loss that it makes",
+            )
         module.on_before_backward(loss)
-        module.backward(loss, *arguments, **keywords)
+        if is_own:
+            module.backward(loss, *arguments, **keywords)
+        else:
+            named = dict(zip(_BACKWARD_PARAMETERS, arguments, strict=False))
+            self._backward(loss, weight, **named, **keywords)
         module.on_after_backward()
 
     def optimizer_step(

@@ -1,54 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the loss and the metrics from the output of `training_step` or `validation_step`."""
+"""What `training_step` and `validation_step` are given, and what is read from their outputs."""
 
 from __future__ import annotations
 
+import inspect
 import numbers
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from lockstep.errors import NotAvailableError
-from lockstep.integrations.lightning.unsupported import overrides
+from lockstep.errors import ConfigurationError
+from lockstep.keys import WEIGHT
 from lockstep.metrics.metric_values import is_scalar
-
-_OUTPUT_HOOKS = {
-    "training_step": "on_train_batch_end",
-    "validation_step": "on_validation_batch_end",
-}
-"""The hooks to which Lightning passes the output unchanged."""
 
 
 def loss_and_metrics(module: Any, step: str, output: Any) -> tuple[Any, dict[str, Any]]:
     """The loss in the `output` of `step`, or None, and each number beside the loss by its name.
 
+    What is no number is for the module's hooks, if any reads it, as with Lightning.
+
     Args:
         step: "training_step" or "validation_step".
 
     Raises:
-        NotAvailableError: the output has an entry that is no number, and the module has no hook
-            that would read it.
+        ConfigurationError: a weight, from a module that backpropagates by itself.
     """
     entries = dict(output) if isinstance(output, Mapping) else {"loss": output}
+    if step == "training_step" and WEIGHT in entries and not module.automatic_optimization:
+        raise ConfigurationError(
+            "training_step returned a weight, which comes too late for its gradients",
+            where=f"{type(module).__name__}.training_step",
+            cause="manual_backward has weighed them already",
+            fix="self.manual_backward(loss, weight=number), for the mean of what is logged"
+            f" self.log(name, value, batch_size=number), and no {WEIGHT!r}",
+        )
     loss = entries.pop("loss", None)
     if step == "validation_step" and loss is not None:
         # A loss without a name gets the name that RaySGD gave it.
         entries.setdefault("val_loss", loss)
-    metrics = {name: detach(value) for name, value in entries.items() if _is_number(value)}
-    others = [name for name in entries if name not in metrics]
-    if others and not overrides(module, _OUTPUT_HOOKS[step]):
-        name, value = others[0], entries[others[0]]
-        raise NotAvailableError(
-            f"{step} returned {name!r}, which is no number: nobody would read it",
-            where=f"{type(module).__name__}.{step}",
-            expected="a loss; or a dict of numbers, which train() and validate() return as means"
-            " over all samples",
-            got=_describe_type(value),
-            fix=f"leave {name!r} out, or read it in a hook: def {_OUTPUT_HOOKS[step]}"
-            "(self, outputs, batch, batch_idx)",
-        )
+    metrics = {
+        name: detach(value)
+        for name, value in entries.items()
+        if _is_number(value) or name == WEIGHT  # which is refused by name where it is none
+    }
     return loss, metrics
+
+
+def step_arguments(step: Any, batch: Any, index: int) -> tuple[Any, ...]:
+    """The arguments for the step method `step`, whose signature may have no `batch_idx`."""
+    takes = inspect.signature(step).parameters.values()
+    positional = [each for each in takes if each.kind is not inspect.Parameter.KEYWORD_ONLY]
+    several = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in positional)
+    return (batch, index) if several or len(positional) > 1 else (batch,)
 
 
 def detach(output: Any) -> Any:
@@ -61,9 +65,6 @@ def detach(output: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return is_scalar(value) or isinstance(value, numbers.Real)
-
-
-def _describe_type(value: Any) -> str:
-    kind = type(value).__name__
-    return f"{kind} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else kind
+    # Of a tensor with a row for each sample, one row is no metric either.
+    is_tensor = is_scalar(value) and value.ndim == 0
+    return is_tensor or isinstance(value, numbers.Real)

@@ -6,6 +6,7 @@ import torch
 import torchmetrics
 from tests.unit.integrations.lightning.modules import (
     GLOBAL_BATCH,
+    STEPS,
     Classifier,
     by_lightning,
     farthest,
@@ -120,6 +121,31 @@ def test_a_module_as_it_is():
     assert trained["last_train_loss"] == trained["train_loss_step"]
 
 
+class SwapsWeights(Classifier):
+    """Validates with other weights, and trains its own; no hook says `no_grad`."""
+
+    def on_validation_start(self):
+        self.held = [parameter.detach().clone() for parameter in self.parameters()]
+        for parameter in self.parameters():
+            parameter.mul_(0.5)
+
+    def on_validation_epoch_end(self):
+        self.log("has_gradients", float(torch.is_grad_enabled()))
+
+    def on_validation_end(self):
+        for parameter, held in zip(self.parameters(), self.held, strict=True):
+            parameter.copy_(held)
+
+
+def test_hooks_of_a_validation_record_no_gradients():
+    expected, reference = by_lightning(SwapsWeights())
+    model, _, validated = by_lockstep(SwapsWeights)
+    assert farthest(model, expected) < 1e-12
+    for name in ("val_loss", "has_gradients"):
+        logged = reference.callback_metrics[name].item()
+        assert validated[name] == pytest.approx(logged, rel=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module_cls", "lightning_arguments", "operator", "arguments"),
@@ -227,6 +253,50 @@ def test_going_on_from_a_checkpoint(tmp_path):
         trainer.train(), trainer.validate()
         assert farthest(trainer.get_model(), expected) == 0
         assert trainer.get_local_operator().module.global_step == 24
+
+
+class KeepsItsBest(WaitsForAPlateau):
+    best = float("inf")
+
+    def on_validation_epoch_end(self):
+        self.best = min(self.best, self.trainer.callback_metrics["val_loss"].item())
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["best"] = self.best
+
+    def on_load_checkpoint(self, checkpoint):
+        self.best = checkpoint["best"]
+
+
+def test_what_a_validation_has_changed_is_in_the_checkpoint_of_its_step(tmp_path):
+    """Of a run that is killed in the next epoch: the checkpoint is as old as the one before."""
+
+    def program(folder=None):
+        disk = {"checkpoint_dir": folder, "checkpoint_every": STEPS, "resume": "auto"}
+        made = TrainingOperator.from_lightning(KeepsItsBest, loader(), loader())
+        return TorchTrainer(training_operator_cls=made, **(disk if folder else {}))
+
+    def epochs(trainer, last):
+        while trainer.status()["epochs_finished"] < last:
+            trainer.train(), trainer.validate()
+
+    def result(trainer):
+        operator = trainer.get_local_operator()
+        rate = operator.optimizer.param_groups[0]["lr"]
+        return rate, operator.module.best, operator.get_model()
+
+    with program() as trainer:
+        epochs(trainer, 4)
+        rate, best, model = result(trainer)
+    killed = program(tmp_path)
+    epochs(killed, 2)
+    killed.train(num_steps=1)
+    killed.shutdown(force=True)
+    with program(tmp_path) as trainer:
+        epochs(trainer, 4)
+        found = result(trainer)
+    assert found[:2] == (rate, best)
+    assert farthest(found[2], model) == 0
 
 
 @pytest.mark.slow

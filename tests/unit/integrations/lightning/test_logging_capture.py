@@ -2,6 +2,7 @@
 """What a module logs and counts: in the hooks of a step, and in a validation that fails."""
 
 import pytest
+import torch
 import torchmetrics
 from tests.unit.integrations.lightning.modules import (
     GLOBAL_BATCH,
@@ -11,8 +12,11 @@ from tests.unit.integrations.lightning.modules import (
     loader,
     problem,
 )
+from tests.unit.integrations.lightning.two_threads import on_two_threads
+from torch.utils.data import DataLoader, Subset
 
 from lockstep import TorchTrainer, TrainingOperator
+from lockstep.worker import LoopRequest
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*does not have many workers"
@@ -136,3 +140,55 @@ def test_a_metric_of_steps_and_epochs_has_the_name_of_the_epochs_too():
     with TorchTrainer(training_operator_cls=operator) as trainer:
         metrics = trainer.train()
     assert metrics["mean_epoch"] == metrics["mean"] == pytest.approx((STEPS - 1) / 2)
+
+
+class Detections(torchmetrics.Metric):
+    """Keeps of each image a tensor and a mask as detection does: its size, and bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("boxes", [], dist_reduce_fx=None)
+        self.add_state("masks", [], dist_reduce_fx=None)
+        self.add_state("joined", [], dist_reduce_fx="cat")
+        self.add_state("largest", torch.tensor(-1e3, dtype=torch.float64), dist_reduce_fx="max")
+        self.add_state("seven", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="mean")
+
+    def update(self, features):
+        for row in features:
+            self.boxes.append(row)
+            self.masks.append(((2, 3), row.numpy().tobytes()))
+        self.joined.append(features)
+        self.largest = torch.maximum(self.largest, features.max())
+        self.seven = torch.full_like(self.seven, 7.0)
+
+    def compute(self):
+        rows = torch.cat(self.joined) if isinstance(self.joined, list) else self.joined
+        masks = [torch.frombuffer(bytearray(text), dtype=torch.float64) for _, text in self.masks]
+        assert {size for size, _ in self.masks} == {(2, 3)}
+        assert torch.stack(masks).equal(torch.stack(self.boxes))
+        return rows.sum() + torch.stack(self.boxes).square().sum() + self.largest + self.seven
+
+
+class Detects(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.detections = Detections()
+
+    def validation_step(self, batch, batch_idx):
+        self.detections.update(batch[0])
+        self.log("detections", self.detections)
+
+
+@pytest.mark.parametrize("count", [GLOBAL_BATCH + 5, GLOBAL_BATCH + 1, 1])
+def test_a_metric_of_lists_that_are_no_tensors_and_of_unequal_length(count):
+    """In the last batch the two workers have 3 and 2 samples; or one, and none."""
+
+    def body(worker):
+        report = worker.validate(LoopRequest("validation", None, False, {}))
+        return report.passes[0].metrics["detections"]
+
+    rows = DataLoader(Subset(problem(), range(count)), GLOBAL_BATCH // 2)
+    made = TrainingOperator.from_lightning(Detects, loader(), rows)
+    features = problem().tensors[0][:count]
+    expected = (features.sum() + features.square().sum() + features.max() + 7.0).item()
+    assert on_two_threads(made, body) == [pytest.approx(expected)] * 2

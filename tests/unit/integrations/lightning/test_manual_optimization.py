@@ -10,11 +10,17 @@ from tests.unit.integrations.lightning.modules import (
     by_lightning,
     farthest,
     loader,
+    problem,
 )
+from tests.unit.integrations.lightning.two_threads import on_two_threads
 from torch import nn
+from torch.utils.data import DataLoader, Subset
 
+import lockstep
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import ConfigurationError, NotAvailableError
+from lockstep.keys import WEIGHT
+from lockstep.worker import LoopRequest
 
 pytestmark = pytest.mark.filterwarnings(
     # Lightning's advice on loader workers and logging intervals, and its use of older torch.
@@ -186,6 +192,93 @@ class BackpropagatesTwice(Manual):
 
     def backward(self, loss, *arguments, **keywords):
         (2 * loss).backward(*arguments, **keywords)
+
+
+class MeansOverTokens(Manual):
+    """A third of the targets are ignored; the loss is a mean over the others."""
+
+    weighs = False
+
+    def training_step(self, batch, batch_idx):
+        features, target = batch
+        target = torch.where(features[:, 2] > 0.4, -100, target)
+        loss = nn.functional.cross_entropy(self(features), target, ignore_index=-100)
+        weight = {"weight": int((target >= 0).sum())} if self.weighs else {}
+        self.optimizers().zero_grad()
+        self.manual_backward(loss / 2, None, True, **weight)  # Tensor.backward's retain_graph
+        self.manual_backward(loss / 2, **weight)
+        self.optimizers().step()
+
+
+class Weighs(MeansOverTokens):
+    weighs = True
+
+
+class Contrasts(Manual):
+    """Each row against all rows of the global batch."""
+
+    def contrast(self, a, b):
+        logits = 3.0 * nn.functional.normalize(a) @ nn.functional.normalize(b).T
+        return nn.functional.cross_entropy(logits, torch.arange(len(a)))
+
+    def training_step(self, batch, batch_idx):
+        features, _ = batch
+        loss = self.contrast(self(features), self(features.cos()))
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+
+
+class ContrastsOverWorkers(Contrasts):
+    def contrast(self, a, b):
+        return super().contrast(lockstep.gather(a), lockstep.gather(b))
+
+
+def rows(count, batch_size):
+    return DataLoader(Subset(problem(), range(count)), batch_size)
+
+
+@pytest.mark.parametrize("count", [2 * GLOBAL_BATCH + 5, 2 * GLOBAL_BATCH + 1])
+@pytest.mark.parametrize(
+    ("module_cls", "alone"), [(Weighs, MeansOverTokens), (ContrastsOverWorkers, Contrasts)]
+)
+def test_the_weight_of_a_loss_is_at_its_root(module_cls, alone, count):
+    """In the last batch the two workers have 3 and 2 samples; or one, and none."""
+
+    def body(worker):
+        for _ in range(2):
+            worker.train(LoopRequest("train", None, False, {}))
+        return worker.operator.module
+
+    train = rows(count, GLOBAL_BATCH)
+    expected, _ = by_lightning(alone(), max_epochs=2, validates=False, train=train)
+    made = TrainingOperator.from_lightning(module_cls, rows(count, GLOBAL_BATCH // 2))
+    for module in on_two_threads(made, body):
+        assert farthest(module, expected) < 1e-12
+
+
+class ReturnsItsWeight(MeansOverTokens):
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        return {WEIGHT: 3}
+
+
+class WeighsAndBackpropagates(Weighs):
+    def backward(self, loss, *arguments, **keywords):
+        loss.backward(*arguments, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("module_cls", "error", "says"),
+    [
+        (ReturnsItsWeight, ConfigurationError, r"manual_backward\(loss, weight=number\)"),
+        (WeighsAndBackpropagates, NotAvailableError, "own backward takes none"),
+    ],
+)
+def test_a_weight_that_would_not_reach_the_gradients_is_refused(module_cls, error, says):
+    made = TrainingOperator.from_lightning(module_cls, loader())
+    with TorchTrainer(training_operator_cls=made) as trainer, pytest.raises(error, match=says):
+        trainer.train()
 
 
 def by_lockstep(module_cls, num_workers):

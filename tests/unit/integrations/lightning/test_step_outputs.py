@@ -108,16 +108,24 @@ class ReadsRows(ReturnsRows):
         self.read += 1
 
 
-def test_what_is_no_number_is_refused_unless_a_hook_reads_it():
-    with trainer(ReturnsRows) as one:
-        with pytest.raises(NotAvailableError, match=r"'targets', which is no number"):
-            one.train()
-        with pytest.raises(NotAvailableError, match=r"'log', which is no number[^$]*got +dict"):
-            one.validate()
-    with trainer(ReadsRows) as one:
-        assert one.train().keys() & {"targets", "log"} == set()
-        one.validate()
-        assert one.get_model().read == 12
+class ReturnsPredictions(Classifier):
+    def validation_step(self, batch, batch_idx):
+        return self(batch[0]).argmax(dim=1)
+
+
+@pytest.mark.parametrize("num_shards", [1, GLOBAL_BATCH])
+def test_what_is_no_number_is_left_to_hooks(num_shards):
+    """Also where a shard has one sample."""
+    each = loader(GLOBAL_BATCH // num_shards)
+    for module, read in ((ReturnsRows, 0), (ReadsRows, SAMPLES if num_shards > 1 else STEPS)):
+        with trainer(module, each, each, num_shards=num_shards) as one:
+            trained, validated = one.train(), one.validate()
+            assert trained.keys() & {"targets", "log"} == set()
+            assert "first" in trained
+            assert validated.keys() & {"targets", "log"} == set()
+            assert getattr(one.get_model(), "read", 0) == 2 * read
+    with trainer(ReturnsPredictions, each, each, num_shards=num_shards) as one:
+        assert "val_loss" not in one.validate()
 
 
 class Predicts(Classifier):
