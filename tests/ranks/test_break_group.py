@@ -259,6 +259,68 @@ def test_over_a_group_that_was_broken_no_further_batch_begins(pair):
     assert [worker.operator.global_step for worker in both.workers] == [2, 2]
 
 
+class StepsInValidation(DefaultLoop):
+    """Its `validate` counts, steps a scheduler and writes to a weight; the one of rank 1 fails."""
+
+    count = 0
+
+    def setup(self, config):
+        super().setup(config)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+
+    def train_batch(self, batch, batch_info):
+        """Of its own, which may step the scheduler as well."""
+        return super().train_batch(batch, batch_info)
+
+    def validate(self, val_iterator, info):
+        result = super().validate(val_iterator, info)
+        if self.world_rank == 1:
+            raise LookupError
+        self.count += 1
+        self.scheduler.step()
+        with torch.no_grad():
+            next(self.model.parameters()).mul_(0.5)
+        return result
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def test_a_rank_that_was_through_a_validation_goes_back_with_the_one_that_was_not(pair):
+    """Both validate again: it would count twice there, and the ranks would drift apart."""
+    both = pair(StepsInValidation)
+    both.start()
+
+    def changed(worker):
+        operator = worker.operator
+        (group,) = operator.optimizer.param_groups
+        weight = next(operator.model.parameters()).detach().clone()
+        return operator.count, operator.scheduler.last_epoch, group["lr"], weight
+
+    def validated(rank):
+        both.workers[rank].validate(LoopRequest("validation", None, False, {}))
+
+    def failing(rank):
+        if rank == 1:
+            with pytest.raises(LookupError):
+                validated(rank)
+        else:
+            validated(rank)
+
+    side_by_side(lambda rank: both.workers[rank].train(LoopRequest("train", 1, False, {})), 2)
+    *before, weight = changed(both.workers[0])
+    side_by_side(failing, 2)
+    assert changed(both.workers[0])[:2] == (1, 1)
+    for worker in both.workers:
+        leave_broken_group(worker, "validation")
+        *numbers, value = changed(worker)
+        assert numbers == before
+        assert torch.equal(value, weight)
+
+
 def test_a_group_beside_the_run_is_broken_with_it(pair):
     """`verify` waits in one: with NCCL nobody is freed where its sockets are shut down."""
     both = pair()

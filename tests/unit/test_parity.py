@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+import lockstep
 from lockstep.errors import LockstepError
 from lockstep.parity import compare
 from lockstep.testing import assert_parity
@@ -35,6 +36,29 @@ def test_a_right_step_is_equal_on_uneven_and_empty_ranks(step_fn, world_size):
     assert report.ok
     assert len(report.rows) == 4
     assert report.notes == ["dropout is off in layer `2`"]
+
+
+def contrastive(model, batch):
+    features, targets = batch
+    return lockstep.info_nce(model(features), targets, torch.tensor(2.0, dtype=torch.float64))
+
+
+def over_all_rows(model, batch):
+    """A variance, which is no mean of the ranks' own."""
+    features, _ = batch
+    return lockstep.gather(model(features)).var()
+
+
+def norm(model, batch):
+    """The root of a mean over all rows."""
+    return lockstep.global_mean(model(batch[0]).square().sum(1)).sqrt()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("step_fn", [contrastive, over_all_rows, norm])
+def test_a_loss_that_communicates_is_compared_too(step_fn, world_size):
+    batches = [(FEATURES, TARGETS), (FEATURES[:2], TARGETS[:2])]
+    assert assert_parity(step_fn, make_model, batches, world_size=world_size).ok
 
 
 def test_a_loss_that_is_no_mean_is_found_and_shown():

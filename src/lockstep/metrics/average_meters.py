@@ -65,6 +65,10 @@ class AverageMeterCollection:
         n: the samples so far.
     """
 
+    # Of what cannot be averaged, only arrays are to be the same in all batches: of other values the
+    # latest is what a loop means to tell (the rates of a schedule, the name of a file).
+    _tells_all_changes = False
+
     def __init__(self) -> None:
         self.reset()
 
@@ -161,17 +165,16 @@ class AverageMeterCollection:
             return
         if isinstance(value, Tensor):
             value = value.detach()
-        if name not in self._varied and (is_mixed or self._is_another_array(name, value)):
+        if name not in self._varied and (is_mixed or self._is_another_value(name, value)):
             self._varied.add(name)
         if is_mixed:
             self._means.pop(name, None)
         self._others[name] = value
 
-    def _is_another_array(self, name: str, value: Any) -> bool:
-        # Of other values the latest is what a loop means to tell: the rates of a schedule, the name
-        # of a file.
+    def _is_another_value(self, name: str, value: Any) -> bool:
         before = self._others.get(name, value)
-        return (is_array(before) or is_array(value)) and not is_same_value(before, value)
+        is_told = self._tells_all_changes or is_array(before) or is_array(value)
+        return is_told and not is_same_value(before, value)
 
     def state(self) -> dict[str, Any]:
         """This worker's sums, which `merge` divides, as plain Python numbers on the CPU.
@@ -181,8 +184,8 @@ class AverageMeterCollection:
         Returns:
             ``batch_count``, ``num_samples``; ``sums``, a `WeightedMean` for each metric;
             ``others``, the latest value of each metric that cannot be averaged; ``varied``, the
-            names of those that were other arrays or shapes before, or not the same in all parts of
-            a batch.
+            names of those that were other arrays or shapes before (in `ValidationMeters`, any other
+            value), or not the same in all parts of a batch.
         """
         return {
             BATCH_COUNT: self._batch_count,
@@ -198,3 +201,9 @@ class AverageMeterCollection:
     def summary(self) -> dict[str, Any]:
         """``batch_count``, ``num_samples``, and per metric ``k`` its mean and ``last_k``."""
         return merge([self.state()])
+
+
+class ValidationMeters(AverageMeterCollection):
+    """Of a validation, where nothing is scheduled: what varies differs from batch to batch."""
+
+    _tells_all_changes = True

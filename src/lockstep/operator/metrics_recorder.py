@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockstep.metrics import AverageMeterCollection, merge
+from lockstep.metrics.average_meters import ValidationMeters
 from lockstep.tensor_copies import is_shard
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ class MetricsRecorder:
 
     def __init__(self, state: OperatorState) -> None:
         self._state = state
-        self._pass = AverageMeterCollection()
+        is_validation = state.global_batch.purpose == "validation"
+        self._pass = ValidationMeters() if is_validation else AverageMeterCollection()
         # In the first pass of a call both are one collection, so that nothing is counted twice.
         if state.meters.is_empty:
             state.meters = self._pass

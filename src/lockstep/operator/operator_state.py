@@ -222,6 +222,7 @@ class OperatorState:
             yield
             return
         counts = self.meters, self.pass_sums, self.latest
+        mark = self.registered_metrics.mark("train")
         self.meters = AverageMeterCollection()
         self.global_batch = GlobalBatchContext(training.reduction, "validation")
         try:
@@ -229,6 +230,7 @@ class OperatorState:
         finally:
             self.global_batch = training
             self.meters, self.pass_sums, self.latest = counts
+            self.registered_metrics.restore(mark)
 
     def compare_hardware(self) -> None:
         """Refuse to compare bits between workers that are not equal; see `Shadow`."""

@@ -102,19 +102,21 @@ class RegisteredMetrics:
             for name, metric in _flatten_collections(self._by_purpose.get(purpose, {}))
         }
 
-    def mark(self) -> Mark:
-        """The counts so far, for `restore` should the step be rolled back.
+    def mark(self, *purposes: str) -> Mark:
+        """The counts so far, for `restore`, of the metrics of `purposes`; without any, of all.
 
         Costs nothing without metrics; rows that a metric keeps are not copied.
         """
-        return mark_metrics(each for metric in self._distinct() for each in metrics_in(metric))
+        distinct = self._distinct(*purposes)
+        return mark_metrics(each for metric in distinct for each in metrics_in(metric))
 
     def restore(self, mark: Mark) -> None:
         """Set the metrics back to their counts at `mark`."""
         restore_metrics(mark)
 
-    def _distinct(self) -> list[Any]:
-        every = [each for named in self._by_purpose.values() for each in named.values()]
+    def _distinct(self, *purposes: str) -> list[Any]:
+        by_purpose = [self._by_purpose.get(each, {}) for each in purposes or self._by_purpose]
+        every = [each for named in by_purpose for each in named.values()]
         return list({id(metric): metric for metric in every}.values())
 
 

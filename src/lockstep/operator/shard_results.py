@@ -159,9 +159,10 @@ class ShardResults:
 
     def metrics(self) -> dict[str, Any]:
         """The batch's metrics, its samples, and its weight if that is the operator's own."""
-        partial = partial_weights(self._results)
-        merged = {**mean_over_shards(self._results), NUM_SAMPLES: self._num_samples}
-        self._operator._lockstep.meters.note_varied(_varied(self._results))
+        results = _without_none(self._results)
+        partial = partial_weights(results)
+        merged = {**mean_over_shards(results), NUM_SAMPLES: self._num_samples}
+        self._operator._lockstep.meters.note_varied(_varied(results))
         if self._results and self._has_own_weights:
             merged[WEIGHT] = sum(each[self._loss] for each in self._weights)
         else:
@@ -185,6 +186,23 @@ class ShardResults:
         ]
         merged |= mean_over_shards(weighed)
         partial[name] = sum(own)
+
+
+def _without_none(
+    results: Sequence[tuple[Mapping[str, Any], float]],
+) -> list[tuple[Mapping[str, Any], float]]:
+    """The results of shards, without each None that another shard reports a value for: a shard that
+    has nothing to tell reports nothing, as a batch without a value is left out of a mean."""
+    known = {
+        key
+        for metrics, _ in _counting(results)
+        for key, value in metrics.items()
+        if value is not None
+    }
+    return [
+        ({key: value for key, value in each.items() if value is not None or key not in known}, n)
+        for each, n in results
+    ]
 
 
 def mean_over_shards(results: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, Any]:

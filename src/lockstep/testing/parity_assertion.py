@@ -12,9 +12,11 @@ from lockstep.batch_dependent_layers import freeze_batch_dependent_layers
 from lockstep.data.batch_rows import leading_length, slice_rows
 from lockstep.data.shard_assignment import shard_bounds
 from lockstep.errors import ConfigurationError, ParityError
+from lockstep.group import Group
 from lockstep.no_dropout_mode import NoDropoutMode
 from lockstep.parity import compare
 from lockstep.randomness import preserve_rng_state
+from lockstep.reduction_context import ReductionContext, activate
 from lockstep.sync import GradientSync
 from lockstep.testing.rank_threads import run_ranks
 
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from lockstep.group import Group
     from lockstep.parity import ParityReport
 
 
@@ -47,7 +48,8 @@ def assert_parity(
 
     Args:
         step_fn: ``(model, batch) -> loss``, the mean over the batch; or it calls
-            ``loss.backward()`` itself and returns None.
+            ``loss.backward()`` itself and returns None. `gather`, `global_mean` and `info_nce` in
+            it communicate as in a trainer.
         make_model: makes the model; called once per rank, from the same random numbers.
         batches: *global* batches, of any nesting; each is cut into `world_size` parts along
             the first dimension, the first ones larger.
@@ -82,7 +84,7 @@ def _compare_with_one_process(
             models.append(make_model())
     notes = [note for model in models for note in freeze_batch_dependent_layers(model)]
     alone, *replicas = models
-    with NoDropoutMode():
+    with NoDropoutMode(), activate(ReductionContext(Group(None))):
         loss = step_fn(alone, batch)
         if loss is not None:
             loss.backward()
@@ -97,8 +99,11 @@ def _compare_with_one_process(
         part = slice_rows(batch, slice(start, stop) if rows else slice(1))
         sync = GradientSync([model], group)
         sync.set_delivered_weight(rows)
+        # As in a trainer: a gather in the loss finds its group here, and leaves out the row that
+        # is another rank's.
+        reduction = ReductionContext(group, weight=rows, is_borrowed=rows == 0)
         try:
-            with NoDropoutMode():
+            with NoDropoutMode(), activate(reduction):
                 loss = step_fn(model, part)
                 if loss is not None:
                     sync.backward(loss, weight=rows)

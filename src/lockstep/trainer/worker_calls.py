@@ -96,18 +96,11 @@ class WorkerCalls:
         engine = self.open_engine()
         with self._one_call_at_a_time(call.contract.name):
             # Noted first: a call that fails may have changed it, too.
-            if call.is_training or self._may_change_state(call):
+            if call.is_training or call.may_change_state(self.spec.operator_cls):
                 self.may_have_changed = not call.is_training
             if (name := _NAMES_IN_LOG.get(call.method)) is not None:
                 self._note_change(name)
             return engine.call(call, listener=listener, retries=retries)
-
-    def _may_change_state(self, call: RemoteCall[Worker, Any]) -> bool:
-        operator_cls = self.spec.operator_cls
-        # What a validation changes is the operator's own, and saved if it has a `state_dict`.
-        is_saved = operator_cls._lockstep_overrides(TrainingOperator.state_dict)
-        is_validation = call.purpose == "validation"
-        return call.may_change_state(operator_cls) and (is_saved or not is_validation)
 
     def call_rank_0(self, call: RemoteCall[Worker, R]) -> R:
         """See `Engine.call_rank`."""

@@ -211,7 +211,10 @@ class LoopRun:
         self.counted = LoopCounts(self.committed.samples, sums)
 
     def keep_start(self) -> None:
-        """Copy what a validation of the user's own may change, for `rewind`."""
+        """Copy what a validation of the user's own may change, for `rewind`.
+
+        The copies stay until the next call: a peer that fails later takes this rank back, too.
+        """
         if self._operator._lockstep_surrounds_validation():
             self._start = ValidationStart(self._operator)
             self._state.evaluation_writes.copied_elsewhere.update(self._start.copies)
@@ -240,7 +243,6 @@ class LoopRun:
             try:
                 while not self.is_over:
                     self.is_over = self._run_pass(reduction)
-                self._start = None
             finally:
                 if self._state.sync is not None:
                     # That of the last batch is not that of what the user computes between calls.

@@ -68,7 +68,9 @@ class SettingsCopy(LayersCopy):
         self._run = run
         steppers = [*run.saved_schedulers(), *run.stepped_by_loop]
         self._scalers = [ScalerCopy(each) for each in steppers if _is_plain_scaler(each)]
-        self._schedulers = [each for each in steppers if not _is_plain_scaler(each)]
+        self._schedulers = [
+            each for each in steppers if hasattr(each, "state_dict") and not _is_plain_scaler(each)
+        ]
         self._states = [copy.deepcopy(each.state_dict()) for each in self._schedulers]
         self._groups = GroupSettingsCopy(run.optimizers)
 

@@ -9,7 +9,7 @@ from lockstep.operator.registration import registered_parts
 from lockstep.sync import buffer_places, copy_buffers, put_buffers
 from lockstep.tensor_copies import TensorCopies
 from lockstep.tensor_tree import tensors_in
-from lockstep.worker.settings_copy import LayersCopy
+from lockstep.worker.settings_copy import SettingsCopy
 from lockstep.worker.user_state_copy import UserStateCopy
 
 if TYPE_CHECKING:
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class ValidationStart:
     """Copies of what an overridden `validate` may change, in device memory.
 
-    A validation swaps averaged weights in, or estimates running statistics anew. An error, or a
-    peer's death, may end it before it has swapped them back.
+    A validation swaps averaged weights in, estimates running statistics anew, or steps a scheduler.
+    An error, or a peer's death, may end it before it has swapped them back; and it runs again on
+    ranks that had come to its end.
     """
 
     def __init__(self, operator: TrainingOperator) -> None:
@@ -30,7 +31,7 @@ class ValidationStart:
         layers = [layer for module in run.modules() for layer in module.modules()]
         parameters = list(run.parameters())
         averaged = [each for average in run.averages for each in average.parameters()]
-        self._settings = LayersCopy(parameters, layers)
+        self._settings = SettingsCopy(run, parameters, layers)
         self._buffers = copy_buffers(buffer_places((*run.modules(), *run.averages)))
         self._parameters = [*parameters, *averaged]
         self._values = TensorCopies()

@@ -436,6 +436,7 @@ class Worker(StateAccess):
 
     def _begin(self, request: LoopRequest) -> LoopRun:
         training = request.purpose == "train"
+        self.loop_run = None  # the memory of its copies is free for the next ones
         if training and self.memory is not None:
             if request.interrupted_at is None:
                 self.memory.begin_call(request)

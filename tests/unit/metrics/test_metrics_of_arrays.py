@@ -163,6 +163,23 @@ def test_a_list_that_differs_is_named_with_what_to_write(batch):
     assert len(noted) == 1
 
 
+class ByClass(Confusion):
+    def further(self, y):
+        return {"by_class": {"0": (y == 0).double().mean().item()}, "classes": [0, 1, 2]}
+
+
+def test_other_values_that_vary_in_a_validation_are_named():
+    """Nothing is scheduled there, and the result would be the last batch's alone."""
+    with TorchTrainer(training_operator_cls=ByClass, config={BATCH_SIZE: 4}) as one:
+        with warnings.catch_warnings(record=True) as noted:
+            warnings.simplefilter("always")
+            assert one.train()["by_class"] == {"0": 0.0}
+        assert not [each for each in noted if "by_class" in str(each.message)]
+        with pytest.warns(UserWarning, match="'by_class' is not the same") as noted:
+            assert one.validate()["by_class"] == {"0": 0.0}
+    assert len(noted) == 1
+
+
 class Names(Confusion):
     """A loop of one's own that tells the file of its epoch."""
 

@@ -109,6 +109,44 @@ def test_a_loss_of_ones_own_updates_its_metrics():
     assert result["val_correlation"] == pytest.approx(truth, rel=1e-5)
 
 
+class ValidatesWithin(Classifier):
+    """A loop of one's own with a validation behind it. Metrics of sums, and of kept rows."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.correlation, self.auroc = PearsonCorrCoef(), MulticlassAUROC(CLASSES)
+        self.held_out = MulticlassAUROC(CLASSES)
+        both = {"correlation": self.correlation, "auroc": self.auroc}
+        self.register_metrics(train=both, validation=both | {"held_out": self.held_out})
+
+    def compute_loss(self, batch, batch_info):
+        features, target = batch
+        output = self.model(features)
+        self.correlation.update(output[:, 0].detach(), output[:, 1].detach())
+        self.auroc.update(output.detach(), target)
+        if not self.model.training:
+            self.held_out.update(output.detach(), target)
+        return nn.functional.cross_entropy(output, target)
+
+    def train_epoch(self, iterator, info):
+        result = super().train_epoch(iterator, info)
+        if self.config["validates"]:
+            self.validate(DataLoader(TensorDataset(FEATURES[:8], TARGETS[:8]), 4), {})
+            assert self.held_out.update_count == 2
+        return result
+
+
+def test_a_validation_within_a_training_loop_does_not_count_for_the_training():
+    found = []
+    for validates in (False, True):
+        with TorchTrainer(
+            training_operator_cls=ValidatesWithin, config={"metrics": dict, "validates": validates}
+        ) as trainer:
+            found.append(trainer.train())
+    assert {"train_correlation", "train_auroc"} <= found[0].keys()
+    assert found[0] == found[1]
+
+
 def test_what_is_wrong_is_said():
     with pytest.raises(WrongTypeError, match="call it first"):
         start(lambda: {"validation": {"f1": MulticlassF1Score}})

@@ -288,3 +288,33 @@ def test_a_metric_of_numpy_is_the_mean_over_the_shards_of_a_worker(of_numpy):
     assert 0 < expected < 1
     with trainer(Measures, num_shards=2) as trained:
         assert trained.validate()["seen"] == pytest.approx(expected, rel=1e-12)
+
+
+class Sometimes(TrainingOperator):
+    """A metric that some batches do not have: which of the shards, depends on their number."""
+
+    def setup(self, config):
+        model = nn.Linear(1, 1)
+        self.model, self.optimizer = self.register(
+            models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1)
+        )
+        data = DataLoader(TensorDataset(torch.arange(12.0)[:, None]), config[BATCH_SIZE])
+        self.register_data(train_loader=data, validation_loader=data)
+
+    def compute_loss(self, batch, batch_info):
+        (x,) = batch
+        large = x[x > 5]
+        metrics = {"large": large.mean().item() if len(large) else None, "never": None}
+        return self.model(x).square().mean(), metrics
+
+
+@pytest.mark.parametrize("call", ["train", "validate"])
+def test_a_shard_whose_metric_is_none_is_left_out_of_its_mean(call, recwarn):
+    """Shards of two rows each: 0, 1 | 2, 3 | 4, 5 have none, and 6, 7 | 8, 9 | 10, 11 have."""
+    found = []
+    for num_shards, batch in ((1, 2), (2, 4), (3, 6), (6, 12)):
+        with trainer(Sometimes, {BATCH_SIZE: batch}, num_shards=num_shards) as one:
+            found.append(getattr(one, call)())
+    assert [each["large"] for each in found] == [pytest.approx(8.5)] * 4
+    assert [each["never"] for each in found] == [None] * 4
+    assert not [each for each in recwarn if "large" in str(each.message)]

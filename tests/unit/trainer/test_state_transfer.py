@@ -2,6 +2,7 @@
 """A run that is saved, loaded and continued ends where the undisturbed run ends."""
 
 import copy
+import math
 import random
 import threading
 
@@ -379,10 +380,21 @@ class Plateau(Regression):
         model = linear()
         optimizer = sgd(model)
         scheduler = ReduceLROnPlateau(optimizer, "max", factor=0.5, patience=0)
-        self.model, self.optimizer, self.criterion, _ = self.register(
+        self.model, self.optimizer, self.criterion, self.scheduler = self.register(
             models=model, optimizers=optimizer, criterion=nn.MSELoss(), schedulers=scheduler
         )
         self.register_data(train_loader=loader(), validation_loader=loader())
+
+
+class StepsInValidation(Plateau):
+    """What its `validate` changes is no state of its own: a scheduler, and a weight."""
+
+    def validate(self, iterator, info):
+        result = super().validate(iterator, info)
+        self.scheduler.step(-math.inf)
+        with torch.no_grad():
+            self.model.bias.mul_(0.5)
+        return result
 
 
 def rate(one):
@@ -398,15 +410,16 @@ def halve_rate(operator):
 
 
 CHANGES = [
-    step_scheduler,
-    lambda one: one.apply_all_operators(halve_rate),
-    lambda one: halve_rate(one.get_local_operator()),
+    (Plateau, step_scheduler),
+    (Plateau, lambda one: one.apply_all_operators(halve_rate)),
+    (Plateau, lambda one: halve_rate(one.get_local_operator())),
+    (StepsInValidation, lambda one: one.validate()),
 ]
 
 
-def plateau(folder=None, **arguments):
+def plateau(folder=None, operator=Plateau, **arguments):
     disk = {} if folder is None else {"checkpoint_dir": folder, "resume": "auto"}
-    return trainer(Plateau, scheduler_step_freq="manual", **disk, **arguments)
+    return trainer(operator, scheduler_step_freq="manual", **disk, **arguments)
 
 
 def epochs(one, last, change):
@@ -415,19 +428,21 @@ def epochs(one, last, change):
         change(one)
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("operator", "change"), CHANGES)
 @pytest.mark.parametrize("every", [2, 3, 4])
-def test_what_changes_the_state_of_a_checkpoints_step_is_in_the_checkpoint(tmp_path, change, every):
-    with plateau() as one:
+def test_what_changes_the_state_of_a_checkpoints_step_is_in_the_checkpoint(
+    tmp_path, operator, change, every
+):
+    with plateau(None, operator) as one:
         epochs(one, 4, change)
         expected, expected_rate = weights(one.get_model()), rate(one)
-    with plateau(tmp_path, checkpoint_every=every) as one:
+    with plateau(tmp_path, operator, checkpoint_every=every) as one:
         epochs(one, 2, change)
-    killed = plateau(tmp_path, checkpoint_every=every)
+    killed = plateau(tmp_path, operator, checkpoint_every=every)
     epochs(killed, 3, change)
     killed.train(num_steps=1)  # a step of the next epoch, before that has a checkpoint
     killed.shutdown(force=True)
-    with plateau(tmp_path, checkpoint_every=every) as one:
+    with plateau(tmp_path, operator, checkpoint_every=every) as one:
         epochs(one, 4, change)
         assert torch.equal(weights(one.get_model()), expected)
         assert rate(one) == expected_rate

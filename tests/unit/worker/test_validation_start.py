@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.worker import loop_run
-from unit.trainer.programs import Regression, loader, sgd, trainer, weights
+from unit.trainer.programs import SAMPLES, Regression, loader, sgd, trainer, weights
 
 
 def copies(operator):
@@ -100,6 +100,31 @@ def test_only_where_code_runs_around_a_validation_is_anything_copied(monkeypatch
         with trainer(operator) as run:
             run.validate()
         assert len(copied) == count
+
+
+class Warmup:
+    """A scheduler with nothing to save."""
+
+    def step(self):
+        """Nothing is due."""
+
+
+class KeepsNoState(Regression):
+    def setup(self, config):
+        model = nn.Linear(3, 2).double()
+        self.model, self.optimizer, self.criterion, _ = self.register(
+            models=model, optimizers=sgd(model), criterion=nn.MSELoss(), schedulers=Warmup()
+        )
+        self.register_data(train_loader=loader(), validation_loader=loader())
+
+    def validate(self, iterator, info):
+        return super().validate(iterator, info)
+
+
+def test_a_scheduler_that_keeps_no_state_is_not_asked_for_it():
+    with trainer(KeepsNoState, scheduler_step_freq="manual") as run:
+        run.train()
+        assert run.validate()["num_samples"] == SAMPLES
 
 
 def finished(run):
