@@ -67,12 +67,12 @@ class _Case:
     def reductions(self) -> list[float]:
         """The factors with which the ranks' gradients were added up, that of most parameters first.
 
-        1/W for an average, which stands for what was not measured in this step.
+        As in the last step that was looked at closely, for one behind it; 1/W for an average, where
+        none was measured.
         """
-        seen = [s for s in seen_in(self.track, self.number, None) if s.is_common]
-        seen.sort(key=lambda s: -len(s.parameters))
-        found = [float(s.coefficients[0]) for s in seen if s.is_coefficient(s.coefficients[0])]
-        return found or [1.0 / self.fact.group]
+        earlier = [number for number in reversed(self.track.numbers) if number <= self.number]
+        found = (_factors(self.track, number) for number in earlier)
+        return next(filter(None, found), [1.0 / self.fact.group])
 
     @property
     def remains(self) -> float:
@@ -102,6 +102,12 @@ class _Case:
             evidence={"op": fact.op, "rows": fact.shape, "ranks": fact.group, **evidence},
             **at_step(self.track, self.number, where=fact.where),
         )
+
+
+def _factors(track: SharedTrack, number: int) -> list[float]:
+    seen = [s for s in seen_in(track, number, None) if s.is_common]
+    seen.sort(key=lambda s: -len(s.parameters))
+    return [float(s.coefficients[0]) for s in seen if s.is_coefficient(s.coefficients[0])]
 
 
 def _judge_step(track: SharedTrack, number: int) -> Finding | None:
