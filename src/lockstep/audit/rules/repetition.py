@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lockstep.audit.finding import SEVERITIES
+from lockstep.audit.ledger import REDUCING, SCATTERING
 from lockstep.audit.rules.base import Code, Rule
 from lockstep.audit.world import World
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 RANDOM = Code("LS507", "the same random numbers on all ranks", "notice")
 INPUTS = Code("LS508", "the same inputs on all ranks", "notice")
 
+_SUMS = (*REDUCING, *SCATTERING)
 _STEPS = 3
 _LOOKED_AT = 16
 _NUMBERS = 8
@@ -151,11 +153,13 @@ def _same_draws_of_numpy(track: SharedTrack) -> Finding | None:
 def _same_inputs(track: SharedTrack) -> Finding | None:
     """Inputs of the wrappers, the same on all ranks and others in each step.
 
-    In a program without wrappers: what a step's first module was given, if the losses are the same.
+    In a program without wrappers: what a step's first module was given, if the losses are the same
+    and the ranks add something up. Ranks that add nothing up each do the same work on purpose, as a
+    warm start from one seed.
     """
     seen: list[int] = []
     where: list[Place] = []
-    by_wrappers = True
+    by_wrappers, adds_up = True, False
     for number in track.numbers[:_LOOKED_AT]:
         steps = list(track.steps(number).values())
         inputs = [[i.hash for i in step.inputs] for step in steps]
@@ -166,8 +170,9 @@ def _same_inputs(track: SharedTrack) -> Finding | None:
             return None
         seen += [hash for of_call in at_once for hash in of_call if hash is not None]
         where = where or (steps[0].inputs[0].where if by_wrappers else steps[0].where)
+        adds_up = adds_up or any(c.op in _SUMS for step in steps for c in step.collectives)
     same_losses = _same_losses(track)
-    if len(set(seen)) < _STEPS or not (by_wrappers or same_losses):
+    if len(set(seen)) < _STEPS or not (by_wrappers or (same_losses and adds_up)):
         return None
     return INPUTS.finding(
         f"the model was given the same inputs on all ranks, {len(seen)} times"
