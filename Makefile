@@ -44,7 +44,7 @@ fix: $(VENV)/.installed ## repair what lint and format can repair
 	$(BIN)/ruff format .
 
 test: $(VENV)/.installed ## the tests, without the slow ones
-	$(BIN)/python -m pytest -q -n 2 -m "not slow"
+	$(BIN)/python -m pytest -q -n 3 -m "not slow"
 
 test-all: $(VENV)/.installed $(VENV)/.audited $(VENV)/.documented browser ## all tests, with the libraries and the browser they need; times: out/test-all.xml
 	$(BIN)/python -m pytest -q -n 2 -m "not soak" --durations=30 --junitxml=out/test-all.xml

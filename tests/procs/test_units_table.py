@@ -30,6 +30,13 @@ REFUSED = {
 NAMES = tuple(name for name in OPERATORS if name not in REFUSED)
 
 
+def every_fourth(names):
+    """The others are slow: of each cell two to four processes go through a program."""
+    slow = pytest.mark.slow
+    return [pytest.param(n, marks=slow if k % 4 else ()) for k, n in enumerate(names)]
+
+
+
 @pytest.mark.sampled
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("num_workers", [2, 3])
@@ -51,13 +58,13 @@ def test_four_workers(pool, name, split):
 @pytest.mark.sampled
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", every_fourth(NAMES))
 def test_two_copies_of_two_ranks_each(pool, name, split):
     check(pool.run("copies", name, split, 4), name, split)
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", DIVERGENT)
+@pytest.mark.parametrize("name", every_fourth(DIVERGENT))
 def test_ranks_of_copies_that_go_through_other_layers_are_refused_on_all(pool, name):
     results = pool.run("copies", name, "uneven", 4)
     check(results, name, "uneven", (UnitOrderError, DataOrderError))
@@ -66,7 +73,7 @@ def test_ranks_of_copies_that_go_through_other_layers_are_refused_on_all(pool, n
 @pytest.mark.sampled
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("num_workers", [2, 3])
-@pytest.mark.parametrize("name", DIVERGENT)
+@pytest.mark.parametrize("name", every_fourth(DIVERGENT))
 def test_ranks_that_go_through_other_layers_are_refused_on_all(pool, name, num_workers):
     results = pool.run("units", name, "uneven", num_workers)
     # A rank that has run out of steps hears of it at its next pass over the data.

@@ -111,6 +111,7 @@ def saved(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_copies_train_as_one_process_which_goes_on_from_their_checkpoint(saved):
     goes_on(saved, num_workers=1)
 

@@ -114,6 +114,7 @@ def by_one_process(steps):
     return layer
 
 
+@pytest.mark.slow
 def test_the_log_of_a_run_says_which_steps_cannot_be_replayed(tmp_path, caplog):
     with (
         caplog.at_level(logging.INFO, "lockstep.run_log"),

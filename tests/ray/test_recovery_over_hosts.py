@@ -76,9 +76,10 @@ def has_threads_for_sums():
     return any(one.name.startswith("lockstep-all-reduce") for one in threading.enumerate())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "names", "spares"),
-    [pytest.param("backward", "abab", 0, marks=pytest.mark.slow), ("buckets", "ababb", 1)],
+    [("backward", "abab", 0), ("buckets", "ababb", 1)],
 )
 def test_the_weights_are_those_of_an_undisturbed_run(tmp_path, phase, names, spares):
     """Three workers go on with the backend's sums; a spare may make the hosts even again."""

@@ -166,6 +166,7 @@ def test_a_relay_that_is_stopped_before_it_brings_a_call_takes_nobody_along():
     assert "was stopped" in recovery["why"]
 
 
+@pytest.mark.slow
 def test_an_error_arrives_though_its_relay_is_stopped():
     def act(operator):
         if operator.world_rank == 2:
@@ -180,6 +181,7 @@ def test_an_error_arrives_though_its_relay_is_stopped():
         trainer.apply_all_operators(act)
 
 
+@pytest.mark.slow
 def test_an_error_arrives_though_all_others_are_busy():
     def act(operator):
         if operator.world_rank == 3:
@@ -204,6 +206,7 @@ class InterruptsDriver(Classifier):
         return super().compute_loss(batch, batch_info)
 
 
+@pytest.mark.slow
 def test_after_ctrl_c_training_goes_on():
     _, expected = undisturbed(Classifier, **FOUR)
     config = {BATCH_SIZE: GLOBAL_BATCH, "driver": os.getpid()}
@@ -252,8 +255,6 @@ SIX = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.slow
 @cache
 def undisturbed_six():
     with direct_trainer_of(Classifier, **SIX) as trainer:

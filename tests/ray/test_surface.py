@@ -374,6 +374,7 @@ def test_a_model_of_ones_own_holds_the_steps_of_a_call_in_which_a_callback_faile
         assert farthest(model, one_process()) < 1e-12
 
 
+@pytest.mark.slow
 def test_functions_as_creators():
     operator = TrainingOperator.from_creators(
         operators.model_creator, operators.optimizer_creator, operators.data_creator, nn.MSELoss

@@ -206,6 +206,7 @@ class Unsynchronised(DefaultLoop):
     """wrap_ddp=False, and no wrapper of one's own either."""
 
 
+@pytest.mark.slow
 def test_local_gradients_are_named_and_a_rank_in_the_driver_takes_part():
     with TorchTrainer(
         training_operator_cls=Unsynchronised,

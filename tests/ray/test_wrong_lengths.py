@@ -133,6 +133,7 @@ def test_in_a_loop_of_ones_own():
         trainer.train()
 
 
+@pytest.mark.slow
 def test_lengths_that_are_right_end_every_epoch():
     with started("stream", 20, 20, num_workers=2) as trainer:
         for _ in range(3):
