@@ -36,7 +36,6 @@ def every_fourth(names):
     return [pytest.param(n, marks=slow if k % 4 else ()) for k, n in enumerate(names)]
 
 
-
 @pytest.mark.sampled
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("num_workers", [2, 3])

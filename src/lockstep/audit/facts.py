@@ -138,9 +138,9 @@ class Collective:
 
 @dataclass
 class Clip:
-    """One call that clips the gradients of the optimizers `of`, whose norm was `norm`.
+    """One call that clips the gradients of the optimizers `of`; `used` have stepped with them.
 
-    `used` are the optimizers that have stepped with them.
+    Where the `norm` was 0, `missed` are the parameters given: [] of an iterator at its end.
     """
 
     norm: float
@@ -149,6 +149,7 @@ class Clip:
     where: list[Place]
     of: list[str]
     used: list[str] = field(default_factory=list)
+    missed: list[str] | None = None
 
 
 @dataclass

@@ -407,7 +407,7 @@ def backward_in_own_loop(
         raise ConfigurationError(
             "a loss that is a sum has no weight",
             got=f"weight={weight!r}",
-            fix="leave the weight out of the backward, or return means and leave loss_reduction out",
+            fix="leave the weight out, or backpropagate means and leave loss_reduction out",
         )
     backward(operator, loss, weight, **backward_kwargs)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of two players one is left out in some steps, and clipping finds nothing of it there."""
+"""Clipping finds nothing of what is frozen, or has no parameters, or is left out of a step."""
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,8 @@ def batch(step, size=6):
     return torch.randn(size, 4, generator=source), torch.randint(2, (size,), generator=source)
 
 
-other = nn.Linear(4, 2)
+other, none = nn.Linear(4, 2), nn.ReLU()
+net[0].requires_grad_(False)
 model, second = DistributedDataParallel(net), DistributedDataParallel(other)
 optimizer = torch.optim.SGD([*net.parameters(), *other.parameters()], lr=0.1)
 for step in range(5):
@@ -27,6 +28,8 @@ for step in range(5):
     if step == 2:
         loss = loss + nn.functional.cross_entropy(second(x), y)
     loss.backward()
-    nn.utils.clip_grad_norm_(other.parameters(), 0.05)
-    nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+    nn.utils.clip_grad_norm_(net[0].parameters(), 0.05)
+    nn.utils.clip_grad_norm_(none.parameters(), 0.05)
+    if step > 3:
+        nn.utils.clip_grad_norm_(other.parameters(), 0.05)
     optimizer.step()

@@ -34,7 +34,7 @@ from lockstep.audit.probe.loss_graph import constant_of
 from lockstep.audit.probe.patches import is_recorded
 from lockstep.audit.probe.probe import Watched, Window
 from lockstep.audit.probe.shards import is_piece
-from lockstep.audit.probe.unheld import note_told_within, note_unheld
+from lockstep.audit.probe.unheld import note_thawed, note_told_within, note_unheld
 from lockstep.compiler_disable import disable_dynamo
 
 if TYPE_CHECKING:
@@ -210,8 +210,10 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
     if getattr(optimizer, "grad_scale", None) is None:  # else it divides by the scale itself
         step.scale = probe.scale
     probe.harmlessly(note_kept_back, probe, watched, window)
-    if watched.taken < CLOSELY or watched.frozen:
+    if watched.taken < CLOSELY:
         probe.harmlessly(note_unheld, probe, watched)
+    if watched.frozen:
+        probe.harmlessly(note_thawed, probe, watched)
 
 
 def _not_finite(watched: Watched, gradients: Fingerprint) -> list[str]:

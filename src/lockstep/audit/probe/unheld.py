@@ -22,7 +22,6 @@ from lockstep.audit.probe.probe import sequence_number
 if TYPE_CHECKING:
     import torch
 
-    from lockstep.audit.facts import Step
     from lockstep.audit.probe.probe import Probe, Watched, Window
 
 _OPTIMIZERS: Final = 4
@@ -35,7 +34,6 @@ def note_unheld(probe: Probe, watched: Watched) -> None:
     step = watched.step
     assert step is not None
     if step.number and not watched.looks_beside:
-        _note_thawed(probe, watched, step)
         return
     if len(probe.optimizers) > _OPTIMIZERS and watched.track is not probe.ledger.tracks[0]:
         return  # one for each parameter, say: they step together, and one of them looks
@@ -67,11 +65,13 @@ def note_unheld(probe: Probe, watched: Watched) -> None:
         )
 
 
-def _note_thawed(probe: Probe, watched: Watched, step: Step) -> None:
-    """Which were frozen at the optimizer's first step, and have gradients now."""
+def note_thawed(probe: Probe, watched: Watched) -> None:
+    """Before a later step: which were frozen at the first one, and have gradients now."""
+    step = watched.step
+    assert step is not None
     known = [p for reference in watched.frozen if (p := reference()) is not None]
     thawed = [p for p in known if p.requires_grad and p.grad is not None and p.ndim >= _LEAST]
-    if thawed:
+    if step.number and thawed:
         watched.frozen = []  # it is said once
         held, names = probe.parameters_held(), parameter_names(probe.living_modules())
         unheld = {id(p): p for p in thawed if id(p) not in held}

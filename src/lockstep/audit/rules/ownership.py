@@ -12,7 +12,7 @@ from lockstep.audit.rules.base import Code, Rule, named
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from lockstep.audit.facts import Track
+    from lockstep.audit.facts import Step, Track
     from lockstep.audit.finding import Finding
     from lockstep.audit.world import World
 
@@ -28,7 +28,9 @@ def _look(world: World) -> Iterable[Finding]:
     seen: set[str] = set()
     for rank, ledger in world.ledgers.items():
         for track in ledger.tracks:
-            found = _foreign(rank, track) or _unowned(world, rank, track) or _thawed(rank, track)
+            found = (
+                _foreign(rank, track) or _unowned(world, rank, track) or _thawed(world, rank, track)
+            )
             if found is not None and found.code + track.key not in seen:
                 seen.add(found.code + track.key)
                 yield found
@@ -78,11 +80,10 @@ def _unowned(world: World, rank: int, track: Track) -> Finding | None:
     if not track.steps or not track.steps[0].unowned:
         return None
     step = track.steps[0]
+    trained = _moved(track)
     # Held by another optimizer, or by one that is gone: as a client's, of a round.
-    held = {p.name for led in world.ledgers.values() for t in led.tracks for p in t.parameters}
-    trains = _moved(track) | held
-    names = [entry.rsplit(" [", maxsplit=1)[0] for entry in step.unowned]
-    names = [name for name in names if name not in trains]
+    every = (track for led in world.ledgers.values() for track in led.tracks)
+    names = [name for name in _held_by_none(step, every) if name not in trained]
     if not names:
         return None
     others = [] if step.beside is None else step.beside.left_out
@@ -101,12 +102,22 @@ def _unowned(world: World, rank: int, track: Track) -> Finding | None:
     )
 
 
-def _thawed(rank: int, track: Track) -> Finding | None:
-    """Unfrozen, which nobody does for nothing, and still nobody's."""
+def _held_by_none(step: Step, tracks: Iterable[Track]) -> list[str]:
+    held = {p.name for track in tracks for p in track.parameters}
+    names = [entry.rsplit(" [", maxsplit=1)[0] for entry in step.unowned]
+    return [name for name in names if name not in held]
+
+
+def _thawed(world: World, rank: int, track: Track) -> Finding | None:
+    """Weights that the program has unfrozen, which it would not do if they were to stay."""
     later = next((step for step in track.steps if step.number and step.unowned), None)
     if later is None:
         return None
-    names = [entry.rsplit(" [", maxsplit=1)[0] for entry in later.unowned]
+    tracks = world.ledgers[rank].tracks
+    # What has trained them before they were frozen does not train them now.
+    names = _held_by_none(later, tracks[tracks.index(track) :])
+    if not names:
+        return None
     return UNOWNED.finding(
         f"{named(names)} were frozen at {track.optimizer}'s first step and had gradients by step "
         f"{later.number + 1}, and no optimizer holds them: unfrozen, they still do not train",
