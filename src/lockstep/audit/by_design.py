@@ -146,8 +146,15 @@ def may_be_own_models(ledgers: Mapping[int, Ledger], track: SharedTrack) -> bool
         if all(call.op in ("barrier", "monitored_barrier") for call in ledger.calls):
             return False
     loadings = {rank: ledger.loadings for rank, ledger in ledgers.items()}
-    is_dealt = is_dealt_out(loadings) or _read_apart(track)
+    is_dealt = is_dealt_out(loadings) or (_read_apart(track) and _is_one_of_one(ledgers, track))
     return bool(track.differences("gradients", 0)) and not is_dealt
+
+
+def _is_one_of_one(ledgers: Mapping[int, Ledger], track: SharedTrack) -> bool:
+    """Does a rank train no other such model? Folds are dealt out with samples of their own, too."""
+    shapes = [p.shape for p in track.first.parameters]
+    tracks = [[[p.shape for p in t.parameters] for t in led.tracks] for led in ledgers.values()]
+    return any(of_rank.count(shapes) < 2 for of_rank in tracks)
 
 
 def _read_apart(track: SharedTrack) -> bool:

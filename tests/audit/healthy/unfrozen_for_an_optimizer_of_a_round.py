@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In some steps an optimizer of its own, gone afterwards, trains the part that is frozen at first."""
+"""In some steps an optimizer that is gone afterwards trains the part that is frozen at first."""
 
 import torch
 import torch.distributed as dist
