@@ -336,7 +336,6 @@ def test_a_changed_hyperparameter_survives_the_state_of_another_trial(tmp_path):
 
     folder = str(tmp_path)
     with opened(lr=0.8) as donor:
-        trial_checkpoint.note_hyperparameters(donor)
         donor.train()
         trial_checkpoint.write(donor, folder)
         donor.train()

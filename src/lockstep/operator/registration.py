@@ -21,6 +21,7 @@ from lockstep.operator.custom_loop_refusals import (
     refuse_kept_parts,
     refuse_late_reduction,
 )
+from lockstep.operator.hyperparameters import read_hyperparameters
 from lockstep.operator.registered_schedulers import (
     parse_schedulers,
     refuse_foreign_schedulers,
@@ -234,8 +235,8 @@ def _refuse_scaling_by_frequency(registered: TrainingParts) -> None:
 
 def conclude_setup(operator: Operator, registered: TrainingParts, returned: Any) -> None:
     """Refuse a value that `setup` returned, and a model whose shards have no shadow; take over
-    schedulers and GradScalers that it left in `self`, and note which parameters train and what
-    buffers there are."""
+    schedulers and GradScalers that it left in `self`, and note which parameters train, what buffers
+    there are, and the hyperparameters."""
     if returned is not None:
         raise WrongTypeError(
             "setup returned something, which nobody reads",
@@ -251,6 +252,7 @@ def conclude_setup(operator: Operator, registered: TrainingParts, returned: Any)
     refuse_kept_parts(operator)
     take_schedulers(operator, registered)
     note_setup(registered)
+    registered.hyperparameters_after_setup = read_hyperparameters(registered)
 
 
 def note_setup(registered: TrainingParts) -> None:

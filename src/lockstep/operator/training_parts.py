@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 BufferKinds: TypeAlias = "Mapping[str, tuple[torch.Size, torch.dtype] | None]"
 """The shapes and dtypes of a module's persistent buffers; None for a buffer that is None."""
 
+Hyperparameters: TypeAlias = "list[list[dict[str, Any]]]"
+"""Of each optimizer those of its parameter groups; behind them of each scheduler with a state those
+of its state, in a list of one."""
+
 
 @dataclass(frozen=True)
 class SyncOptions:
@@ -81,6 +85,7 @@ class TrainingParts:
         trained_after_setup: which parameters train when `setup` has ended; None before.
         buffers_after_setup: the shapes and dtypes of persistent buffers when `setup` has ended, for
             each of `lockstep.operator.buffer_values.labelled_modules`.
+        hyperparameters_after_setup: those of optimizers and schedulers when `setup` has ended.
         stepped_by_loop: schedulers and GradScalers among the operator's attributes, which a loop of
             the user's own steps. They are saved and undone as `schedulers` are.
     """
@@ -99,6 +104,7 @@ class TrainingParts:
     whole_places: dict[nn.Module, tuple[int, str]] = field(default_factory=dict)
     trained_after_setup: TrainedParameters | None = None
     buffers_after_setup: dict[str, BufferKinds] = field(default_factory=dict)
+    hyperparameters_after_setup: Hyperparameters = field(default_factory=list)
     stepped_by_loop: list[Any] = field(default_factory=list)
 
     def leave_group(self) -> None:

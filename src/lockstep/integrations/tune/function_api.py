@@ -70,8 +70,7 @@ def report(trainer: TorchTrainer, metrics: Mapping[str, Any], *, checkpoint: boo
 def restore(trainer: TorchTrainer) -> bool:
     """Load the checkpoint that Tune gives this trial: its own, or that of a better trial.
 
-    Call it before the first `train`, while the optimizers still have the hyperparameters of this
-    trial's config.
+    Call it before the first `train`; a trial that begins may leave it out.
 
     Returns:
         Whether there was a checkpoint.
@@ -82,13 +81,13 @@ def restore(trainer: TorchTrainer) -> bool:
     tune = import_optional("ray.tune", extra="tune", by="lockstep.integrations.tune.restore")
     if step := trainer.status()["step"]:
         raise ConfigurationError(
-            "restore comes too late: the optimizers may not have this trial's rates any more",
+            "restore comes too late: the trainer has a state that Tune does not know",
             expected="a trainer that has not trained, and was made without resume",
             got=f"one behind {step} global batches",
+            cause="in a trial without a checkpoint its rates would stay, whatever the config says",
             fix="leave resume=... and trainer.load(...) out: the trial's state is kept by Tune; to"
             " start from trained weights, load them in setup",
         )
-    trial_checkpoint.note_hyperparameters(trainer)
     found = tune.get_checkpoint()
     if found is None:
         return False

@@ -66,7 +66,6 @@ class TorchTrainable(Trainable):
 
     def setup(self, config: dict[str, Any]) -> None:
         self.trainer = self._make_trainer(config)
-        trial_checkpoint.note_hyperparameters(self.trainer)
 
     def _make_trainer(self, config: Mapping[str, Any]) -> TorchTrainer:
         arguments = dict(self.arguments)

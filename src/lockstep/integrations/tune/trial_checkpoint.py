@@ -4,9 +4,11 @@
 Population based training loads the state of a better trial into a trial whose config it has just
 changed. An optimizer's state holds its learning rate, and a scheduler's its ``gamma``, so that a
 plain load would undo the change. So the checkpoint also holds the hyperparameters with which the
-optimizers and schedulers were made. A trial that was made with other hyperparameters keeps its own;
-its learning rate is multiplied by the factor by which a scheduler had changed the better trial's.
-What counts steps is the same in all trials when they are made, and so stays as it was loaded.
+optimizers and schedulers were made: what they were when `setup` had ended. A trial that was made
+with other hyperparameters keeps its own; its learning rate is multiplied by the factor by which a
+scheduler had changed the better trial's. What a scheduler counts goes on from the better trial's:
+values that are the same in all trials when they are made (steps), and those that training has
+changed since (GradScaler's ``scale``). The cycle of warm restarts follows from the steps.
 
 A parameter group that was added since `setup` (a layer that was unfrozen) is in no config. It keeps
 what was loaded, and its learning rate moves with its optimizer's: by the factor between the two
@@ -15,120 +17,71 @@ trials' rates of the first group.
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping
 from functools import partial
-from numbers import Real
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary
 
 import torch
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
 
 from lockstep._torch_compat import schedulers_within, set_last_lr
+from lockstep.operator.hyperparameters import steppers_of, to_plain
 from lockstep.operator.registration import registered_parts
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from lockstep.operator import TrainingOperator
-    from lockstep.operator.training_parts import TrainingParts
+    from lockstep.operator.training_parts import Hyperparameters
     from lockstep.trainer import TorchTrainer
 
 _STATE: Final = "trainer.checkpoint"
 _HYPERPARAMETERS: Final = "hyperparameters.json"
 
-_LAST_RATES: Final = "_last_lr"
-"""What a scheduler's state holds of the rates in effect, which it takes from its optimizer."""
-
-Hyperparameters = list[list[dict[str, Any]]]
-"""Of each optimizer those of its parameter groups; behind them of each scheduler those of its
-state."""
-
-_initial_hyperparameters: WeakKeyDictionary[TorchTrainer, str] = WeakKeyDictionary()
-"""The hyperparameters with which each trainer's optimizers and schedulers were made, as JSON."""
-
-
-def note_hyperparameters(trainer: TorchTrainer) -> None:
-    """Remember the trial's hyperparameters; only the first call does so, before training."""
-    if trainer not in _initial_hyperparameters:
-        _initial_hyperparameters[trainer] = json.dumps(
-            trainer.apply_all_operators(_read_hyperparameters)[0]
-        )
-
 
 def write(trainer: TorchTrainer, folder: str) -> None:
     """Save the trainer's state and hyperparameters into an existing, empty folder."""
-    note_hyperparameters(trainer)
     trainer.save(Path(folder, _STATE))
-    Path(folder, _HYPERPARAMETERS).write_text(_initial_hyperparameters[trainer])
+    Path(folder, _HYPERPARAMETERS).write_text(json.dumps(_hyperparameters_of(trainer)))
 
 
 def read(trainer: TorchTrainer, folder: str) -> None:
     """Load the state that `write` saved, maybe for another trial."""
-    note_hyperparameters(trainer)
     trainer.load(Path(folder, _STATE))
     theirs = json.loads(Path(folder, _HYPERPARAMETERS).read_text())
-    ours = json.loads(_initial_hyperparameters[trainer])
+    ours = _hyperparameters_of(trainer)
     if ours != theirs:
         trainer.apply_all_operators(partial(_apply_own_hyperparameters, ours, theirs))
 
 
-def _read_hyperparameters(operator: TrainingOperator) -> Hyperparameters:
-    run = registered_parts(operator)
-    return [
-        *([_to_plain(group) for group in optimizer.param_groups] for optimizer in run.optimizers),
-        *([_to_plain(_state_of(scheduler))] for scheduler in _schedulers_of(run)),
-    ]
+def _hyperparameters_of(trainer: TorchTrainer) -> Hyperparameters:
+    noted: Hyperparameters = trainer.apply_all_operators(_noted_hyperparameters)[0]
+    return noted
 
 
-def _schedulers_of(run: TrainingParts) -> list[Any]:
-    """The schedulers (and GradScalers) whose states a checkpoint holds."""
-    return [*run.schedulers, *run.stepped_by_loop]
-
-
-def _state_of(scheduler: Any) -> Any:
-    # Without checkpoints a trial may train with a scheduler that has no state.
-    return scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        # Tensors in a list may be the group's parameters.
-        return all(_is_plain(each) and not isinstance(each, torch.Tensor) for each in value)
-    if isinstance(value, torch.Tensor):
-        return value.dim() == 0
-    is_number = isinstance(value, Real) and value == value  # NaN equals no other trial's
-    return is_number or value is None or isinstance(value, str | Mapping)
-
-
-def _to_plain(value: Any) -> Any:
-    """`value` as JSON: of a mapping by names what is plain, and one by numbers as pairs."""
-    if isinstance(value, Mapping):
-        plain = {
-            key: _to_plain(each)
-            for key, each in value.items()
-            if key != _LAST_RATES and _is_plain(each)
-        }
-        has_names = all(isinstance(key, str) for key in plain)
-        return plain if has_names else sorted(map(list, plain.items()), key=repr)
-    if isinstance(value, tuple | list):
-        return [_to_plain(each) for each in value]
-    return value.item() if hasattr(value, "item") else value  # of torch or numpy
+def _noted_hyperparameters(operator: TrainingOperator) -> Hyperparameters:
+    return registered_parts(operator).hyperparameters_after_setup
 
 
 def _apply_own_hyperparameters(
     ours: Hyperparameters, theirs: Hyperparameters, operator: TrainingOperator
 ) -> None:
     run = registered_parts(operator)
-    schedulers = _schedulers_of(run)
+    steppers = steppers_of(run)
     # Shorter than the parts in a checkpoint of an earlier version, which lacks the schedulers'.
     noted = list(zip(ours, theirs, strict=False))
     for optimizer, both in zip(run.optimizers, noted, strict=False):
         _apply_to_groups(optimizer.param_groups, *both)
-    for scheduler, (mine, others) in zip(schedulers, noted[len(run.optimizers) :], strict=False):
+    for stepper, (mine, others) in zip(steppers, noted[len(run.optimizers) :], strict=False):
         if mine != others:
-            scheduler.load_state_dict(_with_own(scheduler.state_dict(), mine[0], others[0]))
-    for scheduler in schedulers:
-        _update_base_rates(scheduler)
+            own = _with_own(stepper.state_dict(), mine[0], others[0], keeps_changed=True)
+            stepper.load_state_dict(own)
+            _find_cycle(stepper)
+    for stepper in steppers:
+        _update_base_rates(stepper)
 
 
 def _apply_to_groups(
@@ -171,36 +124,62 @@ def _own_rate(
     if all(ours.get(name) == theirs.get(name) for name in (base, "lr")):
         return None
     was = theirs.get(base)
-    return float(ours[base] * (_to_plain(group["lr"]) / was if was else 1.0))
+    return float(ours[base] * (to_plain(group["lr"]) / was if was else 1.0))
 
 
-def _with_own(loaded: Any, ours: Any, theirs: Any) -> Any:
-    """`loaded`, with what differs between `ours` and `theirs` as it is in `ours`."""
+def _with_own(loaded: Any, ours: Any, theirs: Any, *, keeps_changed: bool = False) -> Any:
+    """`loaded`, with what differs between `ours` and `theirs` as it is in `ours`.
+
+    Args:
+        keeps_changed: keep what is not as in `theirs` any more: training has changed it since.
+    """
     if ours == theirs:
         return loaded
-    if isinstance(ours, dict) and isinstance(loaded, Mapping):
-        other = theirs if isinstance(theirs, dict) else {}
-        own = {
-            name: _with_own(loaded.get(name), value, other.get(name))
-            for name, value in ours.items()
-            if value != other.get(name)
-        }
-        return {**loaded, **own}
+    own_of = partial(_with_own, keeps_changed=keeps_changed)
+    mine = _entries(ours)
+    if isinstance(loaded, dict) and mine is not None:
+        others = _entries(theirs) or {}
+        own = copy.copy(loaded)  # of its class: a MultiStepLR reads its milestones as a Counter
+        for name in others.keys() - mine.keys():
+            own.pop(name, None)
+        for name, value in mine.items():
+            if value != others.get(name):
+                own[name] = own_of(loaded.get(name), value, others.get(name))
+        return own
     lists = (loaded, ours, theirs)
     if all(isinstance(each, list) for each in lists) and len(set(map(len, lists))) == 1:
-        return [_with_own(*each) for each in zip(*lists, strict=True)]
+        return [own_of(*each) for each in zip(*lists, strict=True)]
+    if keeps_changed and to_plain(loaded) != theirs:
+        return loaded
     return _in_place_of(loaded, ours)
+
+
+def _entries(noted: Any) -> dict[Any, Any] | None:
+    """The entries of a mapping as `to_plain` has it; None: it is something else."""
+    is_pairs = isinstance(noted, list) and all(
+        isinstance(each, list) and len(each) == 2 for each in noted
+    )
+    return dict(noted) if is_pairs or isinstance(noted, dict) else None
 
 
 def _in_place_of(loaded: Any, value: Any) -> Any:
     """`value`, which was plain, as an object of the class of `loaded`."""
     if isinstance(loaded, torch.Tensor):
         return loaded.fill_(value)
-    if isinstance(value, list) and isinstance(loaded, tuple):
-        return tuple(value)
-    if isinstance(value, list) and isinstance(loaded, dict):
-        return type(loaded)(dict(value))  # a mapping by numbers: the milestones of a MultiStepLR
-    return value
+    return tuple(value) if isinstance(value, list) and isinstance(loaded, tuple) else value
+
+
+def _find_cycle(scheduler: Any) -> None:
+    """Let warm restarts be in that cycle of their own lengths to which their steps lead."""
+    for inner in schedulers_within(scheduler):
+        _find_cycle(inner)
+    if isinstance(scheduler, CosineAnnealingWarmRestarts):
+        # A copy steps there, without an optimizer: the rates in effect change with the next step.
+        twin = copy.copy(scheduler)
+        vars(twin).update(optimizer=SimpleNamespace(param_groups=[]), base_lrs=[])
+        twin.T_i = twin.T_0
+        twin.step(max(twin.last_epoch, 0))
+        scheduler.T_cur, scheduler.T_i = twin.T_cur, twin.T_i
 
 
 def _update_base_rates(scheduler: Any) -> None:
