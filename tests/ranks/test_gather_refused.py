@@ -338,6 +338,7 @@ def test_plain_backwards_of_unequal_weights():
     message = refused_everywhere(2, body, CrossedWeightsError, "unequal weights")
     assert "4 at the reduction on rank 0, 2 at the reduction on rank 1" in message
     assert "gradients.backward(loss, weight=...)" in message
+    assert "self." not in message  # there is no trainer
 
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)

@@ -183,8 +183,9 @@ class BackwardCheck:
             expected="weights at the root of backward, or equal ones",
             got=listed,
             cause="a plain loss.backward() carries its batch's weight at the reduction",
-            fix="self.backward(loss) in an operator, self.manual_backward(loss) in a"
-            " LightningModule, elsewhere gradients.backward(loss, weight=...)",
+            fix="self.backward(loss), in a LightningModule self.manual_backward(loss)"
+            if isinstance(self._holder, reduction_context.ReductionContext)
+            else "gradients.backward(loss, weight=...)",
         )
 
     def _refuse_silenced_rows(self, weights: Sequence[float]) -> None:

@@ -4,36 +4,39 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from lockstep.errors import DataOrderError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from lockstep.data.sharded_loader import Step
 
+T = TypeVar("T")
 _log = logging.getLogger("lockstep")
+
+FirstItems: TypeAlias = "str | int"
+"""How an epoch begins: a digest of its first indices, or the number of samples in its first ready
+batch."""
 
 
 class HasFirstItems(Protocol):
     """What reads an epoch, and has seen how it begins.
 
     Attributes:
-        first_items: a digest of the first indices of the epoch that is read, or the number of
-            samples in its first ready batch, wherever in it the reading began; None where the
+        first_items: of the epoch that is read, wherever in it the reading began; None where the
             source does not know, or where no order can change.
     """
 
-    first_items: str | int | None
+    first_items: FirstItems | None
 
 
 def steps_in_order(
     source: HasFirstItems,
-    open_steps: Callable[[], Generator[Step, None, None]],
-    began: str | int | None,
+    open_steps: Callable[[], Generator[T, None, None]],
+    began: FirstItems | None,
     place: tuple[int, int],
-) -> Generator[Step, None, None]:
+) -> Generator[T, None, None]:
     """The steps of `open_steps`, if the epoch still begins as it `began`.
 
     Args:
@@ -43,23 +46,20 @@ def steps_in_order(
         place: the epoch, and the step in it that comes first.
 
     Raises:
-        DataOrderError: the order changes whenever the epoch is read; or the loader's batches are
-            ready ones, and had another size.
+        DataOrderError: the order of indices changes whenever the epoch is read; or the loader's
+            batches are ready ones, and had another size.
     """
     steps = open_steps()
     try:
         first = next(steps, None)
         found = source.first_items
         if began is not None and found is not None and found != began:
-            if isinstance(found, int) and isinstance(began, int):
-                raise _other_batches_error(began, found, place)
             # The user may have changed the loader since then: what was changed stays the same when
             # it is read once more.
             steps.close()
             steps = open_steps()
             first = next(steps, None)
-            if source.first_items != found:
-                raise _unsteady_order_error(place)
+            _refuse(began, found, source.first_items, place)
             _log.warning(
                 "epoch %d goes on at global batch %d in another order than that in which it began:"
                 " samples may come twice in it, and others not at all. Unless the loader was"
@@ -73,6 +73,24 @@ def steps_in_order(
         steps.close()  # ends the loader's processes now, and not at a garbage collection
 
 
+def _refuse(
+    began: FirstItems, found: FirstItems, again: FirstItems | None, place: tuple[int, int]
+) -> None:
+    """Raise if an epoch that began otherwise than it was `found` cannot go on.
+
+    Args:
+        again: what was found when the epoch was read once more.
+        place: see `steps_in_order`.
+    """
+    if isinstance(began, int) and isinstance(found, int):
+        # A size that is another one each time is none that the loader was given: a stream draws its
+        # batches anew whenever it is read, as one of synthetic samples may.
+        if again == found:
+            raise _other_batches_error(began, found, place)
+    elif again != found:
+        raise _unsteady_order_error(place)
+
+
 def _other_batches_error(began: int, found: int, place: tuple[int, int]) -> DataOrderError:
     return DataOrderError(
         "an epoch goes on with ready batches of another size than it began with: samples would come"
@@ -83,7 +101,7 @@ def _other_batches_error(began: int, found: int, place: tuple[int, int]) -> Data
         cause="the place in an epoch is counted in batches where the loader (or what it reads)"
         " makes them itself",
         fix="the earlier batch size until the end of this epoch; then save, and load with the new"
-        " one",
+        " one. Where a stream draws sizes by chance, and drew one twice: the same call once more",
     )
 
 

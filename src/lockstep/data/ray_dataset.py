@@ -23,6 +23,7 @@ from lockstep.errors import ConfigurationError, NotShardableError
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
+    from lockstep.data.epoch_order import FirstItems
     from lockstep.data.shard_assignment import ShardAssignment
     from lockstep.group import Group
 
@@ -73,7 +74,7 @@ class RayDatasetShard:
 
     steps_per_epoch: int | None = None
     has_exact_length = False
-    first_items: str | int | None = None
+    first_items: FirstItems | None = None
 
     def __init__(
         self,

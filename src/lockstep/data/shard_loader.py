@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 
 from lockstep.data.batch_rows import slice_rows, without_samples
 from lockstep.data.data_order_check import check_same_plan
-from lockstep.data.epoch_order import steps_in_order
+from lockstep.data.epoch_order import FirstItems, steps_in_order
 from lockstep.data.shard_assignment import ShardAssignment
 from lockstep.data.sharded_loader import BatchParts, LoadedPart, ShardedLoader
 from lockstep.errors import CheckpointError
@@ -98,7 +98,7 @@ class RankLoader:
         self._epoch = 0  # the epoch that is read now, or will be read next
         self._step = 0
         self._offset = 0  # the first item that no batch has held yet
-        self._began: str | int | None = None  # how the epoch began, where its order may change
+        self._began: FirstItems | None = None  # how the epoch began, where its order may change
         # Identifies the newest iteration, which alone moves the position; None before the first.
         self._reader: object = None
 

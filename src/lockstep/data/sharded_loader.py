@@ -37,6 +37,7 @@ from lockstep.errors import DataOrderError
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
 
+    from lockstep.data.epoch_order import FirstItems
     from lockstep.data.shard_assignment import ShardAssignment
     from lockstep.errors import WeightError
     from lockstep.group import Group
@@ -96,9 +97,8 @@ class ShardedLoader:
 
     Attributes:
         joint: whether all of the worker's samples of a step are one batch.
-        first_items: of the epoch that is read a digest of the first indices, or the number of
-            samples in the first of ready batches that are drawn; None where items are samples, or
-            are ordered by torch's own samplers.
+        first_items: of the epoch that is read; None where items are samples, or are ordered by
+            torch's own samplers.
 
     Args:
         loader: a ``DataLoader``, or a re-iterable of ready batches. It is not changed.
@@ -126,7 +126,7 @@ class ShardedLoader:
     ) -> None:
         self.assignment = assignment
         self.joint = parts is not BatchParts.BY_SHARD
-        self.first_items: str | int | None = None
+        self.first_items: FirstItems | None = None
         self._borrows = parts is BatchParts.JOINT_OR_BORROWED
         self._loader, self._asked_size = loader, global_batch_size
         batches = global_batches_of(loader, assignment.num_shards, global_batch_size)

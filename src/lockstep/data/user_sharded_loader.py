@@ -33,6 +33,7 @@ from lockstep.randomness import derive_seed
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
 
+    from lockstep.data.epoch_order import FirstItems
     from lockstep.data.shard_assignment import ShardAssignment
     from lockstep.group import Group
 
@@ -61,7 +62,7 @@ class UserShardedLoader:
     joint = True
     has_exact_length = False
     global_batch_size: int | None = None
-    first_items: str | int | None = None
+    first_items: FirstItems | None = None
 
     def __init__(self, loader: Any, assignment: ShardAssignment, *, borrows: bool = True) -> None:
         if not isinstance(loader, DataLoader):

@@ -192,19 +192,33 @@ def load_module(
             if name in since and name not in first:
                 continue  # a forward has registered it
             is_empty = name in since and first[name] is None  # a forward has filled it
+            made = None if name in changed else first.get(name)
             keeps_dtype = of_same_weights and name in changed
-            value = None if is_empty else _value_to_put(mine, saved.get(name), keeps_dtype)
+            value = None if is_empty else _value_to_put(mine, saved.get(name), made, keeps_dtype)
             table[key] = value, is_persistent(owner, key)
         _put(owner, table, replaced, device)
     module.load_state_dict(saved)
 
 
-def _value_to_put(mine: torch.Tensor | None, value: Any, keeps_dtype: bool) -> torch.Tensor | None:
-    """What has to be in the place of the buffer `mine` before torch can load `value`."""
+def _value_to_put(
+    mine: torch.Tensor | None,
+    value: Any,
+    made: tuple[torch.Size, torch.dtype] | None,
+    keeps_dtype: bool,
+) -> torch.Tensor | None:
+    """What has to be in the place of the buffer `mine` before torch can load `value`.
+
+    Args:
+        made: how `setup` makes the buffer; None if it does not, or if a forward had changed it
+            there.
+        keeps_dtype: whether the buffer gets the dtype of `value`.
+    """
     if not isinstance(value, torch.Tensor):
         return mine
     if mine is None:
         return value
+    if made is not None and value.shape not in (made[0], mine.shape):
+        return mine  # the module converts the value to the shape of its buffer, or refuses it
     dtype = value.dtype if keeps_dtype else mine.dtype
     return mine if _can_write_into(mine, value) and mine.dtype == dtype else value.to(dtype)
 

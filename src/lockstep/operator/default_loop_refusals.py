@@ -34,6 +34,8 @@ def stepped_optimizer(operator: Operator) -> Optimizer:
     """
     run = registered_parts(operator)
     optimizer: Optimizer = require_single(operator, "optimizer", run.optimizers)
+    if any(optimizer is each for each in run.optimizers):
+        return optimizer
     groups = getattr(optimizer, "param_groups", ())
     known = ids_of_groups(run)  # a wrapper of a registered one shares its groups
     if groups and not any(id(group) in known for group in groups):

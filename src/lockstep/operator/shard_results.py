@@ -167,21 +167,27 @@ class ShardResults:
             merged[WEIGHT] = sum(each[self._loss] for each in self._weights)
         else:
             for name in dict.fromkeys(name for each in self._weights for name in each):
-                self._weigh(name, merged, partial)
+                self._weigh(name, results, merged, partial)
         self._operator._lockstep.global_batch.partial_weights = partial
         return merged
 
-    def _weigh(self, name: str, merged: dict[str, Any], partial: dict[str, float]) -> None:
+    def _weigh(
+        self,
+        name: str,
+        results: Sequence[tuple[Mapping[str, Any], float]],
+        merged: dict[str, Any],
+        partial: dict[str, float],
+    ) -> None:
         """Let a metric of the batch be the mean by its own weights, if those are not samples.
 
         Compared shard by shard: their sum may be that of the samples by chance.
         """
         own = [each.get(name, 0.0) for each in self._weights]
-        if own == [num_samples for _, num_samples in self._results]:
+        if own == [num_samples for _, num_samples in results]:
             return
         weighed = [
             ({name: metrics[name]}, weight)
-            for (metrics, _), weight in zip(self._results, own, strict=True)
+            for (metrics, _), weight in zip(results, own, strict=True)
             if name in metrics
         ]
         merged |= mean_over_shards(weighed)

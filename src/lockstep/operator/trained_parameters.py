@@ -49,9 +49,11 @@ def _added_groups(run: TrainingParts, state: Mapping[str, Any], number: int) -> 
     This program's `setup` may already make groups that the saved run added later; those are not
     added twice.
     """
-    names = list(state[KEY]["added_groups"][number])
-    saved = state["optimizers"][number].get("param_groups", [])
-    missing = max(len(saved) - len(_after_setup(run).groups[number]), 0)
+    names, made = list(state[KEY]["added_groups"][number]), _after_setup(run).groups[number]
+    saved = state["optimizers"][number].get("param_groups")
+    if saved is None:  # the optimizer has a form of its own for its state
+        return [each for each in names if each not in made]
+    missing = max(len(saved) - len(made), 0)
     return names[max(len(names) - missing, 0) :] if missing else []
 
 
@@ -99,16 +101,21 @@ def restore_trained_parameters(run: TrainingParts, state: Mapping[str, Any]) -> 
         if list(now.groups[number][first:]) == added:
             continue
         del optimizer.param_groups[first:]
-        saved = state["optimizers"][number]["param_groups"][first:]
-        for names, settings in zip(added, saved, strict=True):
-            _add_group(optimizer, [named[name] for name in names], settings)
+        saved = state["optimizers"][number].get("param_groups")
+        # An optimizer with a form of its own for its state loads the settings by itself.
+        settings = saved[first:] if saved is not None else [{} for _ in added]
+        for names, each in zip(added, settings, strict=True):
+            _add_group(optimizer, {name: named[name] for name in names}, each)
 
 
 def _add_group(
-    optimizer: torch.optim.Optimizer, params: list[nn.Parameter], settings: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer,
+    params: Mapping[str, nn.Parameter],
+    settings: Mapping[str, Any],
 ) -> None:
-    given: list[Any] = params
-    if "param_names" in settings:  # an optimizer of `named_parameters()` has no other groups
-        given = list(zip(settings["param_names"], params, strict=True))
+    given: list[Any] = list(params.values())
+    # An optimizer of `named_parameters()` has no other groups.
+    if any("param_names" in group for group in optimizer.param_groups):
+        given = list(zip(settings.get("param_names", params), given, strict=True))
     kept = {key: value for key, value in settings.items() if key not in ("params", "param_names")}
     optimizer.add_param_group({**kept, "params": given})

@@ -220,7 +220,7 @@ class StateTransfer:
         given = self._workers.spec.operator_cls._lockstep_given
         if given is not None and self._copies_are_trained():
             state = self._state_of_rank_0(Worker.state_dict.with_args())
-            state.pop("local", None)  # what rank 0 has of its own is in its models, too
+            state.pop("local", None)  # rank 0's local tensors are in its models already
             load_parts(given.run, state)
             given.note_settings()
 
@@ -235,7 +235,7 @@ class StateTransfer:
             return
         # The user may have made the same change in the workers.
         state = self._state_of_rank_0(Worker.state_dict.with_args())
-        if given.differs_from(state["optimizers"][0]["param_groups"]):
+        if given.differs_from(state["optimizers"][0].get("param_groups", ())):
             raise ConfigurationError(
                 "the optimizer that from_model was given was changed, and the workers train copies",
                 got=", ".join(changes),

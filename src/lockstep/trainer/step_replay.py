@@ -378,7 +378,5 @@ def _reasons(
     if "hook" in program and workers.spec.initialization_hook is None:
         yield f"the run had an initialization_hook that is not called here: {program['hook']}"
     given = program["arguments"]
-    if given["num_workers"] > given["replicas"] and not given["add_dist_sampler"]:
-        yield "with add_dist_sampler=False each of N workers reads a loader of its own"
     if given["num_workers"] > 1 and not given["reproducible"]:
         yield "without reproducible=True N workers add gradients in another order: to rounding"

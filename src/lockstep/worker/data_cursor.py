@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.data import ShardedLoader
-from lockstep.data.epoch_order import HasFirstItems, steps_in_order
+from lockstep.data.epoch_order import FirstItems, HasFirstItems, steps_in_order
 from lockstep.errors import DataOrderError
 from lockstep.phases import Phase, in_phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
+    from collections.abc import Generator, Mapping, Sequence
 
     from lockstep.data import Step
     from lockstep.group import Group
@@ -86,7 +85,7 @@ class Cursor:
         self._known_end: tuple[int, int, bool] | None = None
         # How the present epoch began, by `StepSource.first_items`, and the one before it, into
         # which a step may be undone.
-        self._first_items: dict[int, str | int] = {}
+        self._first_items: dict[int, FirstItems] = {}
 
     @property
     def place(self) -> dict[str, Any]:
@@ -220,32 +219,26 @@ class Cursor:
 
         Collective:
             As `agree`, for the first one after `agree_at_read`.
+
+        Raises:
+            DataOrderError: see `steps_in_order`.
         """
         self.agree_if_unread()
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None
             return ahead
         try:
-            if self._steps is not None:
-                return next(self._steps, None)
-            return self._begin(partial(self.source.batches, self.epoch, self.step))
+            if self._steps is None:
+                began = self._first_items.get(self.epoch) if self.step else None
+                source, place = self.source, (self.epoch, self.step)
+                self._steps = steps_in_order(source, lambda: source.batches(*place), began, place)
+            read = next(self._steps, None)
+            if (found := self.source.first_items) is not None:
+                self._first_items[self.epoch] = found
+            return read
         except Exception as error:
             self._unread = error
             raise
-
-    def _begin(self, open_steps: Callable[[], Generator[Step, None, None]]) -> Step | None:
-        """The first step of `open_steps`, which read on in the order in which the epoch began.
-
-        Raises:
-            DataOrderError: see `steps_in_order`.
-        """
-        began = self._first_items.get(self.epoch) if self.step else None
-        place = self.epoch, self.step
-        self._steps = steps_in_order(self.source, open_steps, began, place)
-        read = next(self._steps, None)
-        if (found := self.source.first_items) is not None:
-            self._first_items[self.epoch] = found
-        return read
 
     def refuse_unread(self) -> None:
         """Raise if the user's loop caught an error of the loader and went on.

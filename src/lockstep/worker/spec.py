@@ -58,9 +58,10 @@ class WorkerSpec:
             got=f"num_workers={workers}, num_shards={self.num_shards}",
             cause="each worker reads one batch of its own loader in a step, and only that loader"
             " knows which samples the worker's part holds: with fewer workers a step would have"
-            " fewer samples, and a run would go on behind others than it has read",
-            fix="leave num_shards out, and go on with as many workers as the state was saved by; or"
-            " leave add_dist_sampler at True",
+            " fewer samples, and a resumed run would skip others than it has trained on",
+            fix=f"num_workers={self.num_shards}, and no num_shards (`lockstep replay --workers"
+            f" {self.num_shards}`, trainer.replay(step, num_workers={self.num_shards})); or leave"
+            " add_dist_sampler at True",
         )
 
     @property

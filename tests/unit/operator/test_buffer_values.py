@@ -12,7 +12,9 @@ import lockstep
 from lockstep import TrainingOperator
 from lockstep.errors import CheckpointError
 from lockstep.operator.buffer_values import (
+    buffer_kinds,
     buffer_values,
+    load_module,
     put_buffer_values,
     with_own_local_buffers,
 )
@@ -361,3 +363,32 @@ def test_a_load_that_fails_leaves_buffers_as_they_were():
         assert after.keys() == before.keys()
         assert all(torch.equal(after[key], value) for key, value in before.items())
         run.train(num_steps=1)
+
+
+@pytest.mark.parametrize("rows", [2, 6])
+def test_a_state_whose_buffer_nobody_has_changed_does_not_go_in_the_place_of_one_that_has_grown(
+    rows,
+):
+    """It is of another program, with a table of another length."""
+    module = nn.Module()
+    module.register_buffer("table", torch.zeros(4))
+    first = buffer_kinds(module)
+    for held in (4, 8):
+        module.table = torch.zeros(held)
+        with pytest.raises(RuntimeError, match="size mismatch for table"):
+            load_module(module, {"table": torch.ones(rows)}, first=first, changed=set())
+        assert len(module.table) == held
+        load_module(module, {"table": torch.ones(4)}, first=first, changed=set())
+        assert module.table.tolist() == [1.0] * 4
+
+
+def test_a_load_of_a_table_of_another_program_is_refused_behind_a_forward_as_well():
+    with trainer(FillsItsScale) as run:
+        state = run.state_dict()
+        state["models"][0]["sizes"] = torch.ones(2, dtype=torch.float64)
+        run.train(num_steps=2)
+        before = run.state_dict()["models"][0]
+        with pytest.raises(CheckpointError, match="size mismatch for sizes"):
+            run.load_state_dict(state)
+        after = run.state_dict()["models"][0]
+        assert all(torch.equal(after[name], value) for name, value in before.items())

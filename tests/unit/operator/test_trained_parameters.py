@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from tests.ray.surviving import SAM
-from tests.unit.trainer.programs import linear, loader, sgd, trainer
+from tests.unit.trainer.programs import NestedState, linear, loader, sgd, trainer
 from torch import nn
 
 import lockstep
@@ -23,6 +23,14 @@ def _named(model):
 
 def _sharpness_aware(model):
     return SAM(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def _nested(model):
+    return NestedState(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _nested_and_named(model):
+    return NestedState(model.named_parameters(), lr=0.1, momentum=0.9)
 
 
 class Unfreezes(TrainingOperator):
@@ -68,7 +76,7 @@ def _assert_same(got, expected):
         assert torch.equal(got[name], value), name
 
 
-@pytest.mark.parametrize("optimizer", [sgd, _named, _sharpness_aware])
+@pytest.mark.parametrize("optimizer", [sgd, _named, _sharpness_aware, _nested, _nested_and_named])
 @pytest.mark.parametrize("saved_at", [2, 5])
 def test_a_resumed_run_trains_what_the_run_trained(saved_at, optimizer, tmp_path):
     config = {"optimizer": optimizer}
@@ -83,8 +91,9 @@ def test_a_resumed_run_trains_what_the_run_trained(saved_at, optimizer, tmp_path
         _assert_same(_weights(run), expected)
 
 
-def test_a_run_goes_back_to_when_a_layer_was_frozen():
-    with trainer(Unfreezes) as run:
+@pytest.mark.parametrize("optimizer", [sgd, _nested])
+def test_a_run_goes_back_to_when_a_layer_was_frozen(optimizer):
+    with trainer(Unfreezes, config={"optimizer": optimizer}) as run:
         run.train(num_steps=2)
         state = run.state_dict()
         run.train(num_steps=4)
@@ -129,13 +138,15 @@ class Begins(Unfreezes):
         return {"train_loss": loss.item()}
 
 
-def test_a_group_that_setup_makes_here_is_not_added_once_more():
-    with trainer(Unfreezes) as run:
+@pytest.mark.parametrize("optimizer", [sgd, _nested])
+def test_a_group_that_setup_makes_here_is_not_added_once_more(optimizer):
+    config = {"optimizer": optimizer}
+    with trainer(Unfreezes, config=config) as run:
         run.train(num_steps=5)
         state = run.state_dict()
         run.train(num_steps=3)
         expected = _weights(run)
-    with trainer(Begins) as run:
+    with trainer(Begins, config=config) as run:
         run.load_state_dict(state)
         run.train(num_steps=3)
         _assert_same(_weights(run), expected)

@@ -35,6 +35,16 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
 
+class NestedState(torch.optim.SGD):
+    """Keeps its state in a form of its own."""
+
+    def state_dict(self):
+        return {"inner": super().state_dict(), "version": 1}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state["inner"])
+
+
 def loader(shuffle: bool = False, **fields: Any) -> DataLoader[Any]:
     return DataLoader(TensorDataset(*problem()), BATCH, shuffle=shuffle, **fields)
 

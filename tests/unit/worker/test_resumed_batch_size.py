@@ -4,6 +4,8 @@
 `lockstep.worker.data_cursor` counts the place in an epoch in steps.
 """
 
+import itertools
+
 import pytest
 from tests.unit.trainer.programs import Regression, problem, trainer
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -117,3 +119,30 @@ def test_an_epoch_does_not_go_on_with_ready_batches_of_another_size(make: object
         at_the_start = {**state, "position": {"train": {"epoch": 1, "step": 0}}}
         other.load_state_dict(at_the_start)
         assert other.train()["num_samples"] == 22
+
+
+class DrawsSizes(IterableDataset):
+    """Batches of another size whenever it is read, as a stream of synthetic samples may have."""
+
+    sizes = itertools.count(2)
+
+    def __iter__(self) -> object:
+        return iter(ready(next(self.sizes)))
+
+
+class Synthetic(Regression):
+    def data(self) -> object:
+        return DataLoader(DrawsSizes(), batch_size=None)
+
+
+def test_an_epoch_goes_on_where_a_stream_draws_the_sizes_of_its_batches_anew(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with trainer(Synthetic) as one:
+        one.train(num_steps=2)
+        state = one.state_dict()
+    with trainer(Synthetic) as other:
+        other.load_state_dict(state)
+        assert other.train(num_steps=2)["batch_count"] == 2
+        assert other.status()["step"] == 4
+    assert ["in another order" in each.message for each in caplog.records] == [True]
