@@ -233,7 +233,7 @@ def test_a_step_in_which_a_loop_has_caught_the_loss_of_a_rank_is_not_committed(
     side_by_side(one, 2)
     assert [worker.operator.global_step for worker in both.workers] == [1, 1]
     for worker in both.workers:
-        survivor = leave_broken_group(worker, "train")
+        survivor = leave_broken_group(worker, worker.loop_run.request)
         assert survivor.position.steps == survivor.progress.steps == 1
 
 
@@ -260,7 +260,7 @@ def test_over_a_group_that_was_broken_no_further_batch_begins(pair):
 
 
 class StepsInValidation(DefaultLoop):
-    """Its `validate` counts, steps a scheduler and writes to a weight; the one of rank 1 fails."""
+    """Its `validate` counts, steps a scheduler and writes to a weight."""
 
     count = 0
 
@@ -274,7 +274,7 @@ class StepsInValidation(DefaultLoop):
 
     def validate(self, val_iterator, info):
         result = super().validate(val_iterator, info)
-        if self.world_rank == 1:
+        if info.get("fails_on") == self.world_rank:
             raise LookupError
         self.count += 1
         self.scheduler.step()
@@ -289,36 +289,72 @@ class StepsInValidation(DefaultLoop):
         self.count = state["count"]
 
 
+ONE_STEP = LoopRequest("train", 1, False, {})
+
+
+def changed(worker):
+    operator = worker.operator
+    (group,) = operator.optimizer.param_groups
+    weight = next(operator.model.parameters()).detach().clone()
+    return operator.count, operator.scheduler.last_epoch, group["lr"], weight
+
+
 def test_a_rank_that_was_through_a_validation_goes_back_with_the_one_that_was_not(pair):
     """Both validate again: it would count twice there, and the ranks would drift apart."""
     both = pair(StepsInValidation)
     both.start()
 
-    def changed(worker):
-        operator = worker.operator
-        (group,) = operator.optimizer.param_groups
-        weight = next(operator.model.parameters()).detach().clone()
-        return operator.count, operator.scheduler.last_epoch, group["lr"], weight
-
-    def validated(rank):
-        both.workers[rank].validate(LoopRequest("validation", None, False, {}))
+    request = LoopRequest("validation", None, False, {"fails_on": 1})
 
     def failing(rank):
         if rank == 1:
             with pytest.raises(LookupError):
-                validated(rank)
+                both.workers[rank].validate(request)
         else:
-            validated(rank)
+            both.workers[rank].validate(request)
 
-    side_by_side(lambda rank: both.workers[rank].train(LoopRequest("train", 1, False, {})), 2)
+    side_by_side(lambda rank: both.workers[rank].train(ONE_STEP), 2)
     *before, weight = changed(both.workers[0])
     side_by_side(failing, 2)
     assert changed(both.workers[0])[:2] == (1, 1)
     for worker in both.workers:
-        leave_broken_group(worker, "validation")
+        leave_broken_group(worker, request)
         *numbers, value = changed(worker)
         assert numbers == before
         assert torch.equal(value, weight)
+
+
+def test_a_rank_that_has_not_begun_a_validation_keeps_what_the_one_before_has_changed(pair):
+    """Ctrl-C while the call is sent: the other ranks go back to where it began, and no further."""
+    both = pair(StepsInValidation)
+    both.start()
+    first, second = (LoopRequest("validation", None, False, {}) for _ in range(2))
+    side_by_side(lambda rank: both.workers[rank].train(ONE_STEP), 2)
+    side_by_side(lambda rank: both.workers[rank].validate(first), 2)
+    for worker in both.workers:
+        worker.operator.count += 1  # as `apply_all_operators` may
+    before = [changed(worker) for worker in both.workers]
+    both.workers[0].break_group(0)
+    with pytest.raises(PeerLostError):
+        both.workers[0].validate(second)
+    for worker, (*expected, weight) in zip(both.workers, before, strict=True):
+        leave_broken_group(worker, second)
+        *numbers, value = changed(worker)
+        assert numbers == expected == [2, 1, expected[2]]
+        assert torch.equal(value, weight)
+
+
+def test_copies_of_a_validation_go_with_the_worker(pair):
+    """Which outlives its work in the driver's process. Until then a peer may fail."""
+    both = pair(StepsInValidation)
+    both.start()
+    request = LoopRequest("validation", None, False, {})
+    side_by_side(lambda rank: both.workers[rank].train(ONE_STEP), 2)
+    side_by_side(lambda rank: both.workers[rank].validate(request), 2)
+    copies = [each.operator._lockstep.evaluation_writes.copied_elsewhere for each in both.workers]
+    assert all(copies)
+    side_by_side(lambda rank: both.workers[rank].stop(), 2)
+    assert not any(copies)
 
 
 def test_a_group_beside_the_run_is_broken_with_it(pair):

@@ -2,6 +2,7 @@
 """Workers as threads, without Ray: one is lost, the others regroup around the same store."""
 
 import threading
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -174,16 +175,15 @@ def test_the_run_goes_on_with_those_that_are_left(operator_cls, moment, victim, 
     all_at_once(workers, lambda rank, worker: worker.train(LoopRequest("train", 2, False, {})))
     workers[victim].operator.strike = (3, moment)
     left = workers[1 - victim]
-    results = all_at_once(
-        workers, lambda rank, worker: worker.train(LoopRequest("train", 2, False, {}))
-    )
+    request = LoopRequest("train", 2, False, {})
+    results = all_at_once(workers, lambda rank, worker: worker.train(request))
     assert isinstance(results[victim], Dies)
-    survivor = leave_broken_group(left, "train")
+    survivor = leave_broken_group(left, request)
     first.end()
     second = Generation(1, 1, before=first)
     join(left, Formation(second.rendezvous, (left.number,), source=0, stale=(), local_ranks=(0,)))
     begun = survivor.progress.steps
-    left.train(LoopRequest("train", 2, False, {}, survivor.progress))
+    left.train(replace(request, interrupted_at=survivor.progress))
     assert left.operator.global_step == 4
     assert begun == (0 if operator_cls is OneLoop else 1)
     left.train(LoopRequest("train", STEPS - 4, False, {}))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lockstep.checkpoint import WrittenPart
     from lockstep.engine.engine_protocol import CallListener, SnapshotFetcher, SnapshotKeeper
     from lockstep.operator import TrainingOperator
-    from lockstep.worker import RemoteCall, WorkerSpec
+    from lockstep.worker import LoopRequest, RemoteCall, WorkerSpec
 
 R = TypeVar("R")
 
@@ -39,7 +39,7 @@ class InlineEngine:
     def __init__(self, spec: WorkerSpec) -> None:
         self.ended_by: BaseException | None = None
         self.interrupted_by: BaseException | None = None
-        self._interrupted_loop: str | None = None
+        self._interrupted_loop: LoopRequest | None = None
         self._generation = 0
         self._worker = Worker(spec, rank=0, local_rank=0)
         try:
@@ -72,7 +72,7 @@ class InlineEngine:
             add_rank(error, 0)
             if call.contract.on_failure is OnFailure.RESUME:
                 self.interrupted_by = error
-                self._interrupted_loop = call.purpose
+                self._interrupted_loop = call.request
             raise
 
     def undo_interrupted_call(self) -> None:

@@ -222,7 +222,7 @@ class OperatorState:
             yield
             return
         counts = self.meters, self.pass_sums, self.latest
-        mark = self.registered_metrics.mark("train")
+        mark = self.registered_metrics.mark("train", may_reset=True)
         self.meters = AverageMeterCollection()
         self.global_batch = GlobalBatchContext(training.reduction, "validation")
         try:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from lockstep.errors import ConfigurationError, WrongTypeError
-from lockstep.metrics.torchmetrics_merge import is_metric, metrics_in
+from lockstep.metrics.torchmetrics_merge import is_metric, metrics_in, states_of
 
 _PREFIXES: Final = {"train": "train_", "validation": "val_"}
 
@@ -20,9 +20,15 @@ Mark = list[tuple[Any, int, dict[str, Any]]]
 """Metrics, each with the number of its updates and its states; for a list of rows, its length."""
 
 
-def mark_metrics(metrics: Iterable[Any]) -> Mark:
-    """The counts of torchmetrics objects so far; rows that a metric keeps are not copied."""
-    return [(each, each.update_count, _states_of(each)) for each in metrics]
+def mark_metrics(metrics: Iterable[Any], *, may_reset: bool = False) -> Mark:
+    """The counts of torchmetrics objects so far.
+
+    Args:
+        may_reset: what follows may reset metrics, which drops the rows that they keep: so the lists
+            of rows are copied, and not their lengths alone.
+    """
+    copy_rows: Callable[[list[Any]], Any] = list if may_reset else len
+    return [(each, each.update_count, _copy_states(each, copy_rows)) for each in metrics]
 
 
 def restore_metrics(mark: Mark) -> None:
@@ -33,7 +39,7 @@ def restore_metrics(mark: Mark) -> None:
             if isinstance(state, int):
                 del getattr(metric, name)[state:]
             else:
-                setattr(metric, name, state.clone())
+                setattr(metric, name, list(state) if isinstance(state, list) else state.clone())
 
 
 class RegisteredMetrics:
@@ -102,13 +108,14 @@ class RegisteredMetrics:
             for name, metric in _flatten_collections(self._by_purpose.get(purpose, {}))
         }
 
-    def mark(self, *purposes: str) -> Mark:
+    def mark(self, *purposes: str, may_reset: bool = False) -> Mark:
         """The counts so far, for `restore`, of the metrics of `purposes`; without any, of all.
 
-        Costs nothing without metrics; rows that a metric keeps are not copied.
+        Args:
+            may_reset: see `mark_metrics`.
         """
-        distinct = self._distinct(*purposes)
-        return mark_metrics(each for metric in distinct for each in metrics_in(metric))
+        every = [each for metric in self._distinct(*purposes) for each in metrics_in(metric)]
+        return mark_metrics(every, may_reset=may_reset)
 
     def restore(self, mark: Mark) -> None:
         """Set the metrics back to their counts at `mark`."""
@@ -159,11 +166,10 @@ class _CountedUpdate:
         return getattr, (self._metric, "update")
 
 
-def _states_of(metric: Any) -> dict[str, Any]:
-    states = {name: getattr(metric, name) for name in metric._reductions}
+def _copy_states(metric: Any, copy_rows: Callable[[list[Any]], Any]) -> dict[str, Any]:
     return {
-        name: len(state) if isinstance(state, list) else state.clone()
-        for name, state in states.items()
+        name: copy_rows(state) if isinstance(state, list) else state.clone()
+        for name, state in states_of(metric).items()
     }
 
 

@@ -426,15 +426,19 @@ class TrainingOperator:
         loops = (TrainingOperator.train_batch, TrainingOperator.train_epoch)
         return any(cls._lockstep_overrides(loop) for loop in loops)
 
-    @classmethod
-    def _lockstep_overrides_validation(cls) -> bool:
-        """Whether a validation runs the user's code, which may change the state of the run."""
-        loops = (TrainingOperator.validate, TrainingOperator.validate_batch)
-        return any(cls._lockstep_overrides(loop) for loop in loops)
-
     def _lockstep_surrounds_validation(self) -> bool:
         """Whether the user's code runs around a whole validation, and may swap weights there."""
         return self._lockstep_overrides(TrainingOperator.validate)
+
+    def _lockstep_changes_in_validation(self) -> bool:
+        """Whether a validation may change what a checkpoint holds.
+
+        The default `validate` takes back what a batch writes to the models: a `validate_batch` of
+        the user's own changes the user's own state at most.
+        """
+        own = self._lockstep_overrides
+        changes_state = own(TrainingOperator.validate_batch) and own(TrainingOperator.state_dict)
+        return changes_state or self._lockstep_surrounds_validation()
 
     def _lockstep_predicting(self) -> AbstractContextManager[Any]:
         """Entered around all that this rank computes for `trainer.predict`."""

@@ -88,6 +88,9 @@ class TrainingParts:
         hyperparameters_after_setup: those of optimizers and schedulers when `setup` has ended.
         stepped_by_loop: schedulers and GradScalers among the operator's attributes, which a loop of
             the user's own steps. They are saved and undone as `schedulers` are.
+        scheduler_records: what notes which steps schedulers have made, with the methods
+            `state_dict` and `load_state_dict`. It is undone with them, and saved by whoever has
+            added it: an integration.
     """
 
     models: list[nn.Module]
@@ -106,6 +109,7 @@ class TrainingParts:
     buffers_after_setup: dict[str, BufferKinds] = field(default_factory=dict)
     hyperparameters_after_setup: Hyperparameters = field(default_factory=list)
     stepped_by_loop: list[Any] = field(default_factory=list)
+    scheduler_records: list[Any] = field(default_factory=list)
 
     def leave_group(self) -> None:
         """Leave a group that has broken, so that another one can be joined."""

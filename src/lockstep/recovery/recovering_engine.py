@@ -224,8 +224,10 @@ class RecoveringEngine:
             WorkerDiedError: a worker died meanwhile, and the others have gone back to the state
                 from before the call.
         """
-        spec = self._engine.spec
-        if not spec.keeps_memory_checkpoints or not call.may_change_state(spec.operator_cls):
+        if not self._engine.spec.keeps_memory_checkpoints:
+            return
+        in_validation = self.start_reports[0].changes_in_validation
+        if not call.may_change_state(in_validation=in_validation):
             return
         # Not by `_call`, which may form the group anew before, and so lose what has changed.
         renewal = renew_memory_checkpoint.with_args()
@@ -348,7 +350,7 @@ class RecoveringEngine:
         if cause is None or call is None:
             return
         try:
-            new_generation = self._regrouping.run(call.purpose, [], abandoned_because=cause)
+            new_generation = self._regrouping.run(call.request, [], abandoned_because=cause)
         except Exception as error:  # a step that is computed again runs the user's code
             error.__cause__ = error.__cause__ or cause
             self._engine.end(error)
@@ -369,7 +371,7 @@ class RecoveringEngine:
         """Form the group anew after a failure of `call`, or for a spare."""
         began = pending_call.failed_at or time.monotonic()
         try:
-            new_generation = self._regrouping.run(call.purpose, self._lost_workers(pending_call))
+            new_generation = self._regrouping.run(call.request, self._lost_workers(pending_call))
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 self._interrupt(call, error)

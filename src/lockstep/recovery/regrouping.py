@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from lockstep.recovery.watchdog import Watchdog
     from lockstep.worker import (
         CheckpointOnDisk,
+        LoopRequest,
         RemoteCall,
         RunPosition,
         StateRestore,
@@ -141,14 +142,14 @@ class Regrouping:
 
     def run(
         self,
-        purpose: str | None,
+        interrupted: LoopRequest | None,
         lost_workers: Sequence[LostWorker],
         abandoned_because: BaseException | None = None,
     ) -> NewGeneration:
         """Form the next generation from the workers that are left.
 
         Args:
-            purpose: of the loop that was interrupted; None if it was another call.
+            interrupted: the loop that was interrupted; None if it was another call.
             lost_workers: the workers that are known to be lost, but for those that a regrouping had
                 lost when Ctrl-C interrupted it.
             abandoned_because: the error for which the call ends; None if the call goes on.
@@ -165,7 +166,7 @@ class Regrouping:
         self._unreported_losses = table.lost_workers
         furthest: SurvivorState | None = None
         for _ in range(_ATTEMPTS):
-            left = self._leave_broken_group(purpose, abandoned_because is not None, table)
+            left = self._leave_broken_group(interrupted, abandoned_because is not None, table)
             survivors = _complete_progress(left, furthest)
             furthest = _find_furthest(survivors)
             if furthest is None and not table.lost_workers and abandoned_because is not None:
@@ -191,10 +192,10 @@ class Regrouping:
         )
 
     def _leave_broken_group(
-        self, purpose: str | None, is_abandoned: bool, table: RankTable
+        self, interrupted: LoopRequest | None, is_abandoned: bool, table: RankTable
     ) -> dict[WorkerHandle, SurvivorState]:
         """Let all members leave the group; a member that fails is lost. Empty if all are lost."""
-        call = leave_broken_group.with_args(purpose, is_abandoned=is_abandoned)
+        call = leave_broken_group.with_args(interrupted, is_abandoned=is_abandoned)
         while members := list(self._workers.members):
             self._watchdog.begin_call()
             pending_call = self._engine.perform(

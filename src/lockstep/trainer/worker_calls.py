@@ -96,7 +96,8 @@ class WorkerCalls:
         engine = self.open_engine()
         with self._one_call_at_a_time(call.contract.name):
             # Noted first: a call that fails may have changed it, too.
-            if call.is_training or call.may_change_state(self.spec.operator_cls):
+            in_validation = engine.start_reports[0].changes_in_validation
+            if call.is_training or call.may_change_state(in_validation=in_validation):
                 self.may_have_changed = not call.is_training
             if (name := _NAMES_IN_LOG.get(call.method)) is not None:
                 self._note_change(name)

@@ -34,7 +34,7 @@ from lockstep.operator.sync_setup import rejoin
 from lockstep.sync import note_reduced
 from lockstep.worker import state_broadcast
 from lockstep.worker.loader_sharding import make_sharded_loader
-from lockstep.worker.loop_run import LoopProgress
+from lockstep.worker.loop_run import LoopProgress, LoopRequest, LoopRun
 from lockstep.worker.memory_recovery import go_back, take_again
 from lockstep.worker.open_step import Undone
 from lockstep.worker.position_queries import run_position
@@ -81,39 +81,42 @@ class Formation:
 @remote_method(Communication.NONE, OnFailure.RAISE, is_timed=True)
 def leave_broken_group(
     worker: Worker,
-    interrupted: str | None,
+    interrupted: LoopRequest | None,
     *,
     is_abandoned: bool = False,
 ) -> SurvivorState:
     """Leave the group and undo the step that was not committed. Idempotent.
 
     Args:
-        interrupted: the purpose of the loop that not all workers have completed; None if another
-            call was interrupted.
+        interrupted: the loop that not all workers have completed; None if another call was
+            interrupted.
         is_abandoned: the call does not go on: it has ended with the last committed step.
     """
-    memory = worker.memory
+    memory, purpose = worker.memory, None if interrupted is None else interrupted.purpose
+    call = worker.loop_run if interrupted is not None else None
+    if call is not None and interrupted is not None and call.request.number != interrupted.number:
+        call = None  # of an earlier call: this rank has not begun the one that was interrupted
     if memory is not None:
         worker.snapshots.forget_parts()
     if memory is not None and worker.survivor is not None:
         # Another loss, before the steps since the checkpoint were computed again.
         worker.leave()
         survivor = replace(worker.survivor, held=memory.held)
-        return _abandoned(worker, survivor, interrupted) if is_abandoned else survivor
+        return _abandoned(worker, survivor, purpose) if is_abandoned else survivor
     recomputed_before = worker.num_batches_to_recompute
-    survivor = _leave_broken_group(worker, interrupted)
+    survivor = _leave_broken_group(worker, purpose, call)
     is_at_window_start = worker.num_batches_to_recompute > recomputed_before
     if memory is not None and survivor.position is not None and worker.mesh.replicate_size > 1:
-        _take_without_peers(worker, survivor, interrupted)
+        _take_without_peers(worker, survivor, purpose)
     if survivor.position is not None:
         state = worker.operator._lockstep
         written_behind = state.writes_behind_steps.written(state.committed)
         survivor = replace(survivor, written_behind=written_behind)
     if is_abandoned and survivor.position is not None:
-        survivor = _abandoned(worker, survivor, interrupted)
+        survivor = _abandoned(worker, survivor, purpose)
     if memory is None or survivor.position is None:
         return survivor
-    if interrupted != "train" and not is_at_window_start:
+    if purpose != "train" and not is_at_window_start:
         # A state that is being loaded is not one that training has come to.
         survivor = replace(survivor, position=RunPosition(*memory.reached))
     worker.survivor = replace(
@@ -131,20 +134,20 @@ def leave_broken_group(
     return worker.survivor
 
 
-def _take_without_peers(worker: Worker, survivor: SurvivorState, interrupted: str | None) -> None:
+def _take_without_peers(worker: Worker, survivor: SurvivorState, purpose: str | None) -> None:
     """Make a part of a checkpoint of what this rank has, if that is the state of a committed step.
 
     Where that is not certain, or copying fails, the ranks go back to the newest memory checkpoint.
     """
     operator, memory, call = worker.operator, worker.memory, worker.loop_run
-    is_known = interrupted == "train" or (
-        interrupted == "validation" and not operator._lockstep_overrides_validation()
-    )
+    loops = (TrainingOperator.validate, TrainingOperator.validate_batch)
+    has_own = any(map(operator._lockstep_overrides, loops))
+    is_known = purpose == "train" or (purpose == "validation" and not has_own)
     # A user's `state_dict` may communicate, and the group is left.
     is_plain = not operator._lockstep_overrides(TrainingOperator.state_dict)
     if memory is None or not (is_known and is_plain and worker.rollback.is_at_committed_step):
         return
-    is_within_call = interrupted == "train" and call is not None and not call.is_over
+    is_within_call = purpose == "train" and call is not None and not call.is_over
     try:
         memory.take_without_peers(survivor.progress, is_within_call=is_within_call)
     except Exception:
@@ -156,10 +159,10 @@ def _take_without_peers(worker: Worker, survivor: SurvivorState, interrupted: st
         )
 
 
-def _abandoned(worker: Worker, survivor: SurvivorState, interrupted: str | None) -> SurvivorState:
+def _abandoned(worker: Worker, survivor: SurvivorState, purpose: str | None) -> SurvivorState:
     """The state of a survivor whose call does not go on."""
     worker.loop_run = worker.before_call = None
-    if survivor.progress is not None and interrupted == "train":
+    if survivor.progress is not None and purpose == "train":
         # The first batches of the open window belong to an earlier call, which counted them.
         worker.num_batches_to_recompute = max(
             worker.num_batches_to_recompute, -survivor.progress.steps
@@ -167,7 +170,7 @@ def _abandoned(worker: Worker, survivor: SurvivorState, interrupted: str | None)
     return replace(survivor, progress=None)
 
 
-def undo_without_peers(worker: Worker, interrupted: str | None) -> SurvivorState:
+def undo_without_peers(worker: Worker, interrupted: LoopRequest | None) -> SurvivorState:
     """Without peers, undo the step that was not committed, and be ready for the next call.
 
     Args:
@@ -187,7 +190,7 @@ def undo_without_peers(worker: Worker, interrupted: str | None) -> SurvivorState
     return survivor
 
 
-def _leave_broken_group(worker: Worker, interrupted: str | None) -> SurvivorState:
+def _leave_broken_group(worker: Worker, purpose: str | None, call: LoopRun | None) -> SurvivorState:
     cursor = worker.cursors.get("train")
     is_unreduced = cursor is not None and worker.rollback.holds_unreduced_gradients(cursor)
     worker.leave()
@@ -197,22 +200,21 @@ def _leave_broken_group(worker: Worker, interrupted: str | None) -> SurvivorStat
         return SurvivorState(None)  # Ray gives each row once: no step can be computed again
     # A dataset of Ray's was split for the ranks of the group that is left.
     worker.feed(None, None)
-    call = worker.loop_run if interrupted is not None else None
     undone = None
-    if call is not None and interrupted == "validation":
+    if call is not None and purpose == "validation":
         # First: it goes back to the models with which it began, behind the window's batches.
         undone = worker.undo(call)
     if is_unreduced:
         # No other rank has these gradients, and those of a lost worker are lost: all ranks begin
         # the window anew.
-        if call is not None and interrupted == "train":
+        if call is not None and purpose == "train":
             call.is_over = False
         elif not worker.return_to_window():
             worker.has_state = False
             return SurvivorState(None)
     # A rank that has trained to the end of the call is ahead. A validation is done again by all
     # ranks: the sums of its metrics on a lost worker are lost.
-    if call is None or (call.is_over and interrupted == "train"):
+    if call is None or (call.is_over and purpose == "train"):
         return SurvivorState(run_position(worker), None if call is None else call.progress)
     undone = undone or worker.undo(call)
     if undone is Undone.IMPOSSIBLE:

@@ -8,7 +8,8 @@ goes on from there with the workers that are left.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.keys import (
@@ -58,6 +59,7 @@ class LoopRequest:
         info: the user's `info` argument.
         interrupted_at: the progress of all workers in this call, if a failure interrupted it.
         rows_known: the last step of which the driver has the rows (see `StepLog`).
+        number: of the call, which it keeps where it goes on after a failure.
     """
 
     purpose: str
@@ -66,6 +68,7 @@ class LoopRequest:
     info: Mapping[str, Any]
     interrupted_at: LoopProgress | None = None
     rows_known: int = 0
+    number: int = field(default_factory=count().__next__, compare=False)
 
 
 @dataclass(frozen=True)
@@ -149,8 +152,6 @@ class LoopRun:
             self._set_progress(progress)
         self._passes: list[PassResult] = []
         self._state.begin_call(request.purpose)
-        # A validation that is interrupted is begun again. Of training `Rollback` marks each step.
-        self._counts_before = [] if request.purpose == "train" else self._state.mark_counts()
         self._start: ValidationStart | None = None
         operator.timers.reset()
         operator.timers.enable() if request.profile else operator.timers.disable()
@@ -210,21 +211,19 @@ class LoopRun:
         sums = self._state.meters.state()
         self.counted = LoopCounts(self.committed.samples, sums)
 
-    def keep_start(self) -> None:
-        """Copy what a validation of the user's own may change, for `rewind`.
+    def keep_start(self, *, copies_run: bool) -> None:
+        """Copy what a validation may change, for `rewind`; see `ValidationStart`.
 
-        The copies stay until the next call: a peer that fails later takes this rank back, too.
+        The copies stay as long as this rank may have to go back: where it has peers, one of which
+        may fail later, until the next `train` or `validate`, or until the worker stops.
         """
-        if self._operator._lockstep_surrounds_validation():
-            self._start = ValidationStart(self._operator)
-            self._state.evaluation_writes.copied_elsewhere.update(self._start.copies)
+        self._start = ValidationStart(self._operator, copies_run=copies_run)
 
     def rewind(self) -> None:
-        """Move a validation back to the position, counts and models with which it began."""
+        """Move a validation back to where it began, with all that it may have changed."""
         if self._start is not None:
             self._start.restore()
         self.cursor.move_to(self.first_epoch, self.first_step)
-        self._state.restore_counts(self._counts_before)
 
     def run(self) -> Report:
         """Make one pass for each epoch that the call touches, until `num_steps` or the epoch's end.
@@ -247,7 +246,10 @@ class LoopRun:
                 if self._state.sync is not None:
                     # That of the last batch is not that of what the user computes between calls.
                     self._state.sync.set_delivered_weight(None)
-        return self.report()
+        report = self.report()
+        if self._state.context.world_size == 1:
+            self._start = None
+        return report
 
     def _run_pass(self, reduction: ReductionContext) -> bool:
         """Make one pass over (the rest of) an epoch; return whether it was the call's last pass."""

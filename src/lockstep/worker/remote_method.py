@@ -35,7 +35,6 @@ from lockstep.worker.loop_run import LoopRequest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lockstep.operator import TrainingOperator
     from lockstep.worker.loop_run import LoopProgress
 
 W = TypeVar("W", contravariant=True)
@@ -130,19 +129,28 @@ class RemoteCall(Generic[W, R]):
         return self.method(worker, *self.args, **self.kwargs)
 
     @property
+    def request(self) -> LoopRequest | None:
+        """The request of a call of `train` or `validate`; None for others."""
+        return next((each for each in self.args if isinstance(each, LoopRequest)), None)
+
+    @property
     def purpose(self) -> str | None:
         """The purpose of a call of `train` or `validate` (see `LoopRequest`); None for others."""
-        return next((each.purpose for each in self.args if isinstance(each, LoopRequest)), None)
+        return None if self.request is None else self.request.purpose
 
     @property
     def is_training(self) -> bool:
         """Whether the call is one of `train`."""
         return self.purpose == "train"
 
-    def may_change_state(self, operator_cls: type[TrainingOperator]) -> bool:
-        """Whether the call may change the state of the run by something else than training."""
+    def may_change_state(self, *, in_validation: bool) -> bool:
+        """Whether the call may change the state of the run by something else than training.
+
+        Args:
+            in_validation: a validation may.
+        """
         if self.contract.on_failure is OnFailure.RESUME:
-            return not self.is_training and operator_cls._lockstep_overrides_validation()
+            return in_validation and not self.is_training
         return self.contract.on_failure is not OnFailure.REPEAT
 
     def resume_at(self, progress: LoopProgress) -> Self:

@@ -34,6 +34,7 @@ class StartReport:
             None for data without a length.
         units: the parts of models in shards that are gathered and freed together, by name.
         has_schedulers: whether the operator registered any.
+        changes_in_validation: whether a validation may change what a checkpoint holds.
     """
 
     pid: int
@@ -41,6 +42,7 @@ class StartReport:
     steps_per_epoch: Mapping[str, int | None]
     units: Sequence[str] = ()
     has_schedulers: bool = False
+    changes_in_validation: bool = False
 
 
 @dataclass(frozen=True)

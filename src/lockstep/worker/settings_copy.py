@@ -53,6 +53,8 @@ class LayersCopy:
 class SettingsCopy(LayersCopy):
     """Also the states of schedulers and of the loop's own GradScalers, and optimizers' settings.
 
+    With schedulers goes what notes their steps: one that steps again must not count as done.
+
     Args:
         run: has them.
         parameters, layers: see `LayersCopy`.
@@ -68,9 +70,8 @@ class SettingsCopy(LayersCopy):
         self._run = run
         steppers = [*run.saved_schedulers(), *run.stepped_by_loop]
         self._scalers = [ScalerCopy(each) for each in steppers if _is_plain_scaler(each)]
-        self._schedulers = [
-            each for each in steppers if hasattr(each, "state_dict") and not _is_plain_scaler(each)
-        ]
+        plain = [each for each in steppers if not _is_plain_scaler(each)]
+        self._schedulers = [*plain, *run.scheduler_records]
         self._states = [copy.deepcopy(each.state_dict()) for each in self._schedulers]
         self._groups = GroupSettingsCopy(run.optimizers)
 

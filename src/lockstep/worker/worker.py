@@ -168,8 +168,14 @@ class Worker(StateAccess):
         steps = {purpose: cursor.source.steps_per_epoch for purpose, cursor in self.cursors.items()}
         sync = self.operator._lockstep.sync
         units = () if sync is None else sync.units
-        has_schedulers = bool(self.run.schedulers)
-        return StartReport(os.getpid(), str(device), steps, units, has_schedulers)
+        return StartReport(
+            os.getpid(),
+            str(device),
+            steps,
+            units,
+            has_schedulers=bool(self.run.schedulers),
+            changes_in_validation=self.operator._lockstep_changes_in_validation(),
+        )
 
     def _build_operator(
         self, device: torch.device, *, is_trial: bool = False, is_spare: bool = False
@@ -277,7 +283,7 @@ class Worker(StateAccess):
         # In the driver's process the optimizer may be the user's own, and outlives the trainer.
         if self.step_hooks is not None:
             self.step_hooks.close()
-        self._operator = None
+        self._operator = self.loop_run = None
         discard_trace()
         self._threads.release()
 
@@ -459,8 +465,8 @@ class Worker(StateAccess):
             state = self.operator._lockstep
             if state.step_log is not None:
                 state.step_log.begin_call(state.committed, request.rows_known)
-        elif self._rollback is not None and self.memory is None:
-            call.keep_start()
+        else:
+            call.keep_start(copies_run=self._rollback is not None and self.memory is None)
         if training or self._rollback is not None:
             call.committed.before_batch = self._before_batch
         return call

@@ -125,6 +125,8 @@ class ValidatesWithin(Classifier):
         self.correlation.update(output[:, 0].detach(), output[:, 1].detach())
         self.auroc.update(output.detach(), target)
         if not self.model.training:
+            if self.config["resets"]:
+                self.auroc.reset(), self.correlation.reset()  # a number for each batch
             self.held_out.update(output.detach(), target)
         return nn.functional.cross_entropy(output, target)
 
@@ -136,12 +138,12 @@ class ValidatesWithin(Classifier):
         return result
 
 
-def test_a_validation_within_a_training_loop_does_not_count_for_the_training():
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_validation_within_a_training_loop_does_not_count_for_the_training(resets):
     found = []
     for validates in (False, True):
-        with TorchTrainer(
-            training_operator_cls=ValidatesWithin, config={"metrics": dict, "validates": validates}
-        ) as trainer:
+        config = {"metrics": dict, "validates": validates, "resets": resets}
+        with TorchTrainer(training_operator_cls=ValidatesWithin, config=config) as trainer:
             found.append(trainer.train())
     assert {"train_correlation", "train_auroc"} <= found[0].keys()
     assert found[0] == found[1]

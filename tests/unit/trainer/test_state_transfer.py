@@ -397,6 +397,13 @@ class StepsInValidation(Plateau):
         return result
 
 
+class AddsMetric(Plateau):
+    """A batch of a validation leaves nothing behind that is saved."""
+
+    def validate_batch(self, batch, batch_info):
+        return {**super().validate_batch(batch, batch_info), "metric": 1.0}
+
+
 def rate(one):
     return one.state_dict()["optimizers"][0]["param_groups"][0]["lr"]
 
@@ -457,9 +464,10 @@ def test_what_was_changed_behind_a_checkpoint_is_replayed_from_it(tmp_path):
         assert report.start.endswith("step-0000000008.ckpt")
 
 
-def test_no_checkpoint_is_written_again_where_nothing_may_have_changed(tmp_path):
+@pytest.mark.parametrize("operator", [Plateau, AddsMetric])
+def test_no_checkpoint_is_written_again_where_nothing_may_have_changed(tmp_path, operator):
     newest, elsewhere = tmp_path / "step-0000000004.ckpt", tmp_path / "elsewhere.pt"
-    with plateau(tmp_path, checkpoint_every=4) as one:
+    with plateau(tmp_path, operator, checkpoint_every=4) as one:
         one.train()
         written = newest.stat().st_ino
         one.validate()
@@ -467,7 +475,7 @@ def test_no_checkpoint_is_written_again_where_nothing_may_have_changed(tmp_path)
         one.save(elsewhere)
         one.train(num_steps=1)
         one.apply_all_operators(halve_rate)  # the next checkpoint has it, and this one must not
-    with plateau(tmp_path, checkpoint_every=4) as one:
+    with plateau(tmp_path, operator, checkpoint_every=4) as one:
         one.train(num_steps=1)
     assert newest.stat().st_ino == written
     assert [*tmp_path.glob("step-*")] == [newest]

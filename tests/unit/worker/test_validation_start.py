@@ -8,8 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.worker import loop_run
-from unit.trainer.programs import SAMPLES, Regression, loader, sgd, trainer, weights
+from unit.trainer.programs import (
+    SAMPLES,
+    STEPS_PER_EPOCH,
+    Regression,
+    loader,
+    sgd,
+    trainer,
+    weights,
+)
 
 
 def copies(operator):
@@ -57,6 +64,7 @@ class Swaps(Regression):
         return result
 
     def validate_batch(self, batch, batch_info):
+        self.num_copies = len(self._lockstep.evaluation_writes.copied_elsewhere)
         if batch_info.get("fails"):
             raise LookupError
         return super().validate_batch(batch, batch_info)
@@ -78,7 +86,7 @@ class Calibrates(Swaps):
 
 
 class AddsMetric(Swaps):
-    """The usual way to add a metric: nothing is copied for it."""
+    """The usual way to add a metric: no weight is copied for it."""
 
     validate = Regression.validate
 
@@ -86,20 +94,42 @@ class AddsMetric(Swaps):
         return {**super().validate_batch(batch, batch_info), "metric": 1.0}
 
 
-def test_only_where_code_runs_around_a_validation_is_anything_copied(monkeypatch):
-    copied = []
+@pytest.mark.parametrize(("operator", "is_copied"), [(AddsMetric, False), (Swaps, True)])
+def test_weights_are_copied_where_code_runs_around_a_validation_and_until_it_has_ended(
+    operator, is_copied
+):
+    """Behind it no peer can fail that would take this worker back, and the memory is free."""
+    with trainer(operator) as run:
+        run.validate()
+        held = run.get_local_operator()
+        assert held.num_copies == (4 if is_copied else 0)
+        assert not held._lockstep.evaluation_writes.copied_elsewhere
 
-    class Start(loop_run.ValidationStart):
-        def __init__(self, operator):
-            super().__init__(operator)
-            copied.append(operator)
 
-    monkeypatch.setattr(loop_run, "ValidationStart", Start)
-    for operator, count in ((AddsMetric, 0), (Swaps, 1)):
-        copied.clear()
-        with trainer(operator) as run:
-            run.validate()
-        assert len(copied) == count
+class CountsBatches(AddsMetric):
+    """Its `validate_batch` alone is its own; what that counts is saved."""
+
+    count = 0
+
+    def validate_batch(self, batch, batch_info):
+        self.count += 1
+        return super().validate_batch(batch, batch_info)
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def test_what_a_batch_has_counted_goes_back_with_a_validation_that_failed():
+    with trainer(CountsBatches) as run:
+        run.validate()
+        for _ in range(2):
+            with pytest.raises(LookupError):
+                run.validate(info={"fails": True})
+        run.validate()
+        assert run.get_local_operator().count == 2 * STEPS_PER_EPOCH
 
 
 class Warmup:

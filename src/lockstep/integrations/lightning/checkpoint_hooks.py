@@ -11,11 +11,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import NotAvailableError
+from lockstep.integrations.lightning.unsupported import overrides
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lockstep.integrations.lightning.trainer_view import TrainerView
+
+
+def adds_to_checkpoints(hook_targets: Sequence[Any]) -> bool:
+    """Whether a hook of the user's adds entries, of what a validation may have changed."""
+    *datamodules, _ = hook_targets
+    hooks = [(target, "on_save_checkpoint") for target in hook_targets]
+    hooks += [(datamodule, "state_dict") for datamodule in datamodules]
+    return any(overrides(*hook) for hook in hooks)
 
 
 def run_on_save_hooks(trainer: TrainerView, hook_targets: Sequence[Any]) -> dict[str, Any]:

@@ -22,7 +22,11 @@ from lockstep import reduction_context
 from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.integrations.lightning import unsupported
 from lockstep.integrations.lightning.batch_end_hook import BatchEndHook, Output
-from lockstep.integrations.lightning.checkpoint_hooks import run_on_load_hooks, run_on_save_hooks
+from lockstep.integrations.lightning.checkpoint_hooks import (
+    adds_to_checkpoints,
+    run_on_load_hooks,
+    run_on_save_hooks,
+)
 from lockstep.integrations.lightning.epoch_end_hook import EpochEndHook
 from lockstep.integrations.lightning.logging_capture import LoggingCapture
 from lockstep.integrations.lightning.lr_schedulers import (
@@ -135,10 +139,6 @@ class LightningOperator(TrainingOperator):
             return True
         return getattr(cls, method.__name__) is not getattr(LightningOperator, method.__name__)
 
-    @classmethod
-    def _lockstep_overrides_validation(cls) -> bool:
-        return True  # the module's hooks run in each validation, and its plateaus step
-
     def get_model(self) -> Any:
         """The LightningModule, as RaySGD's operator named it."""
         return self.module
@@ -185,6 +185,7 @@ class LightningOperator(TrainingOperator):
             schedulers=[each.scheduler for each in configs] or None,
         )
         self._scheduler_stepper = SchedulerStepper(configs, module.lr_scheduler_step)
+        registered_parts(self).scheduler_records.append(self._scheduler_stepper)
         self.optimizer = optimizers[0] if len(optimizers) == 1 else optimizers
         update_view(self._view, optimizers=optimizers, lr_scheduler_configs=configs)
         self._manual: ManualStrategyView | None = None
@@ -381,9 +382,13 @@ class LightningOperator(TrainingOperator):
         return loss, metrics
 
     def _lockstep_surrounds_validation(self) -> bool:
-        own = type(self).validate is not LightningOperator.validate
-        hooks = unsupported.AROUND_VALIDATION
-        return own or any(unsupported.overrides(self.module, hook) for hook in hooks)
+        hooks = map(partial(unsupported.overrides, self.module), unsupported.AROUND_VALIDATION)
+        return any(hooks) or super()._lockstep_surrounds_validation()
+
+    def _lockstep_changes_in_validation(self) -> bool:
+        steps = self._steps_schedulers and self._scheduler_stepper.has_plateaus
+        changes = steps or adds_to_checkpoints(self._hook_targets)
+        return changes or super()._lockstep_changes_in_validation()
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
         module = self.module

@@ -206,6 +206,11 @@ class SchedulerStepper:
         self.items = items
         self._step = step
 
+    @property
+    def has_plateaus(self) -> bool:
+        """Whether a scheduler steps on a metric, which a validation may log."""
+        return any(each.reduce_on_plateau for each in self.items)
+
     def after_step(self, index: int) -> None:
         """Step the schedulers that are due after the step on batch `index` of the epoch."""
         self._step_due("step", index + 1)

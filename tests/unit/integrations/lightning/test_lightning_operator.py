@@ -299,6 +299,18 @@ def test_what_a_validation_has_changed_is_in_the_checkpoint_of_its_step(tmp_path
     assert farthest(found[2], model) == 0
 
 
+def test_a_validation_that_has_nothing_to_change_costs_no_checkpoint(tmp_path):
+    newest = tmp_path / f"step-{STEPS:010d}.ckpt"
+    operator = TrainingOperator.from_lightning(Classifier, loader(), loader())
+    with TorchTrainer(
+        training_operator_cls=operator, checkpoint_dir=tmp_path, checkpoint_every=STEPS
+    ) as trainer:
+        trainer.train()
+        written = newest.stat().st_ino
+        trainer.validate()
+    assert newest.stat().st_ino == written
+
+
 @pytest.mark.slow
 def test_verify_finds_it_equal():
     operator = TrainingOperator.from_lightning(Classifier, loader(4), loader())

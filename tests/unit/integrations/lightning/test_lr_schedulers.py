@@ -4,6 +4,7 @@
 An epoch ends once: behind a checkpoint of its last step, and where a stream ends late.
 """
 
+import copy
 import warnings
 
 import pytest
@@ -17,11 +18,13 @@ from tests.unit.integrations.lightning.modules import (
     loader,
     problem,
 )
+from tests.unit.integrations.lightning.two_threads import on_two_threads
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep import TorchTrainer, TrainingOperator
 from lockstep.errors import ConfigurationError, NotAvailableError
 from lockstep.integrations.lightning.lr_schedulers import SchedulerConfig, SchedulerStepper
+from lockstep.worker import LoopRequest, leave_broken_group
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*does not have many workers"
@@ -130,6 +133,73 @@ def test_a_plateau_within_an_epoch_is_refused():
         trainer_of(WaitsForSteps) as trainer,
     ):
         trainer.train()
+
+
+def test_a_plateau_steps_for_a_validation_that_failed_and_came_again():
+    """Which takes it back: that it has stepped for the epoch, too."""
+
+    class Uploads(TrainingOperator.from_lightning(WaitsForTheValidation, loader(), loader())):
+        def validate(self, val_iterator, info):
+            result = super().validate(val_iterator, info)
+            if info["fails"]:
+                raise ConnectionError
+            return result
+
+    expected, _ = by_lightning(WaitsForTheValidation())
+    plain, _ = by_lightning(Classifier())
+    with TorchTrainer(training_operator_cls=Uploads) as trainer:
+        for _ in range(3):
+            trainer.train()
+            with pytest.raises(ConnectionError):
+                trainer.validate(info={"fails": True})
+            trainer.validate(info={"fails": False})
+        assert farthest(trainer.get_model(), expected) < 1e-12
+    assert farthest(expected, plain) > 1e-3, "the oracle does not see the scheduler"
+
+
+class StepsOnOneRank(WaitsForTheValidation):
+    """In the second epoch: the other rank is lost behind the last exchange of the validation."""
+
+    is_lost = False
+
+    def lr_scheduler_step(self, scheduler, metric):
+        if self.is_lost and self.current_epoch == 1:
+            raise LookupError
+        super().lr_scheduler_step(scheduler, metric)
+
+
+class HasAHook(StepsOnOneRank):
+    def on_validation_epoch_end(self):
+        """So that all that it may change is copied."""
+
+
+@pytest.mark.parametrize("module_cls", [StepsOnOneRank, HasAHook])
+def test_a_plateau_that_has_stepped_on_one_rank_alone_goes_back(module_cls):
+    train, validation = (LoopRequest(each, None, False, {}) for each in ("train", "validation"))
+
+    def settings(operator):
+        plateaus = [each.state_dict() for each in operator._lockstep.registered.schedulers]
+        return plateaus, operator.state_dict()["plateaus"], operator.optimizer.param_groups[0]["lr"]
+
+    def body(worker):
+        operator = worker.operator
+        operator.module.is_lost, worker.has_state = worker.rank == 1, True
+        worker.train(train), worker.validate(validation), worker.train(train)
+        before = copy.deepcopy(settings(operator))
+        if operator.module.is_lost:
+            with pytest.raises(LookupError):
+                worker.validate(validation)
+        else:
+            worker.validate(validation)
+        then = settings(operator)[2]
+        leave_broken_group(worker, validation)
+        return before, settings(operator), then
+
+    made = TrainingOperator.from_lightning(module_cls, loader(GLOBAL_BATCH // 2), loader())
+    results = on_two_threads(made, body)
+    for before, after, _ in results:
+        assert after == before
+    assert [then for *_, then in results] == [0.15, 0.3]
 
 
 class FollowsTheLoss(Classifier):
