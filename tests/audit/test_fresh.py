@@ -10,6 +10,7 @@ KNOWN = {
 RIGHT = [each for each in sorted(HERE.glob("*/*_right_*.txt")) if kind_of(each) == "right"]
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("program", RIGHT, ids=lambda path: path.name.partition(".")[0])
