@@ -60,8 +60,8 @@ class WorkerSpec:
             " knows which samples the worker's part holds: with fewer workers a step would have"
             " fewer samples, and a resumed run would skip others than it has trained on",
             fix=f"num_workers={self.num_shards}, and leave num_shards out; or leave"
-            f" add_dist_sampler at True; for a replay: `lockstep replay --workers {self.num_shards}`,"
-            f" trainer.replay(step, num_workers={self.num_shards})",
+            " add_dist_sampler at True; for a replay: `lockstep replay --workers"
+            f" {self.num_shards}`, trainer.replay(step, num_workers={self.num_shards})",
         )
 
     @property
