@@ -33,13 +33,18 @@ CLIPS = Rule((CLIPPED_NOTHING,), _look)
 
 
 def _judge(track: SharedTrack) -> Finding | None:
-    clipped = [step for n in track.numbers for step in track.steps(n).values() if step.clips]
-    names = [parameter.name for parameter in track.first.parameters]
-    missed = list(itertools.dropwhile(lambda step: not _has_missed(step, names), clipped))
-    numbers = {step.number for step in missed}
-    if len(numbers) < _STEPS or not all(_has_missed(step, names) for step in missed):
+    names = {rank: [p.name for p in of_rank.parameters] for rank, of_rank in track.tracks.items()}
+    clipped = [
+        (step, _has_missed(step, names[rank]))
+        for number in track.numbers
+        for rank, step in track.steps(number).items()
+        if step.clips
+    ]
+    missed = list(itertools.dropwhile(lambda each: not each[1], clipped))
+    numbers = {step.number for step, _ in missed}
+    if len(numbers) < _STEPS or not all(has_missed for _, has_missed in missed):
         return None
-    step = missed[0]
+    step, _ = missed[0]
     clip = step.clips[0]
     given = "" if clip.missed else ", as it was given an iterator that had been read before"
     return CLIPPED_NOTHING.finding(
@@ -53,13 +58,16 @@ def _judge(track: SharedTrack) -> Finding | None:
 
 
 def _has_missed(step: Step, names: list[str]) -> bool:
-    """Did all its clips find nothing, where the step used gradients of what they were given?
+    """Did all clips of a rank's step find nothing, and it used gradients of what they were given?
 
     Or of anything, if what they were given was an iterator at its end.
+
+    Args:
+        names: of the parameters that the rank's optimizer holds.
     """
-    if step.gradients is None or any(clip.norm for clip in step.clips):
+    norms = np.empty(0) if step.gradients is None else np.nan_to_num(step.gradients.norms)
+    if len(norms) != len(names) or any(clip.norm for clip in step.clips):
         return False
-    norms = np.nan_to_num(step.gradients.norms)
     used = {name for name, norm in zip(names, norms, strict=True) if norm > 0.0}
     given = [clip.missed for clip in step.clips if clip.missed is not None]
     return any(used.intersection(missed) if missed else used for missed in given)
