@@ -28,7 +28,12 @@ from lockstep._torch_compat import (
     set_layout_versions,
 )
 from lockstep.checkpoint.plain_values import MAPPINGS
-from lockstep.errors import CheckpointError, ConfigurationError, NotAvailableError
+from lockstep.errors import (
+    CheckpointError,
+    ConfigurationError,
+    LockstepError,
+    NotAvailableError,
+)
 from lockstep.local_rows import LocalRows, first_row
 from lockstep.operator import buffer_values
 from lockstep.operator.model_copies import copy_attributes, copy_models, grow_copies
@@ -325,6 +330,8 @@ def _load_module(
             changed=buffer_values.changed_in(state, label),
             of_same_weights=of_same_weights,
         )
+    except (LockstepError, torch.OutOfMemoryError):
+        raise
     except RuntimeError as error:
         # What a module that converts states makes of one nobody knows before it is tried.
         raise CheckpointError(

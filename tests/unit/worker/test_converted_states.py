@@ -188,3 +188,21 @@ def test_an_optimizer_loads_its_state_in_the_form_in_which_it_has_saved_it(tmp_p
             run.train(num_steps=2)
             got = weights_of(run.get_model())
     assert same(got, by_hand(6))
+
+
+class LacksMemory(nn.Linear):
+    def _load_from_state_dict(self, *arguments):
+        raise torch.OutOfMemoryError("no room for a conversion")
+
+
+def test_a_lack_of_memory_is_not_called_a_state_that_does_not_fit():
+    class Large(Regression):
+        def setup(self, config):
+            model = LacksMemory(2, 2, dtype=torch.float64)
+            self.model, self.optimizer, self.criterion = self.register(
+                models=model, optimizers=sgd(model), criterion=nn.MSELoss()
+            )
+            self.register_data(train_loader=loader())
+
+    with trainer(Large) as run, pytest.raises(torch.OutOfMemoryError, match="no room"):
+        run.load_state_dict(run.state_dict())
