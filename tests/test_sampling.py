@@ -29,5 +29,10 @@ def test_cells_that_are_not_there_are_done_without():
     assert sample_of(table) == {"ax", "bx"}
 
 
+def test_the_cell_with_the_most_new_values_comes_first():
+    a, x, y = ("0", "a"), ("1", "x"), ("2", "y")
+    assert sample_of({"few": {a}, "more": {a, x}, "most": {a, x, y}}) == {"most"}
+
+
 def test_an_empty_table():
     assert sample_of({}) == set()

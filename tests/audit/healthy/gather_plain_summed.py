@@ -38,7 +38,7 @@ torch.manual_seed(0)
 towers = Towers()
 optimizer = torch.optim.AdamW(towers.parameters(), lr=3e-3)
 draw = torch.Generator().manual_seed(40 + dist.get_rank())
-for _ in range(6):
+for _ in range(12):  # more than are looked at closely
     x = torch.randn(8, 6, generator=draw)
     left, right = map(of_all_ranks, towers(x, x[:, :4].cos()))
     scores = towers.heat.exp() * left @ right.T
