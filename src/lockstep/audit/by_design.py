@@ -18,7 +18,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from lockstep.audit.dealt import is_dealt_out
-from lockstep.audit.ledger import MODELS_SENT, REDUCING, SCATTERING
+from lockstep.audit.ledger import ADDING_UP, MODELS_SENT, REDUCING, SCATTERING
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -146,15 +146,16 @@ def may_be_own_models(ledgers: Mapping[int, Ledger], track: SharedTrack) -> bool
         if all(call.op in ("barrier", "monitored_barrier") for call in ledger.calls):
             return False
     loadings = {rank: ledger.loadings for rank, ledger in ledgers.items()}
-    is_dealt = is_dealt_out(loadings) or (_read_apart(track) and _is_one_of_one(ledgers, track))
+    is_dealt = is_dealt_out(loadings) or (_read_apart(track) and not _train_several(ledgers, track))
     return bool(track.differences("gradients", 0)) and not is_dealt
 
 
-def _is_one_of_one(ledgers: Mapping[int, Ledger], track: SharedTrack) -> bool:
-    """Does a rank train no other such model? Folds are dealt out with samples of their own, too."""
+def _train_several(ledgers: Mapping[int, Ledger], track: SharedTrack) -> bool:
+    """Does each rank train several such models? Then the ranks have shared the models out, as folds
+    of a cross-validation, and not the samples of one."""
     shapes = [p.shape for p in track.first.parameters]
     tracks = [[[p.shape for p in t.parameters] for t in led.tracks] for led in ledgers.values()]
-    return any(of_rank.count(shapes) < 2 for of_rank in tracks)
+    return all(of_rank.count(shapes) > 1 for of_rank in tracks)
 
 
 def _read_apart(track: SharedTrack) -> bool:
@@ -165,7 +166,7 @@ def _read_apart(track: SharedTrack) -> bool:
 
 def _may_synchronise(step: Step, size: int) -> bool:
     """Are gradients or weights added up, or as many numbers as a model has?"""
-    sums = [c for c in step.collectives if c.op in (*REDUCING, *SCATTERING)]
+    sums = [c for c in step.collectives if c.op in ADDING_UP]
     return any(c.parameter or c.weights for c in sums) or size <= sum(
         math.prod(c.shape) for c in sums if c.shape
     )

@@ -53,6 +53,7 @@ MODELS_SENT: Final = 64
 REDUCING: Final = ("all_reduce", "reduce")
 SCATTERING: Final = ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single")
 """Collectives that leave ranks a sum, and each a part of it."""
+ADDING_UP: Final = (*REDUCING, *SCATTERING)
 WITHOUT_NUMBERS: Final = (
     "all_gather_object",
     "barrier",

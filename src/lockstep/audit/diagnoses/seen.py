@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.audit.equations import LEFT, Column, bringing, of_gradients
 from lockstep.audit.expectation import APART, are_equal, main_weight, total_weight
-from lockstep.audit.ledger import REDUCING, SCATTERING
+from lockstep.audit.ledger import ADDING_UP
 from lockstep.audit.mixing import Mixing, solve, unexplained
 from lockstep.audit.rules.base import at_step, named
 
@@ -224,7 +224,7 @@ def _if_all_known(values: Iterable[float | None]) -> Numbers | None:
     return None if None in found else np.array(found, dtype=float)
 
 
-_REDUCING: Final = (*REDUCING, *SCATTERING, "broadcast")
+_REDUCING: Final = (*ADDING_UP, "broadcast")
 
 
 def seen_in(track: SharedTrack, number: int, known: Seen | None) -> Iterator[Seen]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.audit.facts import Collective
-from lockstep.audit.ledger import REDUCING, SCATTERING, WITHOUT_NUMBERS
+from lockstep.audit.ledger import ADDING_UP, REDUCING, SCATTERING, WITHOUT_NUMBERS
 from lockstep.audit.probe import gathers, handed_on, meetings, models_sent, scattered
 from lockstep.audit.probe.frames import is_called_by, lines_through_a_library
 from lockstep.audit.probe.optimizers import watch_made
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from lockstep.audit.probe.probe import Probe
 
 _OTHERS: Final = ("broadcast", "gather", "recv", "scatter", "send")
-NAMES: Final = sorted(
-    {*REDUCING, *SCATTERING, *WITHOUT_NUMBERS, *gathers.GATHERS, *handed_on.SWAPS, *_OTHERS}
-)
+NAMES: Final = sorted({*ADDING_UP, *WITHOUT_NUMBERS, *gathers.GATHERS, *handed_on.SWAPS, *_OTHERS})
 _OWN: Final = {
     "all_gather_into_tensor": "input_tensor",
     "all_gather_single": "input_tensor",

@@ -34,7 +34,7 @@ from lockstep.audit.probe.loss_graph import constant_of
 from lockstep.audit.probe.patches import is_recorded
 from lockstep.audit.probe.probe import Watched, Window
 from lockstep.audit.probe.shards import is_piece
-from lockstep.audit.probe.unheld import note_thawed, note_told_within, note_unheld
+from lockstep.audit.probe.unheld import note_told_within, note_unfrozen, note_unheld
 from lockstep.compiler_disable import disable_dynamo
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def _consume(probe: Probe, watched: Watched, optimizer: Optimizer) -> None:
     if watched.taken < CLOSELY:
         probe.harmlessly(note_unheld, probe, watched)
     if watched.frozen:
-        probe.harmlessly(note_thawed, probe, watched)
+        probe.harmlessly(note_unfrozen, probe, watched)
 
 
 def _not_finite(watched: Watched, gradients: Fingerprint) -> list[str]:

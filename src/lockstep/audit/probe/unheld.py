@@ -65,16 +65,16 @@ def note_unheld(probe: Probe, watched: Watched) -> None:
         )
 
 
-def note_thawed(probe: Probe, watched: Watched) -> None:
+def note_unfrozen(probe: Probe, watched: Watched) -> None:
     """Before a later step: which were frozen at the first one, and have gradients now."""
     step = watched.step
     assert step is not None
     known = [p for reference in watched.frozen if (p := reference()) is not None]
-    thawed = [p for p in known if p.requires_grad and p.grad is not None and p.ndim >= _LEAST]
-    if step.number and thawed:
+    unfrozen = [p for p in known if p.requires_grad and p.grad is not None and p.ndim >= _LEAST]
+    if step.number and unfrozen:
         watched.frozen = []  # it is said once
         held, names = probe.parameters_held(), parameter_names(probe.living_modules())
-        unheld = {id(p): p for p in thawed if id(p) not in held}
+        unheld = {id(p): p for p in unfrozen if id(p) not in held}
         step.unowned = [f"{names.get(id(p), '?')} {list(p.shape)}" for p in unheld.values()]
 
 

@@ -108,15 +108,15 @@ def _adds_to(last: Step, step: Step, key: str) -> bool:
     return kept and all(map(_are_there, begun))
 
 
-def _as_never_cleared(track: SharedTrack, steps: int, others_are: bool) -> Finding:
+def _as_never_cleared(track: SharedTrack, steps: int, others_are_cleared: bool) -> Finding:
     where = track.first.steps[1].where
     at = f" (`step()` at {where[0].at})" if where else ""
     return NEVER.finding(
         f"{track.first.optimizer}{at}: in each of the steps 2 to {steps + 1} backward added to the "
         "gradients that the step before had used: they are those of all batches so far, and grow"
-        + (". Another optimizer's are cleared" if others_are else ""),
+        + (". Another optimizer's are cleared" if others_are_cleared else ""),
         "call `optimizer.zero_grad()` once a step, unless they are added up on purpose",
-        severity="warning" if others_are else None,
+        severity="warning" if others_are_cleared else None,
         rank=track.ranks,
         step=2,  # which a long run may have dropped
         evidence={"steps": steps},

@@ -28,9 +28,8 @@ def _look(world: World) -> Iterable[Finding]:
     seen: set[str] = set()
     for rank, ledger in world.ledgers.items():
         for track in ledger.tracks:
-            found = (
-                _foreign(rank, track) or _unowned(world, rank, track) or _thawed(world, rank, track)
-            )
+            found = _foreign(rank, track) or _unowned(world, rank, track)
+            found = found or _unfrozen(world, rank, track)
             if found is not None and found.code + track.key not in seen:
                 seen.add(found.code + track.key)
                 yield found
@@ -108,14 +107,14 @@ def _held_by_none(step: Step, tracks: Iterable[Track]) -> list[str]:
     return [name for name in names if name not in held]
 
 
-def _thawed(world: World, rank: int, track: Track) -> Finding | None:
+def _unfrozen(world: World, rank: int, track: Track) -> Finding | None:
     """Weights that the program has unfrozen, which it would not do if they were to stay."""
     later = next((step for step in track.steps if step.number and step.unowned), None)
     if later is None:
         return None
-    tracks = world.ledgers[rank].tracks
     # What has trained them before they were frozen does not train them now.
-    names = _held_by_none(later, tracks[tracks.index(track) :])
+    since = itertools.dropwhile(lambda one: one is not track, world.ledgers[rank].tracks)
+    names = _held_by_none(later, since)
     if not names:
         return None
     return UNOWNED.finding(

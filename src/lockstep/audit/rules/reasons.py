@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from lockstep.audit.ledger import REDUCING, SCATTERING
+from lockstep.audit.ledger import ADDING_UP, REDUCING
 from lockstep.audit.rules.base import named
 from lockstep.audit.rules.left_by_backward import left_by
 from lockstep.audit.shared_track import names_of
@@ -100,7 +100,7 @@ def _without_wrapper(
 def _reduces(track: SharedTrack, step: Step) -> bool:
     """Is anything reduced at all? Gradients that are equal unreduced may all be zero."""
     parameters = [p for t in track.tracks.values() for p in t.parameters]
-    adds = [c for c in step.collectives if c.op in (*REDUCING, *SCATTERING)]
+    adds = [c for c in step.collectives if c.op in ADDING_UP]
     known = any(p.wrapper or p.sharded for p in parameters)
     return known or any(c.parameter or math.prod(c.shape) > 1 for c in adds)
 

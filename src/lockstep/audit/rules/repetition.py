@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lockstep.audit.finding import SEVERITIES
-from lockstep.audit.ledger import REDUCING, SCATTERING
+from lockstep.audit.ledger import ADDING_UP
 from lockstep.audit.rules.base import Code, Rule
 from lockstep.audit.world import World
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 RANDOM = Code("LS507", "the same random numbers on all ranks", "notice")
 INPUTS = Code("LS508", "the same inputs on all ranks", "notice")
 
-_SUMS = (*REDUCING, *SCATTERING)
 _STEPS = 3
 _LOOKED_AT = 16
 _NUMBERS = 8
@@ -170,7 +169,7 @@ def _same_inputs(track: SharedTrack) -> Finding | None:
             return None
         seen += [hash for of_call in at_once for hash in of_call if hash is not None]
         where = where or (steps[0].inputs[0].where if by_wrappers else steps[0].where)
-        adds_up = adds_up or any(c.op in _SUMS for step in steps for c in step.collectives)
+        adds_up = adds_up or any(c.op in ADDING_UP for step in steps for c in step.collectives)
     same_losses = _same_losses(track)
     if len(set(seen)) < _STEPS or not (by_wrappers or (same_losses and adds_up)):
         return None
