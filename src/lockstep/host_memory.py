@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much more memory this process may take: what its host has left, and its cgroup allows."""
+"""Memory of the host: how much more of it this process may take, and errors that it lacks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+import torch
+
 _CGROUP: Final = Path("/sys/fs/cgroup")
 _MEMINFO: Final = Path("/proc/meminfo")
+_CPU_ALLOCATOR: Final = "DefaultCPUAllocator:"
 
 
 def available_memory() -> float:
@@ -34,3 +37,13 @@ def _available_in_cgroup() -> float:
         cache = int(dict(line.split() for line in lines)["inactive_file"])
         return float(limit - used + cache)
     return math.inf
+
+
+def is_lack_of_memory(error: Exception) -> bool:
+    """Whether `error` says that memory ran out, on the host or on a device.
+
+    torch's allocator for the CPU raises a RuntimeError that only its text tells from others.
+    """
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
+    )

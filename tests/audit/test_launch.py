@@ -227,6 +227,34 @@ def test_scripts_of_other_kinds(tmp_path, script, code, found, said):
     assert codes(report) <= found
 
 
+def test_a_full_disk_is_not_the_scripts_failure(tmp_path):
+    script = tmp_path / "trains.py"
+    script.write_text(
+        "import resource, torch\n"
+        "weight = torch.nn.Parameter(torch.ones(2))\n"
+        "optimizer = torch.optim.SGD([weight], lr=0.1)\n"
+        "weight.sum().backward()\noptimizer.step()\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))\n"
+    )
+    done = audit("--nproc-per-node", "1", script)
+    assert done.returncode == 66, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_is_ignored_is_ignored_in_the_ranks_too(tmp_path, number):
+    """As under `nohup`, and in the background of a shell."""
+    script = tmp_path / "hangs_up.py"
+    script.write_text(
+        f"import os\nos.kill(os.getppid(), {int(number)})\nos.kill(os.getpid(), {int(number)})\n"
+        "print('done')\n"
+    )
+    done = audit(
+        "--nproc-per-node", "1", script, preexec_fn=lambda: signal.signal(number, signal.SIG_IGN)
+    )
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
 @pytest.mark.slow
 def test_a_script_that_closes_all_files_lives(tmp_path):
     script = tmp_path / "closes.py"
@@ -357,7 +385,7 @@ def test_under_torchrun_what_could_not_be_watched_is_said_and_restarts_nothing(t
     command += [SCRIPTS / "hides_torch.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("[LS406]") == 1
+    assert done.stderr.count("notice LS406") == 1
     assert codes(report) == {"LS406"}
 
 

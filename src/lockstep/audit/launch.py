@@ -50,6 +50,7 @@ _STALL_S = "LOCKSTEP_AUDIT_STALL_S"
 _IDLE = 0.02
 """Of the time, a rank that does nothing may compute: as much as to write down where it stands."""
 _INSISTS = 3
+_NO_ROOM = "what a rank saw could not be written: is the disk with TMPDIR full?"
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -145,7 +146,9 @@ class _Run:
 
     def run(self) -> int:
         """Start, wait, judge."""
-        before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
+        # Under `nohup` and in a shell's background ranks ignore a signal as this process does.
+        heeded = [each for each in _FORWARDED if signal.getsignal(each) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._forward) for number in heeded}
         try:
             with _held_port() as port:
                 self._start(str(port))
@@ -330,7 +333,7 @@ class _Run:
     def _ledgers(self) -> list[Ledger | None]:
         read = map(read_ledger, sorted(self.folder.glob("spawned*.json")))
         own = [
-            read_ledger(self.folder / f"rank{rank}.json") or self._without_torch(rank)
+            read_ledger(self.folder / f"rank{rank}.json") or self._without_ledger(rank)
             for rank in range(self.nproc)
         ]
         for rank, ledger in enumerate(own):
@@ -340,8 +343,8 @@ class _Run:
                 ledger.exit_code = code if code is not None and code > 0 else None
         return with_spawned(own, [ledger for ledger in read if ledger is not None])
 
-    def _without_torch(self, rank: int) -> Ledger | None:
-        """The record of a rank that ended before it imported torch, and so wrote none.
+    def _without_ledger(self, rank: int) -> Ledger | None:
+        """The record of a rank that ended before it imported torch, or could not write its own.
 
         It left by itself, or was ended here because another rank had failed: then that rank's
         failure is the news, and not this one's silence.
@@ -353,11 +356,12 @@ class _Run:
         if code is None:
             return None
         died = signal.Signals(-code).name if code < 0 else None
+        tried = (self.folder / f"rank{rank}.json").exists()
         return Ledger(
             rank=rank,
             world_size=self.nproc,
             exit_code=code if code >= 0 else 128 - code,
-            facts=ProcessFacts(died=died),
+            facts=ProcessFacts(died=died, blind=_NO_ROOM if tried else None),
         )
 
 

@@ -15,6 +15,7 @@ As a file it is replaced as a whole while its rank trains on.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import threading
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -191,7 +192,11 @@ class LedgerFile:
         self._writing = threading.Lock()
 
     def write(self, ledger: Ledger) -> None:
-        """All or nothing. The program may change the ledger meanwhile."""
+        """All or nothing. The program may change the ledger meanwhile.
+
+        A full disk is the audit's trouble and not the program's: an empty file stays, of which the
+        launcher says that the rank could not be compared.
+        """
         with self._writing:
             for left in reversed(range(_TRIES)):
                 try:
@@ -201,8 +206,13 @@ class LedgerFile:
                         return
                     continue
                 partial = self.path.with_suffix(".partial")
-                partial.write_bytes(data)
-                partial.replace(self.path)
+                try:
+                    partial.write_bytes(data)
+                    partial.replace(self.path)
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        partial.unlink(missing_ok=True)
+                        self.path.write_bytes(b"")  # an older ledger is not what the rank saw
                 return
 
 

@@ -43,6 +43,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointNotFoundError: there is no such file (also a FileNotFoundError).
         CheckpointError: the file is empty, truncated, damaged, foreign, written by a newer
             version, or a directory of another program's, or holds what only code could rebuild.
+        MemoryError, RuntimeError: the file is good, and the host has too little memory for it.
     """
     state: dict[str, Any] = read_own_tensors(open_checkpoint(path))
     return state

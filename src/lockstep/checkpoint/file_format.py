@@ -41,6 +41,7 @@ from lockstep.checkpoint.file_integrity import (
 from lockstep.checkpoint.plain_values import plain_state
 from lockstep.error_texts import first_line
 from lockstep.errors import CheckpointError
+from lockstep.host_memory import is_lack_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -128,6 +129,8 @@ def _check_readable(file: IO[bytes]) -> None:
     except OSError:
         raise
     except Exception as error:
+        if is_lack_of_memory(error):
+            raise
         raise CheckpointError(
             "the state could not be read back after writing", cause=first_line(error)
         ) from error
@@ -138,6 +141,7 @@ def _load(file: IO[bytes], path: str) -> dict[str, Any]:
 
     Raises:
         CheckpointError: see `lockstep.checkpoint.read`.
+        MemoryError, RuntimeError: the file is good, and the host has too little memory for it.
     """
     mark, content_size = _read_mark(file, path)
     if mark["version"] > VERSION:
@@ -160,9 +164,12 @@ def _load(file: IO[bytes], path: str) -> dict[str, Any]:
             cause="it was not written by lockstep, or altered on purpose",
             fix="do not use this file",
         ) from error
-    except (MemoryError, OSError):
+    except OSError:
         raise
     except Exception as error:  # of any type, for a layout that this torch does not know
+        # A reader of a folder goes on with an older file only where this one is bad.
+        if is_lack_of_memory(error):
+            raise
         raise CheckpointError(
             "torch cannot read the checkpoint, whose checksum is right",
             where=path,
@@ -252,6 +259,8 @@ def _find_damage(file: IO[bytes], mark: Mapping[str, Any], content_size: int) ->
     except OSError:
         raise
     except Exception as error:  # `zipfile` raises errors of many types for a damaged file
+        if is_lack_of_memory(error):
+            raise
         return f"its directory cannot be read ({first_line(error)})"
     if sha256_excluding(file, records, content_size) != mark["sha256"]:
         return other

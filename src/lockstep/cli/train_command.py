@@ -15,7 +15,12 @@ from lockstep.cli.missing_keys import note_missing_key
 from lockstep.cli.operator_config import load_config
 from lockstep.cli.operator_import import import_operator
 from lockstep.cli.train_options import SAVING_OPTIONS, TRAINER_OPTIONS
-from lockstep.errors import ConfigurationError, LockstepError, NotAvailableError
+from lockstep.errors import (
+    CheckpointWriteError,
+    ConfigurationError,
+    LockstepError,
+    NotAvailableError,
+)
 from lockstep.trainer import TorchTrainer
 
 if TYPE_CHECKING:
@@ -127,17 +132,32 @@ def _train(
         epochs = range(done, read.epochs)
         if not epochs:
             print(f"the run has its {read.epochs} epochs already")
+        unwritten = None
         for _ in epochs:
-            _print_epoch(trainer)
+            trained, unwritten = _train_epoch(trainer)
+            _validate_and_print(trainer, trained)
             if trainer.should_stop:
                 break
         if read.save is not None:
             print(f"saved {trainer.save(read.save)}")
-    return 0
+    return 0 if unwritten is None else FAILED  # what a next program would go on from is missing
 
 
-def _print_epoch(trainer: TorchTrainer) -> None:
-    trained = trainer.train()
+def _train_epoch(trainer: TorchTrainer) -> tuple[dict[str, Any], CheckpointWriteError | None]:
+    """The metrics of an epoch, and the error if its last checkpoint could not be written.
+
+    The run goes on without: a disk that is full now may have room at the next checkpoint.
+    """
+    try:
+        return trainer.train(), None
+    except CheckpointWriteError as error:
+        if error.result is None:
+            raise
+        print(with_cli_options(error), file=sys.stderr)
+        return error.result, error
+
+
+def _validate_and_print(trainer: TorchTrainer, trained: dict[str, Any]) -> None:
     validated = trainer.validate() if trainer._workers.has_loader("validation") else {}
     metrics = {**trained, **{key: validated[key] for key in validated if key not in _COUNTS}}
     numbers = [

@@ -34,6 +34,7 @@ from lockstep.errors import (
     LockstepError,
     NotAvailableError,
 )
+from lockstep.host_memory import is_lack_of_memory
 from lockstep.local_rows import LocalRows, first_row
 from lockstep.operator import buffer_values
 from lockstep.operator.model_copies import copy_attributes, copy_models, grow_copies
@@ -330,9 +331,11 @@ def _load_module(
             changed=buffer_values.changed_in(state, label),
             of_same_weights=of_same_weights,
         )
-    except (LockstepError, torch.OutOfMemoryError):
+    except LockstepError:
         raise
     except RuntimeError as error:
+        if is_lack_of_memory(error):
+            raise
         # What a module that converts states makes of one nobody knows before it is tried.
         raise CheckpointError(
             "a module does not load its part of the state",

@@ -247,6 +247,23 @@ def test_if_none_can_be_read_nobody_starts_afresh_without_knowing(tmp_path: Path
     assert "2 of them" in str(caught.value)
 
 
+def test_a_good_checkpoint_is_not_passed_over_where_memory_is_short(tmp_path: Path) -> None:
+    kept = rotation(tmp_path)
+    fill(kept, 10)
+    kept.write(20, partial(FILE, state={"weight": torch.ones(1 << 26), "step": 20}))
+    before, limit = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 26), limit))  # a fourth of the weight
+    try:
+        with pytest.raises((MemoryError, RuntimeError), match="allocate"):
+            kept.read_newest()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (before, limit))
+    newest = kept.read_newest()
+    assert newest is not None
+    assert newest[0] == kept.path_of(20)
+
+
 def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
     left = tmp_path / f".lockstep-{'0' * 16}.tmp"
     left.write_bytes(b"half a checkpoint")

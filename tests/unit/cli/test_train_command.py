@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import textwrap
@@ -123,6 +124,33 @@ def test_a_run_whose_newest_checkpoint_ends_an_epoch_has_that_epoch(here, capsys
     assert capsys.readouterr().out == "the run has its 2 epochs already\n"
     assert lockstep(*same, "--epochs=3") == 0
     assert capsys.readouterr().out.startswith("epoch   3  20 samples in 5 steps")
+
+
+@pytest.mark.parametrize(("full_in", "code"), [(2, 0), (3, 1)])
+def test_a_full_disk_ends_no_run(here, capsys, full_in, code):
+    """In one epoch no file may grow as large as a checkpoint."""
+    path = here / "straight.py"
+    path.write_text(f"""{path.read_text()}
+import resource
+class Full(Line):
+    def train_epoch(self, iterator, info):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        room = 1000 if info["epoch_idx"] == {full_in - 1} else hard
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+        return super().train_epoch(iterator, info)
+""")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        ended = lockstep(
+            *("straight:Full", "--set=lr=0.1", "--checkpoint-dir=run", "--checkpoint-every=3"),
+            "--epochs=3",
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    shown = capsys.readouterr()
+    assert re.findall(r"^epoch +(\d)", shown.out, re.MULTILINE) == ["1", "2", "3"]
+    assert "could not be written" in shown.err
+    assert ended == code
 
 
 def test_a_dry_run_says_what_would_run_and_writes_nothing(here, capsys):
