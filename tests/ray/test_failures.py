@@ -136,7 +136,20 @@ def test_an_exception_of_an_applied_function_leaves_the_trainer_usable():
             trainer.apply_all_operators(_fail_on_rank_0)
         with pytest.raises(NotPicklableError, match="returned"):
             trainer.apply_all_workers(threading.Lock)
+        with pytest.raises(NotPicklableError, match=r"rank [01]\n.*BadFile"):
+            trainer.apply_all_workers(_return_what_cannot_be_rebuilt)
         assert trainer.train()["num_samples"] == 37
+
+
+class BadFile(Exception):
+    """As many are written: pickle gives its one argument to an `__init__` that takes two."""
+
+    def __init__(self, path, why):
+        super().__init__(f"{path}: {why}")
+
+
+def _return_what_cannot_be_rebuilt():
+    return BadFile("a.txt", "empty")
 
 
 @pytest.mark.slow

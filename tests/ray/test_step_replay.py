@@ -8,7 +8,7 @@ from tests.ray.surviving import GLOBAL_BATCH, Classifier, digest
 from tests.ray.surviving_in_shards import kill
 
 from lockstep import TorchTrainer
-from lockstep.errors import ConfigurationError
+from lockstep.errors import ConfigurationError, NotEnoughResourcesError
 from lockstep.keys import BATCH_SIZE
 from lockstep.testing import struck
 from lockstep.trainer.logged_run import LoggedRun
@@ -88,6 +88,35 @@ def test_without_a_log_nothing_is_replayed():
         pytest.raises(ConfigurationError, match="checkpoint_dir"),
     ):
         trainer.replay(1)
+
+
+class FailsOnce(Classifier):
+    """In its third step."""
+
+    def compute_loss(self, batch, batch_info):
+        if self.global_step == 2 and not hasattr(self, "has_failed"):
+            self.has_failed = True
+            raise LookupError("mine")
+        return super().compute_loss(batch, batch_info)
+
+
+@pytest.mark.slow
+def test_a_replay_that_lacks_room_leaves_the_run_that_was_interrupted(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_START_TIMEOUT_S", "1")
+    with TorchTrainer(
+        training_operator_cls=FailsOnce,
+        config={BATCH_SIZE: GLOBAL_BATCH},
+        num_workers=3,
+        scheduler_step_freq="batch",
+        checkpoint_dir=tmp_path,
+    ) as trainer:
+        trainer.train(num_steps=2)
+        with pytest.raises(LookupError):
+            trainer.train()
+        with pytest.raises(NotEnoughResourcesError):
+            trainer.replay(1, num_workers=2)
+        assert trainer.train(num_steps=1)["batch_count"] == 1
+        assert trainer.status()["step"] == 3
 
 
 @pytest.mark.slow

@@ -20,9 +20,13 @@ class DirectoryLock:
 
     Args:
         descriptor: the open directory, which is locked.
+
+    Attributes:
+        run: which of the runs of this process has trained last; None if none has.
     """
 
     def __init__(self, descriptor: int) -> None:
+        self.run: object | None = None
         self.close = weakref.finalize(self, os.close, descriptor)
 
 

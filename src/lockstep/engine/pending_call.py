@@ -18,8 +18,8 @@ from ray.exceptions import RayError
 import ray
 from lockstep.engine.keyboard_interrupt import reraise_keyboard_interrupt
 from lockstep.engine.ray_errors import ACTOR_DEATHS, death_reason
-from lockstep.error_texts import LOAD_LAST
-from lockstep.errors import LockstepError, WorkerDiedError
+from lockstep.error_texts import LOAD_LAST, first_line
+from lockstep.errors import LockstepError, NotPicklableError, WorkerDiedError
 from lockstep.worker import Communication
 
 if TYPE_CHECKING:
@@ -216,10 +216,14 @@ class PendingCall(Generic[R]):
 
     def _note_outcome(self, rank: int, outcome: Outcome) -> None:
         error = outcome.exception()
-        if error is None:
-            self.values[rank] = cloudpickle.loads(outcome.value)
-        else:
+        if error is not None:
             self.fail(rank, error, peer_lost=outcome.peer_lost)
+            return
+        try:
+            self.values[rank] = cloudpickle.loads(outcome.value)
+        except Exception as failure:  # the code is that of the value's class
+            refusal = _not_rebuilt_error(rank, self.contract.name, failure)
+            self.fail(rank, refusal, peer_lost=False)
 
     def _awaited_servers(self) -> list[Any]:
         """The reference of the parameter server's end, if the call needs the server."""
@@ -246,6 +250,19 @@ class PendingCall(Generic[R]):
         """The failure to raise to the user; None if no rank failed."""
         found = [*self._causes, *self.deaths.values(), *self.lost_peers.values()]
         return next(iter(found), None)
+
+
+def _not_rebuilt_error(rank: int, name: str, failure: Exception) -> NotPicklableError:
+    error = NotPicklableError(
+        "what a worker has returned cannot be rebuilt in this process",
+        where=f"{name}, rank {rank}",
+        got=f"{type(failure).__name__}: {first_line(failure)}",
+        cause="its class takes other arguments than pickle gives it (an exception whose __init__"
+        " has several), or it is of a module that only the workers have",
+        fix="return plain values: numbers, strings, tensors, and lists and dicts of them",
+    )
+    error.__cause__ = failure
+    return error
 
 
 def _cannot_be_collective(error: BaseException) -> bool:

@@ -11,9 +11,11 @@ import cloudpickle
 
 import ray
 from lockstep.engine.ray_errors import ACTOR_DEATHS, ACTOR_NEVER_STARTED, death_reason
-from lockstep.errors import WorkerDiedError
+from lockstep.errors import ConfigurationError, WorkerDiedError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from lockstep.engine.worker_handle import WorkerHandle
     from lockstep.worker import Outcome, StartReport
     from ray import ObjectRef
@@ -36,12 +38,14 @@ class Spare:
         place_ref: the reference of the id of its node and the name of its actor, which are known
             before its `stand_by` begins.
         start_ref: the reference of the outcome of its `stand_by`.
+        sources: the digests of each module of the user's program that the members have.
         error: why it cannot become a member, once `readiness` has returned FAILED.
     """
 
     handle: WorkerHandle
     place_ref: ObjectRef[tuple[str, str]]
     start_ref: ObjectRef[Outcome]
+    sources: Mapping[str, set[int]]
     error: BaseException | None = field(default=None, init=False)
 
     def readiness(self) -> Readiness:
@@ -55,9 +59,27 @@ class Spare:
                 report: StartReport = cloudpickle.loads(outcome.value)
                 self.handle.node, self.handle.name = ray.get(self.place_ref)
                 self.handle.pid = report.pid
+                self.error = self._other_source_error(report)
         except (*ACTOR_DEATHS, *ACTOR_NEVER_STARTED) as failure:
             self.error = WorkerDiedError(
                 f"{self.handle} died before it was ready", cause=death_reason(failure)
             )
             self.error.__cause__ = failure
         return Readiness.READY if self.error is None else Readiness.FAILED
+
+    def _other_source_error(self, report: StartReport) -> ConfigurationError | None:
+        """The error of a process that has imported what no member has: a module was edited."""
+        edited = [
+            name
+            for name, digest in report.sources.items()
+            if digest not in self.sources.get(name, {digest})
+        ]
+        if not edited:
+            return None
+        return ConfigurationError(
+            "the program was edited while it trains, and a new worker would train another one",
+            where=str(self.handle),
+            got=f"other source of {', '.join(sorted(edited))} than the workers have imported",
+            fix="put the files back as they were at the start; or save, and resume with a new"
+            " trainer, whose workers all import the new ones",
+        )

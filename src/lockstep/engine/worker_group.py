@@ -8,6 +8,7 @@ lost member is forgotten, and a replacement starts as a spare in its bundle.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 
 import cloudpickle
@@ -74,6 +75,7 @@ class WorkerGroup:
         self._resources = resources
         self._use_local = use_local
         self._num_started = 0
+        self._sources: defaultdict[str, set[int]] = defaultdict(set)
         self._places: dict[WorkerHandle, ObjectRef[tuple[str, str]]] = {}
         self.generation = 0
         self._store: dist.TCPStore | None = None
@@ -108,7 +110,8 @@ class WorkerGroup:
         found: list[WorkerHandle] = []
         if self._use_local:
             nodes.insert(0, this_node())
-            found.append(WorkerHandle(0, nodes[0], 0, worker=Worker(spec, 0, 0)))
+            here = Worker(spec, 0, 0, is_here=True)
+            found.append(WorkerHandle(0, nodes[0], 0, worker=here))
         local_ranks = rank_assignment.local_ranks(nodes)
         for rank, bundle, actor in zip(pool.request.ranks, pool.bundles, pool.actors, strict=True):
             found.append(WorkerHandle(rank, nodes[rank], local_ranks[rank], actor, bundle=bundle))
@@ -122,11 +125,14 @@ class WorkerGroup:
         self.spares = [self._start_spare(handle) for handle in found[spec.num_workers :]]
 
     def note_started(self, reports: Sequence[StartReport]) -> None:
-        """Note what members are known by from their `start` on: process ids, names of actors."""
+        """Note what members are known by from their `start` on: process ids, names of actors; and
+        which source they have imported."""
         for member, report in zip(self.members, reports, strict=True):
             member.pid = report.pid
             if member in self._places:
                 _, member.name = ray.get(self._places.pop(member))
+            for name, digest in report.sources.items():
+                self._sources[name].add(digest)
 
     def await_spares(self) -> None:
         """Wait until all spares are ready, so that a failing `setup` raises now and not in need."""
@@ -220,7 +226,8 @@ class WorkerGroup:
     def _start_spare(self, handle: WorkerHandle) -> Spare:
         assert handle.actor is not None, "spares live in actors"
         place_ref = handle.actor.assign.remote(self._payload, handle.number, handle.local_rank)
-        return Spare(handle, place_ref, _send(handle.actor, Worker.stand_by.with_args()))
+        start_ref = _send(handle.actor, Worker.stand_by.with_args())
+        return Spare(handle, place_ref, start_ref, self._sources)
 
     def kill(self, worker: WorkerHandle) -> None:
         """Kill a worker's process, and forget the worker."""

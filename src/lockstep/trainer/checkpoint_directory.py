@@ -64,6 +64,7 @@ class CheckpointDirectory:
         self._rotation: Rotation | None = None
         self.writer: CheckpointWriter | None = None
         self._lock: DirectoryLock | None = None
+        self._run: object | None = None
         if folder is not None:
             self._rotation = Rotation(os.path.abspath(folder), keep, self.read)
             self._rotation.prepare_folder()
@@ -147,6 +148,32 @@ class CheckpointDirectory:
             write = partial(self.write, write_parts=engine.write_parts)
             self.writer = CheckpointWriter(write, engine)
 
+    def claim(self) -> CheckpointWriter | None:
+        """The writer, for a call that trains; None without a directory.
+
+        A trainer that a notebook has replaced stays open for a while, so that another one may
+        begin in the same directory. From then on that one's run is there, and no other.
+
+        Raises:
+            ConfigurationError: another trainer of this process has trained there meanwhile.
+        """
+        if self._lock is None:
+            return None
+        if self._run is None:
+            self._run = self._lock.run = object()
+        elif self._is_replaced:
+            raise ConfigurationError(
+                "another trainer of this program trains in checkpoint_dir",
+                where=self.log_folder,
+                cause="two trainers were given one directory, and would mix their checkpoints",
+                fix="give each a checkpoint_dir of its own; save(path) keeps what this one has",
+            )
+        return self.writer
+
+    @property
+    def _is_replaced(self) -> bool:
+        return self._lock is not None and self._lock.run is not self._run
+
     def go_on_from(self, step: int) -> None:
         """Note that the run goes on from a state of `step` that was loaded."""
         if self._rotation is not None and self.writer is not None:
@@ -167,6 +194,8 @@ class CheckpointDirectory:
         """
         assert self._rotation is not None, "the run keeps checkpoints"
         assert self.writer is not None, "`start_writer` comes first"
+        if self._is_replaced:
+            return
         if self.writer.latest_step != step and not self._rotation.is_newest(step):
             return
         self.writer.wait()

@@ -259,7 +259,7 @@ class TorchTrainer:
             self._steps.note_change(ON_RAY_DATASET)
         else:
             check_loader(self._workers, "train")
-        writer, update = self._disk.writer, self._state.update_users_objects
+        writer, update = self._disk.claim(), self._state.update_users_objects
         with nullcontext() if writer is None else writer.during_training(self._state.snapshot):
             self._state.renew_checkpoint()
             reports = run_loop(
@@ -374,7 +374,7 @@ class TorchTrainer:
             CheckpointError: no checkpoint in front of the step can be read; or there is none, and
                 the first weights of an instance given to `from_model` are gone.
         """
-        spec = self._workers.spec
+        spec = self._workers.settled_spec()
         return replay_run(
             trainer_maker(TorchTrainer, spec.operator_cls, spec.initialization_hook, is_here=True),
             folder=self._disk.log_folder,

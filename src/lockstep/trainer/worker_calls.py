@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
+_PATIENCE_S: Final = 1.0
+"""How long a call waits for that of another thread, which may be a short one."""
 
 _NAMES_IN_LOG: Final = {
     Worker.update_scheduler: "update_scheduler",
@@ -60,7 +62,12 @@ class WorkerCalls:
         self._engine = engine
         self._note_change = note_change
         self._calling = threading.Lock()
+        self._caller: int | None = None  # the thread of the call that runs
         self._deferred: RemoteCall[Worker, Any] | None = None
+        # A program may change between two calls what it holds itself, and nobody hears of it.
+        self._is_held_by_program = (
+            spec.num_workers == 1 and spec.operator_cls._lockstep_given is not None
+        )
 
     def open_engine(self) -> Engine:
         """Undo an interrupted call, make a deferred one, and return the engine, ready for a call.
@@ -98,7 +105,7 @@ class WorkerCalls:
             # Noted first: a call that fails may have changed it, too.
             in_validation = engine.start_reports[0].changes_in_validation
             if call.is_training or call.may_change_state(in_validation=in_validation):
-                self.may_have_changed = not call.is_training
+                self.may_have_changed = not call.is_training or self._is_held_by_program
             if (name := _NAMES_IN_LOG.get(call.method)) is not None:
                 self._note_change(name)
             return engine.call(call, listener=listener, retries=retries)
@@ -115,12 +122,18 @@ class WorkerCalls:
 
     @contextlib.contextmanager
     def _one_call_at_a_time(self, name: str) -> Iterator[None]:
-        """Refuse a second call inside: both would use the same batches, model and metrics."""
-        if not self._calling.acquire(blocking=False):
+        """Refuse a second call inside: both would use the same batches, model and metrics.
+
+        A short call of another thread, as a `status` that it polls, is waited for.
+        """
+        is_within = self._caller == threading.get_ident()
+        if not self._calling.acquire(timeout=0 if is_within else _PATIENCE_S):
             raise concurrent_call_error(name)
         try:
+            self._caller = threading.get_ident()
             yield
         finally:
+            self._caller = None
             self._calling.release()
 
     @property
@@ -167,7 +180,7 @@ class WorkerCalls:
         operator = self.local_operator()
         if operator is None:
             raise no_local_operator_error()
-        self.may_have_changed = True
+        self.may_have_changed = self._is_held_by_program = True
         return operator
 
     def note_loaded(self, state: Mapping[str, Any]) -> None:
@@ -182,6 +195,15 @@ class WorkerCalls:
     def failure(self) -> BaseException | None:
         """The error that ended the workers, or interrupted their latest call; None without one."""
         return self._engine.ended_by or self._engine.interrupted_by
+
+    def settled_spec(self) -> WorkerSpec:
+        """`spec`, for another trainer that is made of it while this one stays.
+
+        An interrupted call is undone first: the workers of one are ended where others need room.
+        """
+        if self.is_open and not self.has_ended:
+            self.open_engine()
+        return self.spec
 
     @property
     def has_ended(self) -> bool:

@@ -8,8 +8,13 @@ import torch
 from lockstep.errors import NotAvailableError
 
 
-def pick_device(use_gpu: bool, local_rank: int) -> torch.device:
+def pick_device(use_gpu: bool, local_rank: int, is_here: bool = False) -> torch.device:
     """The GPU of the worker with this rank among those of its host; the CPU without `use_gpu`.
+
+    Args:
+        is_here: the worker lives in the driver, and others in actors of Ray. The driver sees all
+            GPUs of the host; Ray, which does not know of this worker, gives the first ones to the
+            actors. So it takes the last.
 
     Raises:
         NotAvailableError: torch finds no GPU.
@@ -26,6 +31,6 @@ def pick_device(use_gpu: bool, local_rank: int) -> torch.device:
             fix="use_gpu=False, or a torch that finds this machine's GPUs; if it was True,"
             ' use_gpu="auto"',
         )
-    device = torch.device("cuda", local_rank % count)
+    device = torch.device("cuda", count - 1 if is_here else local_rank % count)
     torch.cuda.set_device(device)
     return device

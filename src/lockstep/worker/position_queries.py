@@ -22,7 +22,7 @@ class RunCounts(NamedTuple):
     steps: int
 
 
-@remote_method(Communication.NONE, OnFailure.REPEAT)
+@remote_method(Communication.NONE, OnFailure.REPEAT, is_timed=True)
 def run_counts(worker: Worker) -> RunCounts:
     """How far the run has come."""
     steps = worker.operator._lockstep.committed

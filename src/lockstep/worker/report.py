@@ -35,6 +35,7 @@ class StartReport:
         units: the parts of models in shards that are gathered and freed together, by name.
         has_schedulers: whether the operator registered any.
         changes_in_validation: whether a validation may change what a checkpoint holds.
+        sources: the digests of the modules of the user's program; see `source_digests`.
     """
 
     pid: int
@@ -43,6 +44,7 @@ class StartReport:
     units: Sequence[str] = ()
     has_schedulers: bool = False
     changes_in_validation: bool = False
+    sources: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

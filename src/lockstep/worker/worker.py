@@ -35,6 +35,7 @@ from lockstep.worker.process_group import (
     leave_group,
     use_as_default_group,
 )
+from lockstep.worker.program_sources import source_digests
 from lockstep.worker.remote_method import Communication, OnFailure, remote_method
 from lockstep.worker.report import StartReport
 from lockstep.worker.rollback import Rollback
@@ -86,10 +87,10 @@ class Worker(StateAccess):
         step_hooks: on the steps of its optimizers; None before `setup` has ended.
     """
 
-    def __init__(self, spec: WorkerSpec, rank: int, local_rank: int) -> None:
+    def __init__(self, spec: WorkerSpec, rank: int, local_rank: int, is_here: bool = False) -> None:
         self.spec = spec
         self.number = self.rank = rank
-        self.local_rank = local_rank
+        self.local_rank, self._is_here = local_rank, is_here
         self._group: dist.ProcessGroup | None = None
         self._group_handle: Group | None = None
         self._rendezvous: Rendezvous | None = None
@@ -146,7 +147,7 @@ class Worker(StateAccess):
         self._build_operator(device, is_spare=True)
         return self._start_report(device)
 
-    @remote_method(Communication.NONE, OnFailure.REPEAT)
+    @remote_method(Communication.NONE, OnFailure.REPEAT, is_timed=True)
     def ping(self) -> None:
         """Return at once, as a sign of life."""
 
@@ -159,7 +160,7 @@ class Worker(StateAccess):
         spec = self.spec
         if spec.threads is not None:
             self._threads.set(spec.threads)
-        device = pick_device(spec.use_gpu, self.local_rank)
+        device = pick_device(spec.use_gpu, self.local_rank, self._is_here)
         if spec.initialization_hook is not None:
             spec.initialization_hook()
         return device
@@ -167,14 +168,14 @@ class Worker(StateAccess):
     def _start_report(self, device: torch.device) -> StartReport:
         steps = {purpose: cursor.source.steps_per_epoch for purpose, cursor in self.cursors.items()}
         sync = self.operator._lockstep.sync
-        units = () if sync is None else sync.units
         return StartReport(
             os.getpid(),
             str(device),
             steps,
-            units,
+            units=() if sync is None else sync.units,
             has_schedulers=bool(self.run.schedulers),
             changes_in_validation=self.operator._lockstep_changes_in_validation(),
+            sources=source_digests(self.spec.operator_cls),
         )
 
     def _build_operator(

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.unit.trainer.programs import trainer
 
 from lockstep.checkpoint.directory_lock import lock_directory
 from lockstep.errors import ConfigurationError
@@ -42,6 +43,19 @@ def test_the_trainers_of_one_process_share_it_by_whatever_path(tmp_path):
     assert not locks_in_another_process(tmp_path / "run")
     del second
     assert locks_in_another_process(tmp_path / "run")
+
+
+def test_of_two_trainers_in_one_directory_the_later_one_has_it(tmp_path):
+    first, second = (trainer(checkpoint_dir=tmp_path, checkpoint_every=1) for _ in range(2))
+    with first, second:
+        first.train(num_steps=1)
+        second.train(num_steps=2)
+        with pytest.raises(ConfigurationError, match="another trainer of this program"):
+            first.train(num_steps=1)
+        first.apply_all_operators(lambda operator: None)  # would renew it when it shuts down
+    names = sorted(path.name for path in tmp_path.glob("step-*"))
+    assert names == ["step-0000000001.ckpt", "step-0000000002.ckpt"]
+    assert len([*tmp_path.glob("set-aside-*")]) == 1
 
 
 KILLED = """

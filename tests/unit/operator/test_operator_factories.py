@@ -239,6 +239,29 @@ def test_around_a_model_of_ones_own_that_then_holds_the_trained_state():
         assert one.train()["batch_count"] == 4
 
 
+def test_what_a_program_changes_of_its_own_objects_is_in_the_checkpoint(tmp_path):
+    def run(folder, until, forces=False):
+        model = linear()
+        optimizer = sgd(model)
+        operator = TrainingOperator.from_model(
+            model, optimizer=optimizer, criterion=nn.MSELoss(), train_loader=loader()
+        )
+        one = trainer(operator, checkpoint_dir=folder, checkpoint_every=2, resume="auto")
+        while one.status()["step"] < until:
+            one.train(num_steps=2)
+            optimizer.param_groups[0]["lr"] /= 2
+        if forces:  # a step behind the newest checkpoint
+            one.train(num_steps=1)
+        one.shutdown(force=forces)
+        return weights(model), optimizer.param_groups[0]["lr"]
+
+    expected = run(tmp_path / "whole", 8)
+    run(tmp_path / "killed", 4, forces=True)
+    resumed = run(tmp_path / "killed", 8)
+    assert torch.equal(resumed[0], expected[0])
+    assert resumed[1] == expected[1]
+
+
 def test_a_setup_that_fails_lets_go_of_the_model():
     model = linear()
 

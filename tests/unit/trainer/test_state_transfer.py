@@ -5,6 +5,7 @@ import copy
 import math
 import random
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -416,10 +417,21 @@ def halve_rate(operator):
     operator.optimizer.param_groups[0]["lr"] /= 2
 
 
+KEPT = weakref.WeakKeyDictionary()
+
+
+def kept_operator(one):
+    """As a program holds it that has asked for it once."""
+    if one not in KEPT:
+        KEPT[one] = weakref.ref(one.get_local_operator())
+    return KEPT[one]()
+
+
 CHANGES = [
     (Plateau, step_scheduler),
     (Plateau, lambda one: one.apply_all_operators(halve_rate)),
     (Plateau, lambda one: halve_rate(one.get_local_operator())),
+    (Plateau, lambda one: halve_rate(kept_operator(one))),
     (StepsInValidation, lambda one: one.validate()),
 ]
 

@@ -5,6 +5,8 @@
 """
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests.unit.trainer.programs import Regression, trainer
@@ -32,6 +34,21 @@ class CallsItself(Regression):
         with pytest.raises(WrongUseError):
             self.config["trainer"][0].apply_all_operators(lambda operator: None)
         return super().compute_loss(batch, batch_info)
+
+
+def test_a_short_call_of_another_thread_is_waited_for():
+    inside, leave = threading.Event(), threading.Event()
+
+    def stay(operator):
+        inside.set()
+        return leave.wait(30)
+
+    with trainer() as one, ThreadPoolExecutor() as pool:
+        polled = pool.submit(one.apply_all_operators, stay)
+        assert inside.wait(30)
+        threading.Timer(0.1, leave.set).start()
+        assert one.train(num_steps=1)["batch_count"] == 1
+        assert polled.result(30) == [True]
 
 
 def test_calls_that_were_refused_are_not_in_the_log(tmp_path):
