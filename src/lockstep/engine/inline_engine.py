@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from lockstep.engine.engine_protocol import PoolStatus
 from lockstep.engine.rollback_errors import rollback_impossible_error, warn_of_cut_short_step
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 _PROGRESS_EVERY_S = 0.1
+
+_one_run: Final = threading.RLock()
+"""Held by the thread whose run is in a call: generators of random numbers, the default device and
+torch's deterministic mode are the process's, and two runs at once would draw each other's."""
 
 
 class InlineEngine:
@@ -66,7 +71,7 @@ class InlineEngine:
 
     def _perform(self, call: RemoteCall[Worker, R]) -> R:
         try:
-            with step_hooks_at_work(self._worker), sigint_after_step(self._worker):
+            with _one_run, step_hooks_at_work(self._worker), sigint_after_step(self._worker):
                 return call.perform(self._worker)
         except BaseException as error:
             add_rank(error, 0)

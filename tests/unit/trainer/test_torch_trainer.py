@@ -8,8 +8,11 @@ import re
 import subprocess
 import sys
 import termios
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from tests.unit.trainer.programs import (
     Regression,
     by_hand,
@@ -25,6 +28,32 @@ from torch import nn
 from lockstep import Callback, TorchTrainer
 from lockstep.errors import ConfigurationError, TrainerClosedError
 from lockstep.keys import BATCH_SIZE
+
+
+class DropsOut(Regression):
+    """Between two draws of its second step it waits for another run that is as far."""
+
+    def compute_loss(self, batch, batch_info):
+        features, targets = batch
+        first = nn.functional.dropout(features, 0.5)
+        if self.global_step == 1:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                self.config["barrier"].wait(0.3)
+        return self.criterion(self.model(first + nn.functional.dropout(features, 0.5)), targets)
+
+
+def test_two_threads_with_a_trainer_each_draw_their_own_numbers():
+    """The generators of random numbers are the process's."""
+
+    def trained(barrier):
+        with trainer(DropsOut, config={"barrier": barrier}) as one:
+            one.train()
+            return weights(one.get_model())
+
+    alone, barrier = trained(threading.Barrier(1)), threading.Barrier(2)
+    with ThreadPoolExecutor() as pool:
+        for got in pool.map(trained, [barrier, barrier]):
+            assert torch.equal(got, alone)
 
 
 class Notes(Callback):
