@@ -232,10 +232,15 @@ def _read_from(drawn: list[Any]) -> Read:
 
 
 def length_or_none(sized: Any) -> int | None:
-    """The length of `sized`, or None: an object with ``__len__`` may still not know its length."""
+    """The length of `sized`, or None: an object with ``__len__`` may still not know its length.
+
+    torch's own loop never asks for it, so that no error of a user's ``__len__`` may end a run. One
+    that has another cause (a file that is gone) comes again where the data is read.
+    """
     try:
         return len(sized)
-    except (TypeError, NotImplementedError):
+    # Whatever it raises; `len` itself raises where it returns -1, 2.5 or 10**20.
+    except Exception:
         return None
 
 
@@ -386,5 +391,7 @@ def check_reiterable(loader: Any, *, allow_already_sharded: bool = False) -> Non
             "an iterator can be read only once, and every epoch reads the data again",
             expected="something that starts again with each iter(...)",
             got=f"a {name}",
-            fix="pass the DataLoader, a list, or an object whose __iter__ returns a new iterator",
+            fix="pass the DataLoader, a list, or an object whose __iter__ returns a new iterator;"
+            f" where iter(...) does let this {name} begin anew (Lightning's CombinedLoader, DALI),"
+            " a class around it: def __iter__(self): yield from self.loader",
         )
