@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 
 from torch.utils.data import (
     BatchSampler,
@@ -91,6 +91,18 @@ class ItemKind(Enum):
         return sum(len(item) for item in items)
 
 
+class OrderSize(NamedTuple):
+    """What an order of torch's own follows from, beside the seed; see `GlobalBatches.order_size`.
+
+    Attributes:
+        population: samples in the dataset.
+        length: indices in an epoch.
+    """
+
+    population: int
+    length: int
+
+
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
     """A global batch before it is read: positions `start` to `stop` of a stream."""
@@ -142,11 +154,28 @@ class GlobalBatches:
         is_shuffled = is_exactly(sampler, RandomSampler) and not sampler.replacement
         return type(sampler) is SequentialSampler or is_shuffled
 
-    def num_steps(self, offset: int = 0) -> int | None:
-        """Number of global batches that begin at or after item `offset`; None if it is unknown."""
-        if self.length is None:
+    @property
+    def order_size(self) -> OrderSize | None:
+        """That of an epoch that begins now; None where the order is not torch's own.
+
+        A dataset may grow while an epoch is open. The epoch keeps the size with which it began.
+        """
+        sampler, length = self.source, self.length
+        if length is None or not self.has_exact_length:
             return None
-        rest = max(0, self.length - offset)
+        is_in_order = type(sampler) is SequentialSampler
+        return OrderSize(length if is_in_order else len(sampler.data_source), length)
+
+    def num_steps(self, offset: int = 0, size: OrderSize | None = None) -> int | None:
+        """Number of global batches that begin at or after item `offset`; None if it is unknown.
+
+        Args:
+            size: of the epoch; None for an epoch that begins now.
+        """
+        length = self.length if size is None else size.length
+        if length is None:
+            return None
+        rest = max(0, length - offset)
         return rest // self.per_step if self.drop_last else -(-rest // self.per_step)
 
     def of_epoch(
@@ -155,20 +184,21 @@ class GlobalBatches:
         epoch: int,
         offset: int = 0,
         note_first: Callable[[list[Any]], None] | None = None,
+        size: OrderSize | None = None,
     ) -> Iterator[GlobalBatch]:
         """The global batches of an epoch, from item `offset` on.
 
         Args:
+            size: with which the epoch began, where it is not the present `order_size`.
             note_first: called with the epoch's first items, wherever the reading begins. Not called
                 where items are samples, and where torch's own samplers make the order, which
                 depends on nothing but (`seed`, `epoch`).
         """
         announce_epoch(epoch, (self.source, getattr(self.source, "sampler", None)))
-        order = self._random_access_order(seed, epoch)
-        if order is None:
+        size = size or self.order_size
+        if size is None:
             return self._draw_batches(seed, epoch, offset, note_first)
-        read, length = order
-        return self._cut(read, offset, length)
+        return self._cut(self._random_access_order(seed, epoch, size), offset, size.length)
 
     def _cut(self, read: Read, begin: int, end: int) -> Iterator[GlobalBatch]:
         for start in range(begin, end, self.per_step):
@@ -176,25 +206,17 @@ class GlobalBatches:
             if stop - start == self.per_step or not self.drop_last:
                 yield GlobalBatch(read, start, stop)
 
-    def _random_access_order(self, seed: int, epoch: int) -> tuple[Read, int] | None:
-        """How to read any position of the order without drawing the earlier ones, and its length.
-
-        None where the items have to be drawn one after the other.
-        """
+    def _random_access_order(self, seed: int, epoch: int, size: OrderSize) -> Read:
+        """How to read any position of torch's own order without drawing the earlier ones."""
         sampler = self.source
-        if not self.has_exact_length:
-            return None
         if type(sampler) is SequentialSampler:
-            return (lambda start, stop: list(range(start, stop))), len(sampler)
+            return lambda start, stop: list(range(start, stop))
         chosen = sampler.generator
         if type(sampler) is not RandomSampler:
             # torchdata's sampler, without a generator, makes one from a random seed.
             chosen = next(iter(self.held), None)
         origin = [] if chosen is None else [chosen.initial_seed()]
-        shuffled = ShuffledOrder(
-            len(sampler.data_source), len(sampler), derive_seed(seed, "order", epoch, *origin)
-        )
-        return shuffled.read, len(shuffled)
+        return ShuffledOrder(*size, derive_seed(seed, "order", epoch, *origin)).read
 
     def _draw_batches(
         self,

@@ -28,7 +28,7 @@ from lockstep.data.batch_join import join_batches
 from lockstep.data.batch_rows import count_one, count_samples, leading_length, rows_error, rows_of
 from lockstep.data.collated_rows import CollatedRows
 from lockstep.data.data_order_check import check_same_plan, plan_fingerprint
-from lockstep.data.global_batches import GlobalBatch, global_batches_of
+from lockstep.data.global_batches import GlobalBatch, OrderSize, global_batches_of
 from lockstep.data.loader_copy import LoaderCopy, StepPlan
 from lockstep.data.seeded_dataset import Request, SeededDataset, Segment
 from lockstep.data.shard_assignment import shard_bounds
@@ -99,6 +99,7 @@ class ShardedLoader:
         joint: whether all of the worker's samples of a step are one batch.
         first_items: of the epoch that is read; None where items are samples, or are ordered by
             torch's own samplers.
+        opened_size: of the epoch that is read; None where the order is not torch's own.
 
     Args:
         loader: a ``DataLoader``, or a re-iterable of ready batches. It is not changed.
@@ -127,6 +128,7 @@ class ShardedLoader:
         self.assignment = assignment
         self.joint = parts is not BatchParts.BY_SHARD
         self.first_items: FirstItems | None = None
+        self.opened_size: OrderSize | None = None
         self._borrows = parts is BatchParts.JOINT_OR_BORROWED
         self._loader, self._asked_size = loader, global_batch_size
         batches = global_batches_of(loader, assignment.num_shards, global_batch_size)
@@ -157,28 +159,47 @@ class ShardedLoader:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Number of global batches in an epoch; None where the user's objects have no length."""
+        """Number of global batches in an epoch that begins now; None where the user's objects have
+        no length."""
         return self._batches.num_steps()
+
+    @property
+    def order_size(self) -> OrderSize | None:
+        """Of an epoch that begins now; None where the order is not torch's own."""
+        return self._batches.order_size
 
     @property
     def has_exact_length(self) -> bool:
         """Whether `steps_per_epoch` is certain, and not what a `__len__` of the user's says."""
         return self._batches.has_exact_length
 
-    def steps_from(self, offset: int) -> int | None:
-        """Number of global batches from item `offset` on; None if it is unknown."""
-        return self._batches.num_steps(offset)
+    def steps_from(self, offset: int, size: OrderSize | None = None) -> int | None:
+        """Number of global batches from item `offset` on; None if it is unknown.
 
-    def step_after(self, offset: int) -> int | None:
-        """The step that begins with item `offset`; None if the item lies within a step."""
-        length = self._batches.length
+        Args:
+            size: with which the epoch began; None for one that begins now.
+        """
+        return self._batches.num_steps(offset, size)
+
+    def step_after(self, offset: int, size: OrderSize | None = None) -> int | None:
+        """The step that begins with item `offset`; None if the item lies within a step.
+
+        Args:
+            size: see `steps_from`.
+        """
+        length = self._batches.length if size is None else size.length
         if length is not None and offset >= length:
-            return self.steps_per_epoch  # behind the last step, which may be a shorter one
+            return self.steps_from(0, size)  # behind the last step, which may be a shorter one
         step, rest = divmod(offset, self._batches.per_step)
         return None if rest else step
 
     def batches(
-        self, epoch: int, start_step: int = 0, *, offset: int | None = None
+        self,
+        epoch: int,
+        start_step: int = 0,
+        *,
+        offset: int | None = None,
+        size: OrderSize | None = None,
     ) -> Generator[Step, None, None]:
         """The steps of an epoch, in order.
 
@@ -186,6 +207,7 @@ class ShardedLoader:
             epoch: from 0; the order and the random numbers depend on it.
             start_step: where to begin. Samples before it are not read, except from streams.
             offset: the first item of `start_step`, if the earlier steps had another size.
+            size: with which the epoch began, where the dataset has another one by now.
 
         Raises:
             NotShardableError: the samples of a batch cannot be counted, or its parts not joined.
@@ -194,7 +216,7 @@ class ShardedLoader:
         """
         if offset is None:
             offset = start_step * self._batches.per_step
-        for plan, batches in self._read(self._plans(epoch, start_step, offset), epoch):
+        for plan, batches in self._read(self._plans(epoch, start_step, offset, size), epoch):
             parts = map(self._loaded_part, plan.requests, batches)
             yield Step(plan.index, list(parts), plan.num_samples, plan.has_empty_shards)
 
@@ -209,7 +231,7 @@ class ShardedLoader:
         Draws the first items of the epoch's stream; reads samples from streams and from tensors.
         A sampler may count how often it is iterated: the epoch goes on with what was drawn.
         """
-        drawn = self._batches.of_epoch(self.assignment.seed, epoch, 0, self._note_first)
+        drawn = self._open(epoch, 0, None)
         first = next(drawn, None)
         self._begun = None if first is None else (epoch, chain([first], drawn))
         return plan_fingerprint(self._batches, first, self._dataset, self.assignment, epoch)
@@ -231,7 +253,9 @@ class ShardedLoader:
                 total += end - begin
         return total
 
-    def items_of(self, epoch: int, step: int, shards: Sequence[int]) -> list[Any]:
+    def items_of(
+        self, epoch: int, step: int, shards: Sequence[int], size: OrderSize | None = None
+    ) -> list[Any]:
         """The items (indices, mostly) that `shards` hold in a step; no sample is read.
 
         An empty list where the items are the data itself.
@@ -239,7 +263,8 @@ class ShardedLoader:
         if self._batches.kind.is_data:
             return []
         offset = step * self._batches.per_step
-        batch = next(self._batches.of_epoch(self.assignment.seed, epoch, offset), None)
+        seed = self.assignment.seed
+        batch = next(self._batches.of_epoch(seed, epoch, offset, size=size), None)
         if batch is None:
             return []
         return [item for shard in shards for item in self._segment(batch, shard).items]
@@ -266,12 +291,16 @@ class ShardedLoader:
         if self._copy is not None:
             self._copy.close()
 
-    def _drawn(self, epoch: int, offset: int) -> Iterator[GlobalBatch]:
+    def _drawn(self, epoch: int, offset: int, size: OrderSize | None) -> Iterator[GlobalBatch]:
         """The global batches of an epoch from item `offset` on."""
         begun, self._begun = self._begun, None
         if begun is not None and begun[0] == epoch and not offset:
             return begun[1]
-        return self._batches.of_epoch(self.assignment.seed, epoch, offset, self._note_first)
+        return self._open(epoch, offset, size)
+
+    def _open(self, epoch: int, offset: int, size: OrderSize | None) -> Iterator[GlobalBatch]:
+        self.opened_size = size = size or self._batches.order_size
+        return self._batches.of_epoch(self.assignment.seed, epoch, offset, self._note_first, size)
 
     def _refuse_other_size(self) -> None:
         """Raise if the loader's batch size has changed since this object was made."""
@@ -287,9 +316,11 @@ class ShardedLoader:
                 " trainer.load(path); under torchrun lockstep.shard_loader(loader) once more",
             )
 
-    def _plans(self, epoch: int, start_step: int, offset: int) -> Iterator[StepPlan]:
+    def _plans(
+        self, epoch: int, start_step: int, offset: int, size: OrderSize | None
+    ) -> Iterator[StepPlan]:
         self._refuse_other_size()
-        for step, batch in enumerate(self._drawn(epoch, offset), start_step):
+        for step, batch in enumerate(self._drawn(epoch, offset, size), start_step):
             shards = [self._segment(batch, shard) for shard in self.assignment.shards]
             requests = [
                 Request(epoch, step, segments)

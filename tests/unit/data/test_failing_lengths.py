@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `__len__` that fails: the data has no length, as torch's own loop would never have asked."""
+"""A `__len__` that fails: the data has no length, as torch's own loop would never have asked.
+
+Lengths are those of `lockstep.data.global_batches`.
+"""
 
 import pytest
 import torch
