@@ -231,7 +231,7 @@ class ShardedLoader:
         Draws the first items of the epoch's stream; reads samples from streams and from tensors.
         A sampler may count how often it is iterated: the epoch goes on with what was drawn.
         """
-        drawn = self._open(epoch, 0, None)
+        drawn = self._begin_order(epoch, 0, None)
         first = next(drawn, None)
         self._begun = None if first is None else (epoch, chain([first], drawn))
         return plan_fingerprint(self._batches, first, self._dataset, self.assignment, epoch)
@@ -296,9 +296,11 @@ class ShardedLoader:
         begun, self._begun = self._begun, None
         if begun is not None and begun[0] == epoch and not offset:
             return begun[1]
-        return self._open(epoch, offset, size)
+        return self._begin_order(epoch, offset, size)
 
-    def _open(self, epoch: int, offset: int, size: OrderSize | None) -> Iterator[GlobalBatch]:
+    def _begin_order(
+        self, epoch: int, offset: int, size: OrderSize | None
+    ) -> Iterator[GlobalBatch]:
         self.opened_size = size = size or self._batches.order_size
         return self._batches.of_epoch(self.assignment.seed, epoch, offset, self._note_first, size)
 
