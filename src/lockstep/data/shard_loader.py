@@ -19,7 +19,7 @@ from lockstep.data.data_order_check import check_same_plan
 from lockstep.data.epoch_order import FirstItems, steps_in_order
 from lockstep.data.shard_assignment import ShardAssignment
 from lockstep.data.sharded_loader import BatchParts, LoadedPart, ShardedLoader
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, WrongUseError
 from lockstep.group import Group, resolve_group
 from lockstep.process_group_argument import refuse_late_peers
 
@@ -34,6 +34,10 @@ def shard_loader(loader: Any, *, group: Any = None, seed: int = 0) -> RankLoader
 
     ``loader.batch_size`` is per rank. Every rank gets equally many batches; at the end of an
     epoch some can be smaller, down to zero rows, so weight them by their length.
+
+    Call it once, before the epochs: what it returns begins at epoch 0, and each iteration is the
+    next epoch. Made anew in each epoch, it has the first one's order and augmentations, unless
+    ``loader.set_epoch(epoch)`` says which epoch comes.
 
     Args:
         loader: a ``DataLoader`` over the whole data, built alike on every rank (no
@@ -66,6 +70,10 @@ def shard_loader(loader: Any, *, group: Any = None, seed: int = 0) -> RankLoader
     if ranks.size > 1:
         check_same_plan(ranks.exchange(made.fingerprint()))
     return made
+
+
+class LoaderAttributeError(WrongUseError, AttributeError):
+    """A field of the user's loader, asked of (or set on) the part of it that a rank reads."""
 
 
 class RankLoader:
@@ -101,6 +109,17 @@ class RankLoader:
         self._began: FirstItems | None = None  # how the epoch began, where its order may change
         # Identifies the newest iteration, which alone moves the position; None before the first.
         self._reader: object = None
+
+    def __getattr__(self, name: str) -> Any:
+        # `copy` and `pickle` ask for dunder names before `loader` is set.
+        if name.startswith("__") or name == "loader" or not hasattr(self.loader, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise _field_error(name, self.loader)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name != "loader" and hasattr(self.loader, name):
+            raise _field_error(name, self.loader)
+        super().__setattr__(name, value)
 
     @property
     def dataset(self) -> Any:
@@ -194,7 +213,7 @@ class RankLoader:
             if step.index == start_step:
                 began = sharded.first_items
             (part,) = step.parts
-            batch = part.batch if part.num_samples else self._without_samples(part)
+            batch = self._without_samples(part) if part.is_borrowed else part.batch
             if self._reader is reader:  # else a newer iteration moves the position
                 self._step, self._began = step.index + 1, began
                 self._offset = offset + (self._step - start_step) * per_step
@@ -206,3 +225,18 @@ class RankLoader:
         if getattr(self.loader, "collate_fn", None) is default_collate:
             return slice_rows(part.batch, slice(0))  # its lists are columns
         return without_samples(part.batch, part.num_asked)
+
+
+def _field_error(name: str, loader: Any) -> LoaderAttributeError:
+    fix = f"loader.loader.{name}"
+    if hasattr(getattr(loader, name), "set_epoch"):
+        fix = f"loader.set_epoch(epoch) for loader.{name}.set_epoch(epoch); else {fix}"
+    return LoaderAttributeError(
+        f"{name} is a field of the loader that was shared out",
+        expected="what shard_loader(...) returns has dataset, epoch, set_epoch, state_dict,"
+        " load_state_dict and close",
+        got=f"{name} of a {type(loader).__name__}",
+        cause="a rank's part has no sampler and no batches of its own: its order and its sizes are"
+        " shares of the whole loader's",
+        fix=fix,
+    )

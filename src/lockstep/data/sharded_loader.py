@@ -56,6 +56,7 @@ class LoadedPart:
         miscount: the error to raise where the batch counts for its samples; None if it may.
         num_asked: of a borrowed batch the samples for which the dataset was asked; None where
             nothing tells them, and for all other batches.
+        is_borrowed: the batch is another worker's; one of the worker's own may be empty, too.
     """
 
     batch: Any
@@ -64,6 +65,7 @@ class LoadedPart:
     indices: tuple[Any, ...] = ()
     miscount: WeightError | None = None
     num_asked: int | None = None
+    is_borrowed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +331,8 @@ class ShardedLoader:
         indices, own = kind.indices(items), self.assignment.shards
         shards = tuple(segment.shard for segment in request.segments)
         if shards[0] not in own:  # borrowed
-            return LoadedPart(batch, 0, tuple(own), indices, num_asked=kind.num_asked(items))
+            num_asked = kind.num_asked(items)
+            return LoadedPart(batch, 0, tuple(own), indices, num_asked=num_asked, is_borrowed=True)
         counted = kind.count(items)
         if counted is None:
             num_asked = kind.num_asked(items)

@@ -144,7 +144,8 @@ class UserShardedLoader:
                 yield Step(step, [part], None)
             step += 1
         for index in range(max(step, start_step), num_steps or 0):
-            yield Step(index, [LoadedPart(last[0], 0, self._shards)] if last else [], None)
+            borrowed = [LoadedPart(each, 0, self._shards, is_borrowed=True) for each in last or ()]
+            yield Step(index, borrowed, None)
 
     def close(self) -> None:
         """Do nothing: the loader and its worker processes are the user's."""
