@@ -56,8 +56,9 @@ def shard_loader(loader: Any, *, group: Any = None, seed: int = 0) -> RankLoader
 
     Collective:
         Every rank of a process group or `Group`: one exchange of what shows that all loaders are
-        alike. None for another object with ``rank`` and ``size``. Later calls compute the same on
-        all ranks, and communicate nothing.
+        alike. None for another object with ``rank`` and ``size``. A stream, and an order that is no
+        sampler's of torch, may be filled or set until they are read: there the first batch takes
+        another exchange. All else computes the same on all ranks, and communicates nothing.
     """
     communicates = isinstance(group, Group | dist.ProcessGroup)
     if not communicates and hasattr(group, "rank") and hasattr(group, "size"):
@@ -68,7 +69,7 @@ def shard_loader(loader: Any, *, group: Any = None, seed: int = 0) -> RankLoader
         loader, rank=ranks.rank, size=ranks.size, seed=seed, is_assumed=ranks.is_assumed
     )
     if ranks.size > 1:
-        check_same_plan(ranks.exchange(made.fingerprint()))
+        made.agree(ranks)
     return made
 
 
@@ -82,9 +83,10 @@ class RankLoader:
     Every ``iter()`` begins the next epoch (or the one given to `set_epoch`). All ranks have to call
     ``iter()`` equally often: a rank that looks at a first batch by itself is an epoch ahead.
 
-    Behind a loaded position the first batch raises a `DataOrderError` where the loader gives
-    another order whenever it is read, or ready batches of another size; where its order was
-    changed, a warning says so.
+    The first batch of all raises a `DataOrderError` where the ranks read their data in different
+    orders and `shard_loader` could not know it. Behind a loaded position the first batch raises one
+    where the loader gives another order whenever it is read, or ready batches of another size;
+    where its order was changed, a warning says so.
 
     Args:
         loader: the user's loader.
@@ -107,6 +109,7 @@ class RankLoader:
         self._step = 0
         self._offset = 0  # the first item that no batch has held yet
         self._began: FirstItems | None = None  # how the epoch began, where its order may change
+        self._agrees_at_read: Group | None = None
         # Identifies the newest iteration, which alone moves the position; None before the first.
         self._reader: object = None
 
@@ -150,6 +153,23 @@ class RankLoader:
             self._move_to(self._epoch + 1)
         self._reader = reader = object()
         return self._read(reader, self._epoch, self._step, self._offset)
+
+    def agree(self, group: Group) -> None:
+        """Check that all ranks have the same loader; the order of samples as soon as it is known.
+
+        Gradient:
+            None: metadata only.
+
+        Collective:
+            Every rank of `group`. Blocks. One exchange, and one before the first batch where the
+            program may still say what the epoch reads.
+
+        Raises:
+            DataOrderError: the loaders differ; on every rank.
+            PeerLostError: another rank went away.
+        """
+        check_same_plan(group.exchange(self._sharded.early_fingerprint(self._epoch)))
+        self._agrees_at_read = None if self._sharded.can_be_drawn_early else group
 
     def fingerprint(self) -> dict[str, Any]:
         """The plan by which this rank reads the epoch, as plain JSON; equal on all ranks."""
@@ -207,15 +227,16 @@ class RankLoader:
 
     def _read(self, reader: object, epoch: int, start_step: int, offset: int) -> Iterator[Any]:
         sharded, began = self._sharded, self._began if start_step else None
+        if self._agrees_at_read is not None:
+            check_same_plan(self._agrees_at_read.exchange(sharded.fingerprint(epoch)))
+            self._agrees_at_read = None
         per_step = sharded.items_per_step
         read = partial(sharded.batches, epoch, start_step, offset=offset)
         for step in steps_in_order(sharded, read, began, (epoch, start_step)):
-            if step.index == start_step:
-                began = sharded.first_items
             (part,) = step.parts
             batch = self._without_samples(part) if part.is_borrowed else part.batch
             if self._reader is reader:  # else a newer iteration moves the position
-                self._step, self._began = step.index + 1, began
+                self._step, self._began = step.index + 1, sharded.first_items
                 self._offset = offset + (self._step - start_step) * per_step
             yield batch
         if self._reader is reader:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program sees of the loader that `shard_loader` gives it: its batches, and its fields."""
+"""What a program sees of a `lockstep.data.shard_loader.RankLoader`: its batches, and its fields."""
 
 import copy
 
