@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from lockstep.data.batch_rows import slice_rows, without_samples
-from lockstep.data.data_order_check import check_same_plan
 from lockstep.data.epoch_order import FirstItems, steps_in_order
 from lockstep.data.shard_assignment import ShardAssignment
 from lockstep.data.sharded_loader import BatchParts, LoadedPart, ShardedLoader
@@ -168,7 +167,7 @@ class RankLoader:
             DataOrderError: the loaders differ; on every rank.
             PeerLostError: another rank went away.
         """
-        check_same_plan(group.exchange(self._sharded.early_fingerprint(self._epoch)))
+        self._sharded.agree_early(group, self._epoch)
         self._agrees_at_read = None if self._sharded.can_be_drawn_early else group
 
     def fingerprint(self) -> dict[str, Any]:
@@ -228,7 +227,7 @@ class RankLoader:
     def _read(self, reader: object, epoch: int, start_step: int, offset: int) -> Iterator[Any]:
         sharded, began = self._sharded, self._began if start_step else None
         if self._agrees_at_read is not None:
-            check_same_plan(self._agrees_at_read.exchange(sharded.fingerprint(epoch)))
+            sharded.agree(self._agrees_at_read, epoch)
             self._agrees_at_read = None
         per_step = sharded.items_per_step
         read = partial(sharded.batches, epoch, start_step, offset=offset)

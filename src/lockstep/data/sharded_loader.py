@@ -30,6 +30,7 @@ from lockstep.data.data_order_check import check_same_plan, plan_fingerprint
 from lockstep.data.epoch_order import EpochBeginning
 from lockstep.data.global_batches import GlobalBatch, GlobalBatches, global_batches_of
 from lockstep.data.loader_copy import LoaderCopy, StepPlan
+from lockstep.data.sample_numbers import NUMBERS, numbers_of, warn_of_other_numbers
 from lockstep.data.seeded_dataset import Request, SeededDataset, Segment
 from lockstep.data.shard_assignment import shard_bounds
 from lockstep.errors import DataOrderError
@@ -138,6 +139,7 @@ class ShardedLoader:
         self._open: GlobalBatches | None = None  # of the newest pass, until it ends
         self._begun: tuple[int, Iterator[GlobalBatch]] | None = None
         self._beginning = EpochBeginning()
+        self._has_compared_numbers = False
         self._dataset = loader.dataset if isinstance(loader, DataLoader) else None
         self._rows: CollatedRows | None = None
         self._kept_copy: LoaderCopy | None = None  # with processes that serve pass after pass
@@ -309,7 +311,32 @@ class ShardedLoader:
             PeerLostError: another rank went away.
         """
         if group.size > 1:
-            check_same_plan(group.exchange(self.fingerprint(epoch)))
+            self._compare(group, self.fingerprint(epoch))
+
+    def agree_early(self, group: Group, epoch: int) -> None:
+        """As `agree`, before the program has said what `epoch` reads.
+
+        Gradient:
+            None: metadata only.
+
+        Collective:
+            As `agree`.
+
+        Raises:
+            DataOrderError: as `agree`, by what `early_fingerprint` shows.
+            PeerLostError: another rank went away.
+        """
+        if group.size > 1:
+            self._compare(group, self.early_fingerprint(epoch))
+
+    def _compare(self, group: Group, plan: dict[str, Any]) -> None:
+        # The numbers once: a warning of them is none that each epoch repeats.
+        is_first = not self._has_compared_numbers and not self._kind.is_data
+        numbers = numbers_of(self._dataset) if is_first else []
+        found = group.exchange({**plan, NUMBERS: numbers})
+        self._has_compared_numbers = True
+        check_same_plan(found)
+        warn_of_other_numbers(found)
 
     def close(self) -> None:
         """End the loader's persistent worker processes, if it has any."""
