@@ -19,9 +19,12 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 
 from lockstep.data.batch_rows import leading_length
@@ -39,8 +42,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 _NUM_DRAWN_AT_ONCE = 256
-_NUM_COMPARED = 16
-"""Items that tell one order of an epoch from another: more than a chance may repeat."""
+_TORCHS_SAMPLERS = (
+    SequentialSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    DistributedSampler,
+)
 
 T = TypeVar("T")
 
@@ -155,6 +163,15 @@ class GlobalBatches:
         return type(sampler) is SequentialSampler or is_shuffled
 
     @property
+    def can_be_drawn_early(self) -> bool:
+        """Whether it makes no difference when, and how often, the order of an epoch is drawn.
+
+        True of torch's own samplers, by their exact types. Any other may look at what the program
+        changes while it runs (priorities, a buffer), or count how often it is iterated.
+        """
+        return not self.kind.is_data and _is_torchs(self.source)
+
+    @property
     def order_size(self) -> OrderSize | None:
         """That of an epoch that begins now; None where the order is not torch's own.
 
@@ -190,9 +207,9 @@ class GlobalBatches:
 
         Args:
             size: with which the epoch began, where it is not the present `order_size`.
-            note_first: called with the epoch's first items, wherever the reading begins. Not called
-                where items are samples, and where torch's own samplers make the order, which
-                depends on nothing but (`seed`, `epoch`).
+            note_first: called with the items of the epoch from its first one on, as they are
+                drawn, wherever the reading begins. Not called where items are samples, and where
+                the order can be read at any position, as it depends on (`seed`, `epoch`) alone.
         """
         announce_epoch(epoch, (self.source, getattr(self.source, "sampler", None)))
         size = size or self.order_size
@@ -230,23 +247,29 @@ class GlobalBatches:
         isolated = IsolatedRandomness(
             derive_seed(seed, "order", epoch), find(self.source, *self.held)
         )
+        # One global batch at a time: samples are as large as the user makes them, and a sampler
+        # may look at what the program has changed in the last step. Torch's own do not, so many of
+        # their indices are drawn in one entry of the isolation.
         chunk = self.per_step
-        if not self.kind.is_data:
-            # Indices are small, so many of them are drawn in one entry of the isolation; samples
-            # are as large as the user makes them, so one global batch of them is drawn at a time.
+        if self.can_be_drawn_early:
             chunk *= max(1, _NUM_DRAWN_AT_ONCE // self.per_step)
         iterator = isolated.open(self.source)
-        drawn = isolated.draw(iterator, chunk)
-        if note_first is not None and self.kind is not ItemKind.SAMPLE:
-            note_first(drawn[:_NUM_COMPARED])
+
+        def draw(count: int) -> list[Any]:
+            drawn = isolated.draw(iterator, count)
+            if note_first is not None and self.kind is not ItemKind.SAMPLE:
+                note_first(drawn)
+            return drawn
+
+        drawn = draw(chunk)
         while drawn and offset >= len(drawn):
             offset -= len(drawn)
-            drawn = isolated.draw(iterator, chunk)
+            drawn = draw(chunk)
         # Whole global batches again, which begin at `offset`.
-        drawn = drawn[offset:] + isolated.draw(iterator, offset % self.per_step)
+        drawn = drawn[offset:] + draw(offset % self.per_step)
         while drawn:
             yield from self._cut(_read_from(drawn), 0, len(drawn))
-            drawn = isolated.draw(iterator, chunk)
+            drawn = draw(chunk)
 
 
 def _read_from(drawn: list[Any]) -> Read:
@@ -330,6 +353,12 @@ def is_exactly(value: Any, kind: type[T]) -> TypeGuard[T]:
     own = type(value)
     double = own.__module__ == "torchdata.stateful_dataloader.sampler"
     return own is kind or (double and own.__name__ == kind.__name__)
+
+
+def _is_torchs(sampler: Any) -> bool:
+    if is_exactly(sampler, BatchSampler):
+        return _is_torchs(sampler.sampler)
+    return any(is_exactly(sampler, kind) for kind in _TORCHS_SAMPLERS)
 
 
 def _batches_of_stream(

@@ -169,7 +169,7 @@ class UserShardedLoader:
         read = self._read(epoch)
         borrowed: tuple[Any, ...] = ()
         for step in count():
-            parts = [LoadedPart(each, 0, self._shards) for each in borrowed]
+            parts = [LoadedPart(each, 0, self._shards, is_borrowed=True) for each in borrowed]
             batch = next(read, _END)
             has_batch = batch is not _END
             if has_batch:
