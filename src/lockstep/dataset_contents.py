@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import datetime
 import zlib
 from contextlib import suppress
 from numbers import Integral, Number
@@ -14,12 +15,15 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from lockstep.content_digest import content_digest
+from lockstep.held_columns import Column, columns_of, datasets_in, held_by, without_objects
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _SAMPLES: Final = 16
 """Of a list, at most, evenly spread."""
+_NUMBERS: Final = 1024
+"""Of an array of whole numbers: those that are all different are no labels."""
 _LEAST: Final = 8
 _PARTS: Final = 8
 """Of a sample, or of what an attribute of a dataset holds, at most."""
@@ -38,7 +42,7 @@ def contents_of(dataset: Any, size: int | None) -> list[int]:
     program's is called: it may read files, or draw random numbers.
     """
     found = []
-    for column in _held_by(dataset).values():
+    for column in held_by(dataset).values():
         if type(column) not in (list, tuple) or len(column) != size or size < _LEAST:
             continue
         places = _spread(size)
@@ -48,26 +52,55 @@ def contents_of(dataset: Any, size: int | None) -> list[int]:
     return found
 
 
-def held_contents(dataset: Any) -> list[str | int]:
-    """Numbers that are equal on ranks whose datasets have the same samples at the same positions.
+def held_contents(dataset: Any, depth: int = _DEPTH) -> list[str | int]:
+    """Digests that are equal on ranks whose datasets have the same samples at the same positions.
 
-    Beside those of `contents_of`, for torch's own datasets: the whole numbers of a
-    ``TensorDataset``, the positions that a ``Subset`` has chosen, and the datasets within both that
-    and a ``ConcatDataset``. None where nothing can be told.
+    Of each column (see `lockstep.held_columns`) whose values name the samples: strings, whole
+    numbers that are all different, such as the indices of Hugging Face's datasets and of a frame,
+    and what the program's own objects hold of these. For torch's own datasets: the whole numbers of
+    a ``TensorDataset``, the positions that a ``Subset`` has chosen, and the datasets within both
+    that and a ``ConcatDataset``. None where nothing can be told.
     """
     if type(dataset) is ConcatDataset:
-        return [number for each in dataset.datasets for number in held_contents(each)]
+        return [number for each in dataset.datasets for number in held_contents(each, depth)]
     if type(dataset) is Subset:
         places = _spread(len(dataset.indices))
         chosen = [dataset.indices[place] for place in places]
-        return [content_digest(chosen), *held_contents(dataset.dataset)]
+        return [content_digest(chosen), *held_contents(dataset.dataset, depth)]
     if type(dataset) is TensorDataset:
         # Not of floating point: what a host has computed may differ in the last bits.
         exact = [each for each in dataset.tensors if not each.is_floating_point()]
         return [content_digest([each[place] for each in exact for place in _spread(len(each))])]
+    found: list[str | int] = []
     with suppress(TypeError, NotImplementedError):  # from its `__len__`
-        return [*contents_of(dataset, len(dataset))]
-    return []
+        size = len(dataset)
+        found += filter(None, (_names_in(column, size) for column in columns_of(dataset, size)))
+        if depth:
+            for inner in datasets_in(dataset, size):
+                found += held_contents(inner, depth - 1)
+    return found
+
+
+def _names_in(column: Column, size: int) -> str | None:
+    """A digest of the values of `column`, if they name its samples."""
+    names: list[str] = []
+    with suppress(Exception):  # of a library's column that cannot be read so
+        values = [_plain(value) for value in column.read(_spread(size))]
+        if not column.is_list and all(isinstance(value, Integral) for value in values):
+            values = column.read(_spread(size, _NUMBERS))
+            values = [_plain(value) for value in values]
+        elif not column.is_list and any(isinstance(value, list) for value in values):
+            return None  # of numbers, which a rank may have drawn
+        names = [_name_of(without_objects(value)) for value in values]
+    is_named = all(names) and len(names) == len(set(names)) > 1
+    return f"{column.name} {content_digest(names)}" if is_named else None
+
+
+def _plain(value: Any) -> Any:
+    """A number, a string or a time of Python's for one of numpy's, torch's or pandas'."""
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and not value.ndim):
+        value = value.item()
+    return str(value) if isinstance(value, datetime.date) else value
 
 
 def identity_of(dataset: Any) -> int | None:
@@ -91,7 +124,7 @@ def _describe(dataset: Any, described: list[str], depth: int) -> bool:
     is_known = False
     size = len(dataset)
     described.append(f"{size} samples")
-    for name, value in _held_by(dataset).items():
+    for name, value in held_by(dataset).items():
         described.append(f"{name}={value}" if isinstance(value, _SETTINGS) else name)
         is_known |= name == _FINGERPRINT
         for part in _parts(value, size):
@@ -103,7 +136,7 @@ def _describe(dataset: Any, described: list[str], depth: int) -> bool:
                 described += digests
                 # A number that each sample has may be its place, which is the same in any dataset.
                 is_known |= len({*digests}) == len(digests) and not any(map(_is_number, samples))
-            elif depth and (isinstance(part, Dataset) or _FINGERPRINT in _held_by(part)):
+            elif depth and (isinstance(part, Dataset) or _FINGERPRINT in held_by(part)):
                 is_told = _describe(part, described, depth - 1)
                 # Of another size it may be what samples are drawn from, on each rank other ones.
                 is_known |= is_told and (type(dataset) is ConcatDataset or len(part) == size)
@@ -130,15 +163,9 @@ def _is_number(sample: Any) -> bool:
     return isinstance(sample, Number) or getattr(sample, "ndim", 1) == 0
 
 
-def _held_by(dataset: Any) -> dict[str, Any]:
-    if type(dataset) is list:
-        return {"": dataset}
-    return dict(getattr(dataset, "__dict__", {}))
-
-
-def _spread(size: int) -> range:
-    """At most `_SAMPLES` of `size` positions, evenly spread."""
-    return range(0, size, max(1, -(-size // _SAMPLES)))
+def _spread(size: int, most: int = _SAMPLES) -> range:
+    """At most `most` of `size` positions, evenly spread."""
+    return range(0, size, max(1, -(-size // most)))
 
 
 def _name_of(sample: Any, depth: int = _DEPTH) -> str:

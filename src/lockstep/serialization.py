@@ -20,6 +20,7 @@ import cloudpickle
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils.data import DataLoader
 
 from lockstep._torch_compat import children_by_key
 from lockstep.errors import NotPicklableError
@@ -48,7 +49,8 @@ _ALIGNMENT: Final = 16
 
 
 def dumps(value: Any) -> bytes:
-    """As `cloudpickle.dumps`, also of modules that torch has parametrized."""
+    """As `cloudpickle.dumps`, also of modules that torch has parametrized, and of loaders whose
+    processes run."""
     with io.BytesIO() as file:
         _Pickler(file, None).dump(value)
         return file.getvalue()
@@ -133,11 +135,14 @@ def _padded(size: int) -> int:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Any cloudpickle, but for parametrized modules, and for tensors if `buffers` is a list.
+    """Any cloudpickle, but for parametrized modules, for loaders with persistent workers, and for
+    tensors if `buffers` is a list.
 
     torch gives a parametrized module (`weight_norm`, `orthogonal`) a class of its own, made on the
     spot, and refuses to pickle it. Pickled are the class that it had before, what the module holds,
-    and which of its tensors are computed.
+    and which of its tensors are computed. A loader that was iterated over with
+    ``persistent_workers=True`` keeps its processes in an iterator, which cannot be pickled. Without
+    it the loader starts processes of its own where it arrives, when it is iterated over there.
     """
 
     def __init__(
@@ -169,10 +174,20 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             parametrized: Any = children_by_key(obj)["parametrizations"]
             names = list(parametrized)
             return _bare_module, (plain, names), vars(obj), None, None, _fill_module
+        if isinstance(obj, DataLoader):
+            return _without_iterator(obj.__reduce_ex__(self.proto))
         is_tensor = type(obj) in (torch.Tensor, nn.Parameter)
         if is_tensor and obj.device.type not in ("cpu", "meta"):
             return in_host_memory(obj).__reduce_ex__(2)
         return super().reducer_override(obj)
+
+
+def _without_iterator(reduced: Any) -> Any:
+    """What a loader's `__reduce_ex__` has returned, without the iterator that it keeps."""
+    state = reduced[2] if isinstance(reduced, tuple) and len(reduced) > 2 else None
+    if not isinstance(state, dict) or state.get("_iterator") is None:
+        return reduced
+    return *reduced[:2], {**state, "_iterator": None}, *reduced[3:]
 
 
 def in_host_memory(tensor: torch.Tensor) -> torch.Tensor:

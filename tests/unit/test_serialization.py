@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lockstep import local
 from lockstep.errors import NotPicklableError
@@ -132,3 +133,22 @@ def test_a_tensor_that_keeps_its_place(tensor):
     assert torch.equal(arrived, tensor)
     assert arrived.stride() == tensor.stride()
     assert arrived.data_ptr() % 64 == tensor.data_ptr() % 64 or not tensor.numel()
+
+
+@pytest.mark.slow
+def test_a_loader_that_keeps_its_processes_arrives_without_them():
+    loader = DataLoader(range(5), 2, num_workers=1, persistent_workers=True)
+    batches = list(loader)
+    arrived = pickle.loads(dumps_or_refuse({"loader": loader}, "the loader"))["loader"]
+    assert arrived.persistent_workers
+    assert all(map(torch.equal, arrived, batches))
+    assert all(map(torch.equal, loader, batches))
+
+
+def test_a_loader_of_a_class_of_its_own_arrives_as_it_says_itself():
+    class Remade(DataLoader):
+        def __reduce__(self):
+            return Remade, (range(3),)
+
+    arrived = pickle.loads(dumps_or_refuse(Remade(range(5)), "the loader"))
+    assert (type(arrived).__name__, len(arrived)) == ("Remade", 3)

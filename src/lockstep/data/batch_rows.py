@@ -27,6 +27,7 @@ from lockstep.tensor_tree import (
     is_rows,
     keystr,
     leaves_of,
+    leaves_with_path,
     rebuild_container,
 )
 
@@ -276,7 +277,7 @@ def slice_rows(batch: Any, rows: slice, num_samples: int | None = None) -> Any:
     def is_list(tree: Any, _: KeyPath) -> bool:
         return num_samples is not None and members_of(tree, num_samples) is Members.SAMPLES
 
-    return _slice(batch, rows, num_samples, is_list, ())
+    return _slice_all(batch, rows, num_samples, is_list)
 
 
 def without_samples(batch: Any, num_samples: int | None) -> Any:
@@ -296,7 +297,22 @@ def without_samples(batch: Any, num_samples: int | None) -> Any:
             raise _slice_error(path, UNKNOWN_MEMBERS)
         return members is Members.SAMPLES
 
-    return _slice(batch, slice(0), num_samples, is_list, ())
+    return _slice_all(batch, slice(0), num_samples, is_list)
+
+
+def _slice_all(
+    batch: Any,
+    rows: slice,
+    num_samples: int | None,
+    is_list: Callable[[Any, KeyPath], bool],
+) -> Any:
+    sliced = _slice(batch, rows, num_samples, is_list, ())
+    has_lists = num_samples is not None and any(sample_lists(batch, num_samples))
+    if rows_of(batch) is None and not has_lists:
+        for path, leaf in leaves_with_path(batch):
+            if isinstance(leaf, (torch.Tensor, np.ndarray)):
+                raise _slice_error(path, f"{type(leaf).__name__} without dimensions, and no rows")
+    return sliced
 
 
 def _slice(
@@ -307,6 +323,8 @@ def _slice(
     path: KeyPath,
 ) -> Any:
     if isinstance(tree, (torch.Tensor, np.ndarray)):
+        if not tree.ndim:
+            return tree  # it belongs to no sample: the share of a mixup
         try:
             return tree[rows]
         except (RuntimeError, IndexError, NotImplementedError) as error:

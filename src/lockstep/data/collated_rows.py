@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 class CollatedRows:
     """Compares the rows of the batches that one `collate_fn` makes with the samples it was given.
 
-    Args:
+    Attributes:
         collate_fn: the loader's; torch's own leave nothing out.
     """
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
+        self.collate_fn = collate_fn
         self._is_users = collate_fn is not default_collate and collate_fn is not default_convert
         self._samples_per_row: int | None = None
 

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.content_digest import content_digest
+from lockstep.data.shard_batch_size import ShardBatchSize
 from lockstep.dataset_contents import held_contents
 from lockstep.errors import DataOrderError
+from lockstep.held_columns import without_objects
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,8 +72,19 @@ def plan_fingerprint(
         "num_shards": assignment.num_shards,
         "seed": assignment.seed,
         "epoch": epoch,
+        "share": _share_held_by(batches.source),
         "first_batch": _digest_of_first_batch(first, batches),
     }
+
+
+def _share_held_by(sampler: Any) -> list[int] | None:
+    """``config[BATCH_SIZE]`` as `sampler` has got it: the share of its shard, and of how much.
+
+    None where an attribute holds no such number. A sampler that makes batches itself, of its rank's
+    share, makes the same batches on every rank only if the shares are equal.
+    """
+    held = getattr(sampler, "__dict__", {}).values()
+    return next(([int(v), v.whole] for v in held if isinstance(v, ShardBatchSize)), None)
 
 
 def _digest_of_first_batch(first: GlobalBatch | None, batches: GlobalBatches) -> str | None:
@@ -79,7 +92,9 @@ def _digest_of_first_batch(first: GlobalBatch | None, batches: GlobalBatches) ->
         return None
     # Of a stream of samples, hash one sample only: it shows a stream that is already split by rank,
     # and the rest of the batch need not be loaded. Of a sampler, hash all indices.
-    return content_digest(first.items(0, 1 if batches.kind.is_data else len(first)))
+    if not batches.kind.is_data:
+        return content_digest(first.items(0, len(first)))
+    return content_digest([without_objects(item) for item in first.items(0, 1)])
 
 
 def check_same_plan(fingerprints: Sequence[Mapping[str, Any]]) -> None:
@@ -109,7 +124,27 @@ def check_same_plan(fingerprints: Sequence[Mapping[str, Any]]) -> None:
                 where=f"rank(s) {', '.join(map(str, odd))} against rank 0",
                 expected=f"{key} {first.get(key)} on every rank",
                 got=", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values)),
-                cause=cause,
-                fix="build the same loader over the same data on every rank; lockstep gives "
-                "each its part",
+                **_cause_and_fix(fingerprints, key, cause),
             )
+
+
+def _cause_and_fix(
+    fingerprints: Sequence[Mapping[str, Any]], key: str, cause: str
+) -> dict[str, str]:
+    """Why plans differ in `key`, and what to do; `cause` unless the ranks' shares show it."""
+    shares = [each["share"] for each in fingerprints if each.get("share") is not None]
+    is_shown = key in ("length", "first_batch") and len(shares) == len(fingerprints)
+    if not is_shown or all(share == shares[0] for share in shares):
+        return {
+            "cause": cause,
+            "fix": "build the same loader over the same data on every rank; lockstep gives "
+            "each its part",
+        }
+    whole = shares[0][1]
+    sizes = ", ".join(f"{size} on rank {rank}" for rank, (size, _) in enumerate(shares))
+    return {
+        "cause": f"a sampler makes batches of config[BATCH_SIZE] itself, and {whole} samples do not"
+        f" divide by the shards: {sizes}",
+        "fix": "config[BATCH_SIZE].whole // num_shards as the sampler's batch size, or a global"
+        " batch size that divides by the number of shards",
+    }

@@ -4,31 +4,69 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 
+from lockstep.content_digest import content_digest
+from lockstep.data.batch_rows import rows_of
 from lockstep.errors import DataOrderError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Sequence
 
+_NUM_COMPARED: Final = 16
+"""Indices that tell one order of an epoch from another: more than a chance may repeat."""
+_DIGITS: Final = 4
+"""Of each of their digests."""
 
 T = TypeVar("T")
 _log = logging.getLogger("lockstep")
 
 FirstItems: TypeAlias = "str | int"
-"""How an epoch begins: a digest of its first indices, or the number of samples in its first ready
-batch."""
+"""How an epoch begins: digests of its first indices, as many as were drawn so far, one behind the
+other; or the number of samples in its first ready batch."""
+
+
+class EpochBeginning:
+    """What the first items of an epoch are, noted as they are drawn.
+
+    Attributes:
+        first_items: None before the first one.
+    """
+
+    def __init__(self) -> None:
+        self.first_items: FirstItems | None = None
+
+    def note_indices(self, drawn: Sequence[Any]) -> None:
+        """Note further indices of the epoch, or batches of them."""
+        noted = self.first_items if isinstance(self.first_items, str) else ""
+        missing = _NUM_COMPARED - len(noted) // _DIGITS
+        if missing and drawn:
+            digests = [content_digest(item)[:_DIGITS] for item in drawn[:missing]]
+            self.first_items = noted + "".join(digests)
+
+    def note_ready_batches(self, drawn: Sequence[Any]) -> None:
+        """Note further ready batches of the epoch, of which the first one counts."""
+        if self.first_items is None and drawn:
+            self.first_items = rows_of(drawn[0])
+
+
+def _is_other(began: FirstItems, found: FirstItems) -> bool:
+    """Whether two epochs begin otherwise, as far as both are known."""
+    if isinstance(began, str) and isinstance(found, str):
+        known = min(len(began), len(found))
+        return began[:known] != found[:known]
+    return began != found
 
 
 class HasFirstItems(Protocol):
-    """What reads an epoch, and has seen how it begins.
+    """What reads an epoch, and has seen how it begins."""
 
-    Attributes:
-        first_items: of the epoch that is read, wherever in it the reading began; None where the
-            source does not know, or where no order can change.
-    """
+    @property
+    def first_items(self) -> FirstItems | None:
+        """Of the epoch that is read, wherever in it the reading began.
 
-    first_items: FirstItems | None
+        None where the source does not know, or where no order can change.
+        """
 
 
 def steps_in_order(
@@ -53,7 +91,7 @@ def steps_in_order(
     try:
         first = next(steps, None)
         found = source.first_items
-        if began is not None and found is not None and found != began:
+        if began is not None and found is not None and _is_other(began, found):
             # The user may have changed the loader since then: what was changed stays the same when
             # it is read once more.
             steps.close()

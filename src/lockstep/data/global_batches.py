@@ -13,15 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 
 from lockstep.data.batch_rows import leading_length
@@ -39,8 +42,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 _NUM_DRAWN_AT_ONCE = 256
-_NUM_COMPARED = 16
-"""Items that tell one order of an epoch from another: more than a chance may repeat."""
+_TORCHS_SAMPLERS = (
+    SequentialSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    DistributedSampler,
+)
 
 T = TypeVar("T")
 
@@ -89,6 +97,18 @@ class ItemKind(Enum):
         if kind is None or not all(isinstance(item, kind) for item in items):
             return None
         return sum(len(item) for item in items)
+
+
+class OrderSize(NamedTuple):
+    """What an order of torch's own follows from, beside the seed; see `GlobalBatches.order_size`.
+
+    Attributes:
+        population: samples in the dataset.
+        length: indices in an epoch.
+    """
+
+    population: int
+    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +162,37 @@ class GlobalBatches:
         is_shuffled = is_exactly(sampler, RandomSampler) and not sampler.replacement
         return type(sampler) is SequentialSampler or is_shuffled
 
-    def num_steps(self, offset: int = 0) -> int | None:
-        """Number of global batches that begin at or after item `offset`; None if it is unknown."""
-        if self.length is None:
+    @property
+    def can_be_drawn_early(self) -> bool:
+        """Whether it makes no difference when, and how often, the order of an epoch is drawn.
+
+        True of torch's own samplers, by their exact types. Any other may look at what the program
+        changes while it runs (priorities, a buffer), or count how often it is iterated.
+        """
+        return not self.kind.is_data and _is_torchs(self.source)
+
+    @property
+    def order_size(self) -> OrderSize | None:
+        """That of an epoch that begins now; None where the order is not torch's own.
+
+        A dataset may grow while an epoch is open. The epoch keeps the size with which it began.
+        """
+        sampler, length = self.source, self.length
+        if length is None or not self.has_exact_length:
             return None
-        rest = max(0, self.length - offset)
+        is_in_order = type(sampler) is SequentialSampler
+        return OrderSize(length if is_in_order else len(sampler.data_source), length)
+
+    def num_steps(self, offset: int = 0, size: OrderSize | None = None) -> int | None:
+        """Number of global batches that begin at or after item `offset`; None if it is unknown.
+
+        Args:
+            size: of the epoch; None for an epoch that begins now.
+        """
+        length = self.length if size is None else size.length
+        if length is None:
+            return None
+        rest = max(0, length - offset)
         return rest // self.per_step if self.drop_last else -(-rest // self.per_step)
 
     def of_epoch(
@@ -155,20 +201,21 @@ class GlobalBatches:
         epoch: int,
         offset: int = 0,
         note_first: Callable[[list[Any]], None] | None = None,
+        size: OrderSize | None = None,
     ) -> Iterator[GlobalBatch]:
         """The global batches of an epoch, from item `offset` on.
 
         Args:
-            note_first: called with the epoch's first items, wherever the reading begins. Not called
-                where items are samples, and where torch's own samplers make the order, which
-                depends on nothing but (`seed`, `epoch`).
+            size: with which the epoch began, where it is not the present `order_size`.
+            note_first: called with the items of the epoch from its first one on, as they are
+                drawn, wherever the reading begins. Not called where items are samples, and where
+                the order can be read at any position, as it depends on (`seed`, `epoch`) alone.
         """
         announce_epoch(epoch, (self.source, getattr(self.source, "sampler", None)))
-        order = self._random_access_order(seed, epoch)
-        if order is None:
+        size = size or self.order_size
+        if size is None:
             return self._draw_batches(seed, epoch, offset, note_first)
-        read, length = order
-        return self._cut(read, offset, length)
+        return self._cut(self._random_access_order(seed, epoch, size), offset, size.length)
 
     def _cut(self, read: Read, begin: int, end: int) -> Iterator[GlobalBatch]:
         for start in range(begin, end, self.per_step):
@@ -176,25 +223,17 @@ class GlobalBatches:
             if stop - start == self.per_step or not self.drop_last:
                 yield GlobalBatch(read, start, stop)
 
-    def _random_access_order(self, seed: int, epoch: int) -> tuple[Read, int] | None:
-        """How to read any position of the order without drawing the earlier ones, and its length.
-
-        None where the items have to be drawn one after the other.
-        """
+    def _random_access_order(self, seed: int, epoch: int, size: OrderSize) -> Read:
+        """How to read any position of torch's own order without drawing the earlier ones."""
         sampler = self.source
-        if not self.has_exact_length:
-            return None
         if type(sampler) is SequentialSampler:
-            return (lambda start, stop: list(range(start, stop))), len(sampler)
+            return lambda start, stop: list(range(start, stop))
         chosen = sampler.generator
         if type(sampler) is not RandomSampler:
             # torchdata's sampler, without a generator, makes one from a random seed.
             chosen = next(iter(self.held), None)
         origin = [] if chosen is None else [chosen.initial_seed()]
-        shuffled = ShuffledOrder(
-            len(sampler.data_source), len(sampler), derive_seed(seed, "order", epoch, *origin)
-        )
-        return shuffled.read, len(shuffled)
+        return ShuffledOrder(*size, derive_seed(seed, "order", epoch, *origin)).read
 
     def _draw_batches(
         self,
@@ -208,23 +247,29 @@ class GlobalBatches:
         isolated = IsolatedRandomness(
             derive_seed(seed, "order", epoch), find(self.source, *self.held)
         )
+        # One global batch at a time: samples are as large as the user makes them, and a sampler
+        # may look at what the program has changed in the last step. Torch's own do not, so many of
+        # their indices are drawn in one entry of the isolation.
         chunk = self.per_step
-        if not self.kind.is_data:
-            # Indices are small, so many of them are drawn in one entry of the isolation; samples
-            # are as large as the user makes them, so one global batch of them is drawn at a time.
+        if self.can_be_drawn_early:
             chunk *= max(1, _NUM_DRAWN_AT_ONCE // self.per_step)
         iterator = isolated.open(self.source)
-        drawn = isolated.draw(iterator, chunk)
-        if note_first is not None and self.kind is not ItemKind.SAMPLE:
-            note_first(drawn[:_NUM_COMPARED])
+
+        def draw(count: int) -> list[Any]:
+            drawn = isolated.draw(iterator, count)
+            if note_first is not None and self.kind is not ItemKind.SAMPLE:
+                note_first(drawn)
+            return drawn
+
+        drawn = draw(chunk)
         while drawn and offset >= len(drawn):
             offset -= len(drawn)
-            drawn = isolated.draw(iterator, chunk)
+            drawn = draw(chunk)
         # Whole global batches again, which begin at `offset`.
-        drawn = drawn[offset:] + isolated.draw(iterator, offset % self.per_step)
+        drawn = drawn[offset:] + draw(offset % self.per_step)
         while drawn:
             yield from self._cut(_read_from(drawn), 0, len(drawn))
-            drawn = isolated.draw(iterator, chunk)
+            drawn = draw(chunk)
 
 
 def _read_from(drawn: list[Any]) -> Read:
@@ -232,10 +277,15 @@ def _read_from(drawn: list[Any]) -> Read:
 
 
 def length_or_none(sized: Any) -> int | None:
-    """The length of `sized`, or None: an object with ``__len__`` may still not know its length."""
+    """The length of `sized`, or None: an object with ``__len__`` may still not know its length.
+
+    torch's own loop never asks for it, so that no error of a user's ``__len__`` may end a run. One
+    that has another cause (a file that is gone) comes again where the data is read.
+    """
     try:
         return len(sized)
-    except (TypeError, NotImplementedError):
+    # Whatever it raises; `len` itself raises where it returns -1, 2.5 or 10**20.
+    except Exception:
         return None
 
 
@@ -303,6 +353,12 @@ def is_exactly(value: Any, kind: type[T]) -> TypeGuard[T]:
     own = type(value)
     double = own.__module__ == "torchdata.stateful_dataloader.sampler"
     return own is kind or (double and own.__name__ == kind.__name__)
+
+
+def _is_torchs(sampler: Any) -> bool:
+    if is_exactly(sampler, BatchSampler):
+        return _is_torchs(sampler.sampler)
+    return any(is_exactly(sampler, kind) for kind in _TORCHS_SAMPLERS)
 
 
 def _batches_of_stream(
@@ -386,5 +442,7 @@ def check_reiterable(loader: Any, *, allow_already_sharded: bool = False) -> Non
             "an iterator can be read only once, and every epoch reads the data again",
             expected="something that starts again with each iter(...)",
             got=f"a {name}",
-            fix="pass the DataLoader, a list, or an object whose __iter__ returns a new iterator",
+            fix="pass the DataLoader, a list, or an object whose __iter__ returns a new iterator;"
+            f" where iter(...) does let this {name} begin anew (Lightning's CombinedLoader, DALI),"
+            " a class around it: def __iter__(self): yield from self.loader",
         )

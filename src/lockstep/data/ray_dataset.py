@@ -131,7 +131,7 @@ class RayDatasetShard:
                 self._borrowed = (part.batch,) if self.joint else ()
                 parts = [part]
             else:
-                parts = [LoadedPart(each, 0, shards) for each in self._borrowed]
+                parts = [LoadedPart(each, 0, shards, is_borrowed=True) for each in self._borrowed]
             if self.joint and -1 in counts:
                 raise _no_batch_to_borrow_error(counts)
             total = sum(max(count, 0) for count in counts)

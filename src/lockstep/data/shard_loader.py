@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from lockstep.data.batch_rows import slice_rows, without_samples
-from lockstep.data.data_order_check import check_same_plan
 from lockstep.data.epoch_order import FirstItems, steps_in_order
 from lockstep.data.shard_assignment import ShardAssignment
 from lockstep.data.sharded_loader import BatchParts, LoadedPart, ShardedLoader
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, WrongUseError
 from lockstep.group import Group, resolve_group
 from lockstep.process_group_argument import refuse_late_peers
 
@@ -34,6 +33,10 @@ def shard_loader(loader: Any, *, group: Any = None, seed: int = 0) -> RankLoader
 
     ``loader.batch_size`` is per rank. Every rank gets equally many batches; at the end of an
     epoch some can be smaller, down to zero rows, so weight them by their length.
+
+    Call it once, before the epochs: what it returns begins at epoch 0, and each iteration is the
+    next epoch. Made anew in each epoch, it has the first one's order and augmentations, unless
+    ``loader.set_epoch(epoch)`` says which epoch comes.
 
     Args:
         loader: a ``DataLoader`` over the whole data, built alike on every rank (no
@@ -52,8 +55,9 @@ def shard_loader(loader: Any, *, group: Any = None, seed: int = 0) -> RankLoader
 
     Collective:
         Every rank of a process group or `Group`: one exchange of what shows that all loaders are
-        alike. None for another object with ``rank`` and ``size``. Later calls compute the same on
-        all ranks, and communicate nothing.
+        alike. None for another object with ``rank`` and ``size``. A stream, and an order that is no
+        sampler's of torch, may be filled or set until they are read: there the first batch takes
+        another exchange. All else computes the same on all ranks, and communicates nothing.
     """
     communicates = isinstance(group, Group | dist.ProcessGroup)
     if not communicates and hasattr(group, "rank") and hasattr(group, "size"):
@@ -64,8 +68,12 @@ def shard_loader(loader: Any, *, group: Any = None, seed: int = 0) -> RankLoader
         loader, rank=ranks.rank, size=ranks.size, seed=seed, is_assumed=ranks.is_assumed
     )
     if ranks.size > 1:
-        check_same_plan(ranks.exchange(made.fingerprint()))
+        made.agree(ranks)
     return made
+
+
+class LoaderAttributeError(WrongUseError, AttributeError):
+    """A field of the user's loader, asked of (or set on) the part of it that a rank reads."""
 
 
 class RankLoader:
@@ -74,9 +82,10 @@ class RankLoader:
     Every ``iter()`` begins the next epoch (or the one given to `set_epoch`). All ranks have to call
     ``iter()`` equally often: a rank that looks at a first batch by itself is an epoch ahead.
 
-    Behind a loaded position the first batch raises a `DataOrderError` where the loader gives
-    another order whenever it is read, or ready batches of another size; where its order was
-    changed, a warning says so.
+    The first batch of all raises a `DataOrderError` where the ranks read their data in different
+    orders and `shard_loader` could not know it. Behind a loaded position the first batch raises one
+    where the loader gives another order whenever it is read, or ready batches of another size;
+    where its order was changed, a warning says so.
 
     Args:
         loader: the user's loader.
@@ -99,8 +108,20 @@ class RankLoader:
         self._step = 0
         self._offset = 0  # the first item that no batch has held yet
         self._began: FirstItems | None = None  # how the epoch began, where its order may change
+        self._agrees_at_read: Group | None = None
         # Identifies the newest iteration, which alone moves the position; None before the first.
         self._reader: object = None
+
+    def __getattr__(self, name: str) -> Any:
+        # `copy` and `pickle` ask for dunder names before `loader` is set.
+        if name.startswith("__") or name == "loader" or not hasattr(self.loader, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise _field_error(name, self.loader)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name != "loader" and hasattr(self.loader, name):
+            raise _field_error(name, self.loader)
+        super().__setattr__(name, value)
 
     @property
     def dataset(self) -> Any:
@@ -131,6 +152,23 @@ class RankLoader:
             self._move_to(self._epoch + 1)
         self._reader = reader = object()
         return self._read(reader, self._epoch, self._step, self._offset)
+
+    def agree(self, group: Group) -> None:
+        """Check that all ranks have the same loader; the order of samples as soon as it is known.
+
+        Gradient:
+            None: metadata only.
+
+        Collective:
+            Every rank of `group`. Blocks. One exchange, and one before the first batch where the
+            program may still say what the epoch reads.
+
+        Raises:
+            DataOrderError: the loaders differ; on every rank.
+            PeerLostError: another rank went away.
+        """
+        self._sharded.agree_early(group, self._epoch)
+        self._agrees_at_read = None if self._sharded.can_be_drawn_early else group
 
     def fingerprint(self) -> dict[str, Any]:
         """The plan by which this rank reads the epoch, as plain JSON; equal on all ranks."""
@@ -188,15 +226,16 @@ class RankLoader:
 
     def _read(self, reader: object, epoch: int, start_step: int, offset: int) -> Iterator[Any]:
         sharded, began = self._sharded, self._began if start_step else None
+        if self._agrees_at_read is not None:
+            sharded.agree(self._agrees_at_read, epoch)
+            self._agrees_at_read = None
         per_step = sharded.items_per_step
         read = partial(sharded.batches, epoch, start_step, offset=offset)
         for step in steps_in_order(sharded, read, began, (epoch, start_step)):
-            if step.index == start_step:
-                began = sharded.first_items
             (part,) = step.parts
-            batch = part.batch if part.num_samples else self._without_samples(part)
+            batch = self._without_samples(part) if part.is_borrowed else part.batch
             if self._reader is reader:  # else a newer iteration moves the position
-                self._step, self._began = step.index + 1, began
+                self._step, self._began = step.index + 1, sharded.first_items
                 self._offset = offset + (self._step - start_step) * per_step
             yield batch
         if self._reader is reader:
@@ -206,3 +245,18 @@ class RankLoader:
         if getattr(self.loader, "collate_fn", None) is default_collate:
             return slice_rows(part.batch, slice(0))  # its lists are columns
         return without_samples(part.batch, part.num_asked)
+
+
+def _field_error(name: str, loader: Any) -> LoaderAttributeError:
+    fix = f"loader.loader.{name}"
+    if hasattr(getattr(loader, name), "set_epoch"):
+        fix = f"loader.set_epoch(epoch) for loader.{name}.set_epoch(epoch); else {fix}"
+    return LoaderAttributeError(
+        f"{name} is a field of the loader that was shared out",
+        expected="what shard_loader(...) returns has dataset, epoch, set_epoch, state_dict,"
+        " load_state_dict and close",
+        got=f"{name} of a {type(loader).__name__}",
+        cause="a rank's part has no sampler and no batches of its own: its order and its sizes are"
+        " shares of the whole loader's",
+        fix=fix,
+    )

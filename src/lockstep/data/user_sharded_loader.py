@@ -8,7 +8,8 @@ last batch with weight 0, so that it takes part in the collectives.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
@@ -38,10 +39,17 @@ if TYPE_CHECKING:
     from lockstep.group import Group
 
 
+_END: Final = object()
+"""What stands for the next batch of a loader that has ended."""
+
+
 class UserShardedLoader:
     """One worker's own loader as steps of one part each; a `StepSource`.
 
-    The worker with the most batches decides how many steps an epoch has.
+    The worker with the most batches decides how many steps an epoch has. The workers know by their
+    lengths how many each has; a length that a stream claims may be too large (the total over the
+    workers, often). So where a loader's length is such a claim, the workers ask each other in each
+    step whether one of them has a batch left, if their loop lets them.
 
     While the loader reads, the global random numbers are functions of (seed, epoch, first shard);
     generators that the loader holds start every epoch from (their first seed, seed, epoch), the
@@ -53,6 +61,8 @@ class UserShardedLoader:
         assignment: the worker's shards.
         borrows: a worker whose loader has ended repeats its last batch. False: it has steps without
             parts.
+        may_ask_peers: all workers read at the same points of their loops, so that they may
+            communicate there.
 
     Raises:
         NotShardableError: `loader` is an iterator, which cannot start again at the next epoch.
@@ -64,11 +74,23 @@ class UserShardedLoader:
     global_batch_size: int | None = None
     first_items: FirstItems | None = None
 
-    def __init__(self, loader: Any, assignment: ShardAssignment, *, borrows: bool = True) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        assignment: ShardAssignment,
+        *,
+        borrows: bool = True,
+        may_ask_peers: bool = False,
+    ) -> None:
         if not isinstance(loader, DataLoader):
             check_reiterable(loader, allow_already_sharded=True)
         self.assignment = assignment
         self._borrows = borrows
+        self._may_ask_peers = may_ask_peers
+        # The steps of an epoch with peers, and those that are asked whether they have a batch left;
+        # None where the lengths tell.
+        self._steps_with_peers = 0
+        self._asked: Group | None = None
         self._loader = loader
         self._agreed_steps: int | None = None
         self._has_other_layout = False
@@ -95,7 +117,8 @@ class UserShardedLoader:
             NotShardableError: a rank's loader has no length, and there are other ranks.
             DataOrderError: a rank's loader is empty, and another rank's is not.
         """
-        lengths = group.exchange(length_or_none(self._loader))
+        said = group.exchange((length_or_none(self._loader), _has_claimed_length(self._loader)))
+        lengths = [length for length, _ in said]
         if group.size > 1 and None in lengths:
             raise NotShardableError(
                 "with add_dist_sampler=False the workers must know how many batches they have",
@@ -111,6 +134,9 @@ class UserShardedLoader:
                 fix="give every worker at least one batch, or leave add_dist_sampler at True",
             )
         self._agreed_steps = max(lengths)
+        self._steps_with_peers = 0 if group.size == 1 else max(lengths)
+        asks = self._may_ask_peers and any(is_claim for _, is_claim in said)
+        self._asked = group if asks and group.size > 1 else None
 
     def samples_of(self, shards: Sequence[int], first_step: int, steps: int) -> int | None:
         """None: only the user's loader knows what its batches hold."""
@@ -129,22 +155,32 @@ class UserShardedLoader:
             epoch: from 0.
             start_step: the first step. Batches before it are read and dropped: only the user's
                 loader knows what they hold.
-            num_steps: steps of the whole epoch. If None: the steps on which the workers agreed,
-                if they have. A worker with fewer batches repeats its last one, with weight 0, or
-                has steps without parts. A worker with more batches has more steps, which
-                `lockstep.worker.data_cursor` refuses.
+            num_steps: steps of the whole epoch. If None: the steps on which several workers agreed,
+                or those up to the end of the last worker's loader. A worker with fewer batches
+                repeats its last one, with weight 0, or has steps without parts. A worker with more
+                batches has more steps, which `lockstep.worker.data_cursor` refuses.
+
+        Collective:
+            Every rank of the group that agreed, for every step: one small exchange, where a length
+            is a claim.
         """
-        num_steps = self._agreed_steps if num_steps is None else num_steps
-        last: Any = None
-        step = 0
-        for batch in self._read(epoch):
-            part = self._part(batch, step)
-            last = (batch,) if self._borrows else None
-            if step >= start_step:
-                yield Step(step, [part], None)
-            step += 1
-        for index in range(max(step, start_step), num_steps or 0):
-            yield Step(index, [LoadedPart(last[0], 0, self._shards)] if last else [], None)
+        asked = self._asked if num_steps is None else None
+        num_steps = self._steps_with_peers if num_steps is None else num_steps
+        read = self._read(epoch)
+        borrowed: tuple[Any, ...] = ()
+        for step in count():
+            parts = [LoadedPart(each, 0, self._shards, is_borrowed=True) for each in borrowed]
+            batch = next(read, _END)
+            has_batch = batch is not _END
+            if has_batch:
+                parts = [self._part(batch, step)]
+                borrowed = (batch,) if self._borrows else ()
+            if step < start_step:
+                continue
+            is_left = step < num_steps if asked is None else any(asked.exchange(has_batch))
+            if not has_batch and not is_left:
+                return
+            yield Step(step, parts, None)
 
     def close(self) -> None:
         """Do nothing: the loader and its worker processes are the user's."""
@@ -177,6 +213,13 @@ class UserShardedLoader:
         iterator = isolation.open(self._loader)
         while drawn := isolation.draw(iterator, 1):
             yield drawn[0]
+
+
+def _has_claimed_length(loader: Any) -> bool:
+    """Whether a stream, or an iterable of the user's, says itself how many batches it has."""
+    if isinstance(loader, DataLoader):
+        return isinstance(loader.dataset, IterableDataset)
+    return not isinstance(loader, (list, tuple))
 
 
 def _num_asked(loader: Any, step: int) -> int | None:

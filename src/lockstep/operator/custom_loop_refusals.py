@@ -86,8 +86,8 @@ def refuse_kept_parts(operator: Operator) -> None:
                 where=type(operator).__name__,
                 cause="with another number of workers rows would come twice, or not at all",
                 fix="self.register_data(train_loader=DataLoader(StackDataset(...), ...)) for pairs"
-                " of samples, ConcatDataset for one after the other; or call shard_loader in the"
-                " loop that reads all of it",
+                " of samples, ConcatDataset for one after the other; or in the loop that reads all"
+                ' of it: part = shard_loader(loader), part.set_epoch(info["epoch_idx"])',
             )
 
 

@@ -291,6 +291,8 @@ class TrainingOperator:
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
         """Hand over the loaders, in `setup`; each is kept, and read in exact, disjoint parts.
 
+        Where a dataset grows between two calls, an open epoch ends with what it began with.
+
         Raises:
             WrongTypeError: something is no loader.
             ConfigurationError: `setup` is over.

@@ -65,7 +65,9 @@ def judge(sums: RoundTotals, mine: Contribution, group: Group, *, together: bool
             "the weights of all ranks add up to zero",
             where=place,
             got=f"{sums.weight}",
-            fix="skip a step for which no rank has a sample",
+            cause="no rank has a sample in this step. With add_dist_sampler=False: a `__len__` that"
+            " says more than a worker's own loader holds (the total over the workers, say)",
+            fix="skip a step for which no rank has a sample; let `__len__` say this worker's own",
         )
 
 

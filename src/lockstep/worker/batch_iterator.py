@@ -83,7 +83,7 @@ class BatchIterator:
         self.num_delivered = 0
         self.num_borrowed_samples = 0
         self.is_epoch_over = False
-        total = cursor.source.steps_per_epoch
+        total = cursor.steps_per_epoch
         rest = None if total is None else total - cursor.step
         self._length = rest if rest is None or limit is None else min(rest, limit)
 
@@ -177,7 +177,7 @@ class BatchIterator:
     def _check_epoch_end(self) -> None:
         # A source with a length is asked at its end; other sources end by running out.
         step = self._cursor.step
-        if not self.is_epoch_over and step == self._cursor.source.steps_per_epoch:
+        if not self.is_epoch_over and step == self._cursor.steps_per_epoch:
             self.is_epoch_over = self._cursor.ends_before(step)
 
     def _deliver(self, read: Step) -> Any:

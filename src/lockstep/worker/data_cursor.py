@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.data import ShardedLoader
 from lockstep.data.epoch_order import FirstItems, HasFirstItems, steps_in_order
+from lockstep.data.global_batches import OrderSize
 from lockstep.errors import DataOrderError
 from lockstep.phases import Phase, in_phase
 
@@ -15,6 +18,9 @@ if TYPE_CHECKING:
 
     from lockstep.data import Step
     from lockstep.group import Group
+
+
+_log = logging.getLogger("lockstep")
 
 
 class StepSource(HasFirstItems, Protocol):
@@ -30,7 +36,8 @@ class StepSource(HasFirstItems, Protocol):
     def global_batch_size(self) -> int | None: ...
 
     @property
-    def steps_per_epoch(self) -> int | None: ...
+    def steps_per_epoch(self) -> int | None:
+        """Those of an epoch that begins now; None where the source does not know."""
 
     @property
     def has_exact_length(self) -> bool:
@@ -86,19 +93,25 @@ class Cursor:
         # How the present epoch began, by `StepSource.first_items`, and the one before it, into
         # which a step may be undone.
         self._first_items: dict[int, FirstItems] = {}
+        # With what size the same epochs began, where their order is torch's own: the dataset may
+        # have grown since then.
+        self._sizes: dict[int, OrderSize] = {}
 
     @property
     def place(self) -> dict[str, Any]:
         """The position as a state holds it, with the size of its steps in samples, and with the
-        beginning of the epoch's order, where they are known; in an epoch, whether it is over."""
+        beginning of the epoch's order and its size, where they are known; in an epoch, whether it
+        is over."""
         place: dict[str, Any] = {"epoch": self.epoch, "step": self.step}
         if self.step:
             place["is_over"] = self.is_over
         if self.has_scheduled:
             place["has_scheduled"] = True
+        size = self._sizes.get(self.epoch) if self.step else None
         known = {
             "samples_per_step": self._samples_per_step,
             "first_items": self._first_items.get(self.epoch),
+            "epoch_size": None if size is None else tuple(size),
         }
         return place | {key: value for key, value in known.items() if value is not None}
 
@@ -110,7 +123,8 @@ class Cursor:
                 within a step of the source.
         """
         # A state of an earlier version does not say whether its epoch is over.
-        is_over = place.get("is_over")
+        is_over, size = place.get("is_over"), place.get("epoch_size")
+        self._sizes = {} if size is None else {place["epoch"]: OrderSize(*size)}
         step = place["step"] if is_over else self._own_step(place)
         self.move_to(place["epoch"], step)
         self._known_end = None if is_over is None else (self.epoch, step, is_over)
@@ -133,10 +147,34 @@ class Cursor:
         if not step or there == here or there is None or here is None:
             return step
         assert isinstance(self.source, ShardedLoader), "its steps have a size in samples"
-        found = self.source.step_after(step * there)
+        found = self.source.step_after(step * there, self._size_of(place["epoch"]))
         if found is None:
             raise _other_size_error(place, here)
         return found
+
+    def _size_of(self, epoch: int) -> OrderSize | None:
+        """With what size `epoch` began; None where nobody knows, or samples of then are gone."""
+        size = self._sizes.get(epoch)
+        if size is None or self._steps is not None or not isinstance(self.source, ShardedLoader):
+            return size
+        now = self.source.order_size
+        return None if now is None or now.population < size.population else size
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Those of the present epoch, which ends with the samples with which it began; None where
+        the source does not know."""
+        size = self._size_of(self.epoch)
+        if size is None or not isinstance(self.source, ShardedLoader):
+            return self.source.steps_per_epoch
+        return self.source.steps_from(0, size)
+
+    def items_ahead(self, shards: Sequence[int]) -> list[Any]:
+        """The items that `shards` hold in the next step; see `StepSource.items_of`."""
+        source, place = self.source, (self.epoch, self.step)
+        if isinstance(source, ShardedLoader):
+            return source.items_of(*place, shards, self._size_of(self.epoch))
+        return source.items_of(*place, shards)
 
     def agree_at_read(self, group: Group) -> None:
         """Let the next `take`, or `agree_if_unread`, `agree`.
@@ -190,6 +228,8 @@ class Cursor:
         # The gradients of earlier batches are gone, so that a window begins here, also where `step`
         # was in the middle of a window of another `accumulate`.
         self.window_start = step
+        if not step:
+            self._sizes.pop(epoch, None)  # the epoch begins anew, with what the dataset holds then
         # Last: Ctrl-C may come while the loader's processes end.
         self.forget_agreement()
         self._abandon()
@@ -229,16 +269,40 @@ class Cursor:
             return ahead
         try:
             if self._steps is None:
-                began = self._first_items.get(self.epoch) if self.step else None
-                source, place = self.source, (self.epoch, self.step)
-                self._steps = steps_in_order(source, lambda: source.batches(*place), began, place)
+                self._steps = self._open()
             read = next(self._steps, None)
-            if (found := self.source.first_items) is not None:
-                self._first_items[self.epoch] = found
+            self._note_beginning()
             return read
         except Exception as error:
             self._unread = error
             raise
+
+    def _open(self) -> Generator[Step, None, None]:
+        """The steps from the position on, in the order in which the epoch began."""
+        source, place = self.source, (self.epoch, self.step)
+        began = self._first_items.get(self.epoch) if self.step else None
+        open_steps = partial(source.batches, *place)
+        if self.step and isinstance(source, ShardedLoader):
+            size, was = self._size_of(self.epoch), self._sizes.get(self.epoch)
+            open_steps = partial(source.batches, *place, size=size)
+            if was is not None and size is None:
+                _log.warning(
+                    "epoch %d began with %d samples, some of which are gone: it goes on at global"
+                    " batch %d with the present ones, of which some may come twice in it, and"
+                    " others not at all",
+                    self.epoch,
+                    was.population,
+                    self.step,
+                )
+        return steps_in_order(source, open_steps, began, place)
+
+    def _note_beginning(self) -> None:
+        """Note how the epoch that is read began."""
+        source = self.source
+        if source.first_items is not None:
+            self._first_items[self.epoch] = source.first_items
+        if isinstance(source, ShardedLoader) and source.opened_size is not None:
+            self._sizes[self.epoch] = source.opened_size
 
     def refuse_unread(self) -> None:
         """Raise if the user's loop caught an error of the loader and went on.
@@ -272,7 +336,7 @@ class Cursor:
         """
         if index == self.step and self._known_end == (self.epoch, index, True):
             return True
-        total = self.source.steps_per_epoch
+        total = self.steps_per_epoch
         is_end, is_exact = total is not None and index >= total, self.source.has_exact_length
         # Nothing has been read from here: the pass that reached this end has read one step ahead
         # already; reading ahead from here would read the whole epoch.
@@ -298,7 +362,7 @@ class Cursor:
     @property
     def is_over(self) -> bool:
         """Whether the last step of the epoch is committed, as far as is known without reading."""
-        known, total = self._known_end, self.source.steps_per_epoch
+        known, total = self._known_end, self.steps_per_epoch
         if known is not None and known[:2] == (self.epoch, self.step):
             return known[2]
         return total is not None and 0 < total <= self.step
@@ -311,6 +375,7 @@ class Cursor:
     def finish_epoch(self) -> None:
         known = self._first_items.get(self.epoch)
         self._first_items = {} if known is None else {self.epoch: known}
+        self._sizes = {key: size for key, size in self._sizes.items() if key == self.epoch}
         self.move_to(self.epoch + 1, 0)
 
     @property

@@ -28,7 +28,10 @@ def make_sharded_loader(operator: TrainingOperator, loader: Any, purpose: str) -
         or not operator._lockstep_overrides(TrainingOperator.validate)
     )
     if not context.options.add_dist_sampler:
-        return UserShardedLoader(loader, assignment, borrows=borrows)
+        # A loop of the user's own may read on some ranks while others wait in a collective of its.
+        is_own = operator._lockstep_overrides(TrainingOperator.train_epoch)
+        asks = purpose == "train" and not is_own
+        return UserShardedLoader(loader, assignment, borrows=borrows, may_ask_peers=asks)
     parts = BatchParts.JOINT_OR_BORROWED if borrows else BatchParts.JOINT
     if not wants_joint(operator, purpose):
         parts = BatchParts.BY_SHARD

@@ -165,7 +165,7 @@ class LoopRun:
     @property
     def total_steps(self) -> int | None:
         """Global batches that the call will commit; None if the data has no length."""
-        asked, in_epoch = self.limit, self.cursor.source.steps_per_epoch
+        asked, in_epoch = self.limit, self.cursor.steps_per_epoch
         if asked is not None or in_epoch is None:
             return asked
         return in_epoch - self.first_step

@@ -39,13 +39,12 @@ def run_position(worker: Worker) -> RunPosition:
 @remote_method(Communication.NONE, OnFailure.REPEAT)
 def items_ahead(worker: Worker, purpose: str, shards: Sequence[int]) -> list[Any]:
     """The items that the next step reads for `shards`: indices into the dataset, if it has any."""
-    cursor = worker.cursors[purpose]
-    return cursor.source.items_of(cursor.epoch, cursor.step, list(shards))
+    return worker.cursors[purpose].items_ahead(list(shards))
 
 
 @remote_method(Communication.NONE, OnFailure.REPEAT)
 def steps_per_epoch(worker: Worker, purpose: str) -> int | None:
-    """The global batches of an epoch, as of now; None where the data has no length."""
+    """The global batches of an epoch that begins now; None where the data has no length."""
     return worker.cursors[purpose].source.steps_per_epoch
 
 

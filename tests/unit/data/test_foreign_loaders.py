@@ -136,6 +136,36 @@ def test_what_is_shared_out_or_entered_already_is_refused():
         ShardedLoader(loader, assignment, parts=BatchParts.BY_SHARD)
 
 
+class BeginsAnew:
+    """Itself an iterator, which begins anew with each `iter`: as Lightning's `CombinedLoader`."""
+
+    def __iter__(self):
+        self.batches = iter(torch.arange(10).split(3))
+        return self
+
+    def __next__(self):
+        return next(self.batches)
+
+
+class Rereads:
+    """As the error advises."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        yield from self.loader
+
+
+def test_a_loader_that_is_its_own_iterator_is_read_through_a_class_around_it():
+    with pytest.raises(NotShardableError, match=r"yield from self\.loader"):
+        share_out(BeginsAnew, 1, 1)
+    for epoch in range(2):
+        (steps,) = share_out(lambda: Rereads(BeginsAnew()), 1, 1, epoch=epoch)
+        read = [part.batch for step in steps for part in step.parts]
+        assert torch.cat(read).tolist() == list(range(10))
+
+
 class Regression(TrainingOperator):
     def setup(self, config):
         self.model = nn.Linear(2, 1)

@@ -66,8 +66,9 @@ def test_every_field_is_kept() -> None:
     )
     before = dict(vars(loader))
     sharded = ShardedLoader(loader, ALONE, parts=BatchParts.BY_SHARD)
-    copy = vars(sharded._copy._loader)
-    assert type(sharded._copy._loader) is _SubLoader
+    made = sharded._copy_of_loader()._loader
+    copy = vars(made)
+    assert type(made) is _SubLoader
     assert copy.keys() == before.keys()
     for name in before.keys() - REPLACED - {"worker_init_fn"}:
         assert copy[name] is before[name], name

@@ -93,6 +93,7 @@ def test_which_steps_are_kept(tmp_path):
         assert steps_in(tmp_path) == [6, 8]
         state = checkpoint.read(tmp_path / "step-0000000008.ckpt")
     place = {"epoch": 1, "step": 4, "is_over": True, "samples_per_step": 6}
+    place["epoch_size"] = (22, 22)
     assert (state["global_step"], state["position"]["train"]) == (8, place)
 
 

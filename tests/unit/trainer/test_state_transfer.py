@@ -121,9 +121,10 @@ def test_the_keys_of_a_state():
         state = one.state_dict()
     assert {"epoch", "operator", "models", "optimizers", "schedulers"} <= state.keys()
     assert state["epoch"] == 2
+    place = {"is_over": False, "samples_per_step": 6, "epoch_size": (22, 22)}
     assert state["position"] == {
-        "train": {"epoch": 1, "step": 1, "is_over": False, "samples_per_step": 6},
-        "validation": {"epoch": 0, "step": 2, "is_over": False, "samples_per_step": 6},
+        "train": {"epoch": 1, "step": 1, **place},
+        "validation": {"epoch": 0, "step": 2, **place},
     }
     assert list(state["criterion"]) == ["scale"]
     assert not any(key.startswith("module.") for key in state["models"][0])
