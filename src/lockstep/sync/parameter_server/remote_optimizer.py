@@ -20,6 +20,7 @@ from lockstep.errors import NotAvailableError, NotPicklableError
 from lockstep.randomness import RandomState
 from lockstep.sync.local_parameters import is_local
 from lockstep.sync.optimizer_inspection import (
+    evaluates_closure_first,
     inner_optimizers,
     load_state,
     needs_closure,
@@ -122,9 +123,14 @@ class RemoteOptimizer:
 
         Collective:
             Every rank. Blocks.
+
+        Raises:
+            NotAvailableError: there is a closure that the step may evaluate in its midst.
         """
         loss = None
         if closure is not None:
+            if not evaluates_closure_first(self.optimizer):
+                raise _closure_error(type(self.optimizer).__name__)
             with torch.enable_grad():
                 loss = closure()
         held = optimizer_parameters(self.optimizer)
@@ -272,6 +278,17 @@ class RemoteOptimizer:
         self._put_state(self._before)
         for each, state in zip(members, states, strict=False):
             load_state(each, state)
+
+
+def _closure_error(name: str) -> NotAvailableError:
+    return NotAvailableError(
+        "a closure cannot go to the parameter server, where the step happens",
+        got=f"{name}.step(closure)",
+        cause="this step may evaluate it later than first, or again (SAM does): only torch's own"
+        " optimizers are known to evaluate it once, before they step",
+        fix="where the step only begins with it: call closure(), then optimizer.step(); where it"
+        ' computes the loss again: leave sync="parameter_server" out',
+    )
 
 
 def optimizers_to_serve(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
