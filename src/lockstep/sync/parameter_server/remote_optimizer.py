@@ -35,7 +35,7 @@ from lockstep.sync.optimizer_step_patch import (
     OptimizerStepPatch,
 )
 from lockstep.sync.parameter_server.messages import Message, OptimizerRequest
-from lockstep.sync.parameter_server.state_at_server import StateAtServer
+from lockstep.sync.parameter_server.state_at_server import StateAtServer, state_error
 from lockstep.tensor_tree import PLAIN_TYPES, tree_map
 
 if TYPE_CHECKING:
@@ -125,8 +125,10 @@ class RemoteOptimizer:
             Every rank. Blocks.
 
         Raises:
-            NotAvailableError: there is a closure that the step may evaluate in its midst.
+            NotAvailableError: there is a closure that the step may evaluate in its midst, or a
+                state that the loop has put here.
         """
+        self._refuse_state_here()
         loss = None
         if closure is not None:
             if not evaluates_closure_first(self.optimizer):
@@ -144,8 +146,9 @@ class RemoteOptimizer:
             request.body.random_state = RandomState.capture_host()
         answer = self._channel.ask(request)
         changed, has_state = answer.body
-        for each in self._inner.values():
-            each.state.clear()  # the server has stepped it
+        with self._state.as_empty():
+            for each in self._inner.values():
+                each.state.clear()  # the server has stepped it
         self._state.is_there = has_state
         for group, settings in zip(self.optimizer.param_groups, changed, strict=True):
             group.update(settings)
@@ -156,6 +159,15 @@ class RemoteOptimizer:
                     number = self._number_of[id(param)]
                     self._server_weights[number] = weight.to(param.device)
         return loss
+
+    def _refuse_state_here(self) -> None:
+        """Raise if a step would miss a state that the loop has written, or assigned, here."""
+        state = self.optimizer.state
+        with self._state.as_empty():
+            is_written = any(not isinstance(each, dict) or each for each in state.values())
+        if is_written or (self._state.is_there and state is not self._state):
+            raise state_error()
+        self._put_state(self._state)
 
     def _was_written_to(self, param: torch.Tensor) -> bool:
         """Whether the loop clipped, loaded, averaged or added a weight since the server gave it.
