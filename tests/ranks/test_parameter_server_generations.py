@@ -21,6 +21,23 @@ class Dies(Exception):
     """A rank is killed: its connections close, and it reads nothing any more."""
 
 
+class Counting(torch.optim.Adam):
+    """Counts its steps, in an attribute and in marks of parameters; scales weights by that."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.steps, self.scale, self.begun = 0, 1.0, 1.0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps += 1
+        for param in self.param_groups[0]["params"]:
+            param.steps = self.steps
+        super().step()
+        for param in self.param_groups[0]["params"]:
+            param.mul_(1 + 0.01 * self.steps * self.scale * self.begun)
+
+
 class Rank:
     """One rank's model and two optimizers, in a loop that clamps weights, with a scheduler.
 
@@ -31,20 +48,21 @@ class Rank:
         self.model = reset(mlp(), seed=7)
         first, _, last = self.model
         self.optimizers = [
-            torch.optim.Adam(first.parameters(), lr=0.02),
+            Counting(first.parameters(), lr=0.02),
             torch.optim.SGD(last.parameters(), lr=0.05, momentum=0.9),
         ]
         self.scheduler = StepLR(self.optimizers[1], 2, gamma=0.5)
         self.committed = 0
-        self.before = None
+        self.before = self.sync = None
 
     def state(self):
         settings = [optimizer.param_groups[0]["lr"] for optimizer in self.optimizers]
         values = [param.detach().clone() for param in self.model.parameters()]
-        return values, settings, self.scheduler.state_dict(), self.committed
+        own = self.scheduler.state_dict(), self.optimizers[0].scale, self.committed
+        return values, settings, *own
 
     def go_to(self, state):
-        values, settings, schedule, self.committed = state
+        values, settings, schedule, self.optimizers[0].scale, self.committed = state
         with torch.no_grad():
             for param, value in zip(self.model.parameters(), values, strict=True):
                 param.copy_(value)
@@ -59,8 +77,12 @@ class Rank:
             sync.set_undo_point(self.committed)
             for number, optimizer in enumerate(self.optimizers):
                 optimizer.zero_grad()
+                self.optimizers[0].begun = 1 / (1 + self.committed)
                 strike(f"forward {number}")
                 loss = squared(self.model)(X[part] * (self.committed + 1), Y[part])
+                # Read here, behind whichever steps were undone.
+                counted = getattr(self.model[0].bias, "steps", 0)
+                loss = loss * (1 + self.optimizers[0].steps) * (1 + counted)
                 sync.backward(loss, weight=len(X[part]))
                 strike(f"backward {number}")
                 optimizer.step()
@@ -69,6 +91,7 @@ class Rank:
                     param.data.clamp_(-0.35, 0.35)
             self.scheduler.step()
             self.committed += 1
+            self.optimizers[0].scale = 1.5**self.committed  # before the next step begins
 
 
 class OneProcess:
@@ -112,8 +135,14 @@ def generation(ranks, server, *, resume_step=None, moment=None, victim=None):
     def one_rank(group):
         rank = ranks[group.rank]
         sync = ParameterServerSync(
-            [rank.model], rank.optimizers, group, server.address, resume_step=resume_step
+            [rank.model],
+            rank.optimizers,
+            group,
+            server.address,
+            resume_step=resume_step,
+            predecessor=rank.sync,
         )
+        rank.sync = sync
         strike = killed_at(moment, rank, sync) if group.rank == victim else lambda reached: None
         try:
             rank.train(sync, parts[group.rank], strike)

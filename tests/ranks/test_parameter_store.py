@@ -111,7 +111,7 @@ class Run:
     def regrouped(self, committed, size=1):
         self.store, self.size = self.store.make_successor(size), size
         answer = self.attach(committed)
-        numbers, _ = answer.body
+        numbers, *_ = answer.body
         for number, weight in zip(numbers, answer.tensors, strict=True):
             assert torch.equal(weight, self.store._parameters[number])
 

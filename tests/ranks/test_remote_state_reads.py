@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A method of an optimizer that reads its state is refused where a parameter server has that."""
 
+import operator
+from collections import defaultdict
+
 import pytest
 import torch
 
 from harness import reset
 from lockstep.errors import NotAvailableError
 from ranks.programs import mlp
-from ranks.test_remote_optimizer import OneProcess, run, steps
+from ranks.test_remote_optimizer import OneProcess, assert_as_one_process, run, sgd, steps
 
 
 class ScheduleFree(torch.optim.SGD):
@@ -72,3 +75,55 @@ def test_one_process_reads_it():
     optimizer = ScheduleFree(model.parameters(), lr=0.1)
     steps(model, OneProcess(), optimizer, slice(None), count=1)
     optimizer.eval(READS["item"])
+
+
+CHANGES = {
+    "clear": lambda optimizer, param: optimizer.state.clear(),
+    "pop": lambda optimizer, param: optimizer.state.pop(param, None),
+    "popitem": lambda optimizer, param: optimizer.state.popitem(),
+    "del": lambda optimizer, param: operator.delitem(optimizer.state, param),
+    "update": lambda optimizer, param: optimizer.state.update({param: {}}),
+    "or": lambda optimizer, param: operator.ior(optimizer.state, {param: {}}),
+    "copy": lambda optimizer, param: optimizer.state.copy(),
+    "reversed": lambda optimizer, param: list(reversed(optimizer.state)),
+    "assignment": lambda optimizer, param: setattr(optimizer, "state", defaultdict(dict)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_state_that_is_elsewhere_is_not_reset_in_vain(name):
+    def loop(model, attach, part, rank):
+        optimizer = sgd(model)
+        sync = attach(optimizer)
+        steps(model, sync, optimizer, part, count=2)
+        with pytest.raises(NotAvailableError, match="parameter server") as caught:
+            CHANGES[name](optimizer, model[0].weight)
+            steps(model, sync, optimizer, part, count=1)
+        assert "load_state_dict" in str(caught.value)
+
+    for size in (1, 2):
+        for result in run(loop, size):
+            assert not isinstance(result, BaseException), result
+
+
+def test_a_state_that_was_written_before_the_first_step_is_not_left_out():
+    def loop(model, attach, part, rank):
+        optimizer = sgd(model)
+        sync = attach(optimizer)
+        for param in model.parameters():
+            optimizer.state[param]["momentum_buffer"] = torch.ones_like(param)
+        steps(model, sync, optimizer, part, count=1)
+
+    for result in run(loop, 1):
+        assert isinstance(result, NotAvailableError), result
+
+
+def test_a_momentum_is_reset_as_the_error_says():
+    def loop(model, attach, part, rank):
+        optimizer = sgd(model)
+        sync = attach(optimizer)
+        for _ in range(2):
+            steps(model, sync, optimizer, part, count=3)
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+
+    assert_as_one_process(loop)

@@ -259,7 +259,7 @@ def _parameter_server(registered: TrainingParts, context: RankContext) -> Synchr
         context.group,
         context.server_address,
         resume_step=registered.sync_options.resume_step,
-        server=before.server if isinstance(before, ParameterServerSync) else None,
+        predecessor=before if isinstance(before, ParameterServerSync) else None,
         bucket_cap_mb=context.options.bucket_cap_mb,
         broadcast=registered.sync_options.resume_step is None,
         buffers=registered.sync_options.buffers,

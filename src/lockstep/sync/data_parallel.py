@@ -18,15 +18,16 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from lockstep._torch_compat import MODULE_TABLES, Norm, buffers_of
+from lockstep._torch_compat import Norm, buffers_of
 from lockstep.data.batch_join import concatenate
 from lockstep.errors import ConfigurationError, LostUpdateError, NotEnoughResourcesError
+from lockstep.sync.left_tensors import LeftTensors
 from lockstep.sync.tensor_bits import same_bits
 from lockstep.tensor_copies import fits
 from lockstep.tensor_tree import KeyPath, keystr, tensors_in, tree_map_with_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 _JOINABLE_LAYOUTS: Final = (torch.strided, torch.sparse_coo)
 
@@ -91,7 +92,7 @@ class DataParallelModel(nn.Module):
             inputs = _scatter((args, kwargs), part, rows, device)
             output = run.call(number, *inputs)
             outputs.append(_require_output_rows(output, part.stop - part.start, self.devices[0]))
-        run.refuse_lost_updates()
+        run.end()
         return concatenate(outputs)
 
 
@@ -129,25 +130,36 @@ class _ReplicaCalls:
             with torch.no_grad():
                 copies |= {name: item.to(device, copy=True) for name, item in buffers.items()}
             self._copies.append(copies)
-        self._before = _graph_tensors_on(module)
+        self._left = LeftTensors(module)
 
     def call(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run replica `number` on its part of the batch."""
+        with self._left.noting_computed():
+            output = self._call(number, args, kwargs)
+        # Without a graph a tensor is of no use to the loop.
+        lost = self._left.find_lost() if torch.is_grad_enabled() else None
+        if lost is not None:
+            raise _lost_update_error(number, f"`{lost}`, a tensor that forward left on the module")
+        return output
+
+    def _call(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if number == 0:
             output = self._module(*args, **kwargs)
             # A forward may have put other buffers in the place of its own.
             self._copies[0] |= dict(self._module.named_buffers())
         else:
             output = functional_call(self._module, self._copies[number], tuple(args), dict(kwargs))
-            for part in self._module.modules():
-                if isinstance(part, nn.RNNBase):
-                    # An RNN's own list of its weights still holds the replica's copies.
-                    part._update_flat_weights()
-        self._refuse_left_tensors(number)
+            self._update_lists_of_weights()
         return output
 
-    def refuse_lost_updates(self) -> None:
-        """Raise if a replica wrote something else to the model than replica 0 did.
+    def _update_lists_of_weights(self) -> None:
+        """Let an RNN's own list of its weights hold the model's, and not a replica's copies."""
+        for part in self._module.modules():
+            if isinstance(part, nn.RNNBase):
+                part._update_flat_weights()
+
+    def end(self) -> None:
+        """Leave the model as replica 0 left it, if no replica wrote anything else to it.
 
         Replica 0's writes stay, the others' vanish with their copies: nothing is lost where
         they wrote the same. Running statistics of normalisation layers are replica 0's, as
@@ -163,14 +175,8 @@ class _ReplicaCalls:
                     raise _lost_update_error(
                         number, f"`{name}`, which replica 0 left with other values"
                     )
-
-    def _refuse_left_tensors(self, number: int) -> None:
-        """Raise if forward left a tensor of the graph on the module: only one replica's stays."""
-        for place, value in _graph_tensors_on(self._module).items():
-            if self._before.get(place) != value and torch.is_grad_enabled():
-                raise _lost_update_error(
-                    number, f"`{place}`, a tensor that forward left on the module"
-                )
+        self._left.put_back()
+        self._update_lists_of_weights()
 
 
 class _Copy(torch.autograd.Function):
@@ -193,24 +199,6 @@ def _copy_to(param: torch.Tensor, device: torch.device) -> torch.Tensor:
     apply: Any = _Copy.apply
     copied: torch.Tensor = apply(param, device)
     return copied
-
-
-def _graph_tensors_on(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Tensors of a graph that are attributes of modules: their ids, by place."""
-    found: dict[str, tuple[int, ...]] = {}
-    for path, part in module.named_modules():
-        for name, value in vars(part).items():
-            if name in MODULE_TABLES:
-                continue
-            items: Iterable[Any] = value if isinstance(value, list | tuple) else [value]
-            if isinstance(value, dict):
-                items = value.values()
-            ids = tuple(
-                id(item) for item in items if isinstance(item, torch.Tensor) and item.grad_fn
-            )
-            if ids:
-                found[f"{path}.{name}".lstrip(".")] = ids
-    return found
 
 
 def _running_statistics(module: nn.Module) -> set[str]:

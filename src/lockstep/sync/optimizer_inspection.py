@@ -114,6 +114,15 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
+def evaluates_closure_first(optimizer: Optimizer) -> bool:
+    """Whether a step evaluates its closure once, before all else: one that is torch's own does.
+
+    Of any other class's step nobody can tell: SAM evaluates it again, in the midst of the step.
+    """
+    own = type(optimizer).step.__module__.startswith("torch.optim.")
+    return own and not needs_closure(optimizer)
+
+
 def given_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
     """The closure among these arguments of an optimizer's hook; None: the step has none."""
     # Bound methods of a patched `step` pass the optimizer itself as the first argument.

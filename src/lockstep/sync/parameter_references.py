@@ -77,7 +77,7 @@ def replace_in_attributes(optimizer: Optimizer, replace: Replace) -> None:
     """Let the own attributes of `optimizer` refer to other parameters, from now on."""
     for name, value in own_attributes(optimizer).items():
         if (new := replaced(value, replace)) is not value:
-            vars(optimizer)[name] = _written_into(value, new)
+            vars(optimizer)[name] = written_into(value, new)
 
 
 class SwappedReferences:
@@ -101,13 +101,13 @@ class SwappedReferences:
                 back = replaced(value, replace)
                 before, swapped = self._swapped.get((id(optimizer), name), (None, None))
                 if swapped is not None and value is swapped:
-                    back = _written_into(before, back)
+                    back = written_into(before, back)
                 if back is not value:
                     vars(optimizer)[name] = back
         self._swapped.clear()
 
 
-def _written_into(container: Any, content: Any) -> Any:
+def written_into(container: Any, content: Any) -> Any:
     """`container` with another content, for a program may hold it; `content` if it is fixed."""
     if isinstance(container, dict | set):
         container.clear()

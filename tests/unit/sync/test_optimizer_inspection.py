@@ -3,9 +3,10 @@
 
 import copy
 
+import pytest
 import torch
 
-from lockstep.sync.optimizer_inspection import load_state
+from lockstep.sync.optimizer_inspection import evaluates_closure_first, load_state
 
 
 class WithMasters(torch.optim.SGD):
@@ -40,3 +41,36 @@ def test_a_state_of_weights_of_another_dtype_gets_theirs_as_torch_has_it():
     weight, other = stepped()
     load_state(other, copy.deepcopy(optimizer.state_dict()), of_same_weights=False)
     assert other.state[weight]["master"].dtype is torch.bfloat16
+
+
+OF_TORCH = [
+    each
+    for each in vars(torch.optim).values()
+    if isinstance(each, type) and issubclass(each, torch.optim.Optimizer)
+]
+
+
+@pytest.mark.parametrize("kind", sorted(set(OF_TORCH) - {torch.optim.Optimizer}, key=str))
+def test_torchs_own_optimizers_evaluate_a_closure_first_and_once(kind):
+    """All but LBFGS; a version of torch with another one would fail here."""
+
+    def after_a_step(give):
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3))
+        optimizer = kind([weight])
+        begin, calls = weight.detach().clone(), []
+
+        def closure():
+            calls.append(torch.equal(weight, begin))
+            gradient = torch.cos(weight.detach())
+            weight.grad = gradient.to_sparse() if kind is torch.optim.SparseAdam else gradient
+            return gradient.sum()
+
+        give(optimizer, closure)
+        return weight.detach(), calls, evaluates_closure_first(optimizer)
+
+    within, calls, is_known = after_a_step(lambda optimizer, closure: optimizer.step(closure))
+    assert is_known == (kind is not torch.optim.LBFGS)
+    if is_known:
+        before, *_ = after_a_step(lambda optimizer, closure: (closure(), optimizer.step()))
+        assert calls == [True]
+        assert torch.equal(within, before)

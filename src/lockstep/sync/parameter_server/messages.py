@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.randomness import RandomState
+    from lockstep.sync.parameter_server.optimizer_attributes import Changes
 
 Groups = list[tuple[dict[str, Any], list[int]]]
 """An optimizer's parameter groups: their settings, and the numbers of their parameters."""
@@ -63,6 +64,8 @@ class OptimizerRequest:
         inner: whose state is asked for, or to be loaded: the place of an optimizer among those
             within it; None: its own.
         undo_point: steps of the run to which an interruption leads back; None: to none.
+        attributes: those of the optimizer, and marks of its parameters, that have changed at the
+            worker since its last step.
         random_state: the state of rank 0's generators, from which a step draws at the server.
     """
 
@@ -75,6 +78,7 @@ class OptimizerRequest:
     of_same_weights: bool = False
     inner: int | None = None
     undo_point: int | None = None
+    attributes: Changes = field(default_factory=dict)
     random_state: RandomState | None = None
 
 

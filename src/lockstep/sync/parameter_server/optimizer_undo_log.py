@@ -5,9 +5,9 @@ When a worker dies, the server may have made a step that no surviving worker has
 workers then go back to the step before, and the server has to go back with them.
 
 The log copies only what a step is about to change, just before: the optimizer's state, its own
-attributes, its groups and its parameters. Copies of tensors go into memory that is used again
-for the next step, so that a log costs one copy of the state and no allocation. The rest is
-deep-copied, with a memo that says where the copy of each tensor lies.
+attributes, its groups, and its parameters with their marks. Copies of tensors go into memory that
+is used again for the next step, so that a log costs one copy of the state and no allocation. The
+rest is deep-copied, with a memo that says where the copy of each tensor lies.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from lockstep.sync.optimizer_inspection import (
     own_attributes,
     state_tensors,
 )
+from lockstep.sync.parameter_server.optimizer_attributes import marks_of
 from lockstep.tensor_copies import TensorCopies
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class _OptimizerCopy:
         )
         for copied, own in copies:
             vars(copied).update(own)
+        self._marks = [copy.deepcopy(marks_of(param)) for param in self._held]
         pairs = zip(inner, copies, strict=True)
         self._sharing = [copied for each, (copied, _) in pairs if each.state is optimizer.state]
 
@@ -113,6 +115,10 @@ class _OptimizerCopy:
         """Let the optimizer hold the copies."""
         for param, value in zip(self._held, self._tensors, strict=False):
             param.data = value
+        for param, marks in zip(self._held, self._marks, strict=True):
+            for name in marks_of(param):
+                delattr(param, name)
+            vars(param).update(marks)
         optimizer = self.optimizer
         optimizer.state.clear()
         optimizer.state.update(self._state)

@@ -25,6 +25,11 @@ from lockstep.serialization import dumps_exception
 from lockstep.sync.optimizer_inspection import inner_optimizers, load_state, optimizer_parameters
 from lockstep.sync.parameter_references import by_number, replaced
 from lockstep.sync.parameter_server.messages import Message
+from lockstep.sync.parameter_server.optimizer_attributes import (
+    NotSent,
+    OptimizerAttributes,
+    changes_between,
+)
 from lockstep.sync.parameter_server.optimizer_undo_log import OptimizerUndoLog
 from lockstep.sync.parameter_server.server_connection import raise_if_error
 
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from lockstep.sync.parameter_server.messages import Groups, OptimizerRequest
+    from lockstep.sync.parameter_server.optimizer_attributes import Changes, Packed
 
 _OF_ONE_RANK: Final = frozenset({"state_dict", "load_state_dict"})
 _LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
@@ -47,10 +53,11 @@ class ParameterStore:
     - "attach": take over rank 0's parameters and optimizers (the body is `pickle_optimizers`),
       or go on with those of the generation before, without the steps that no worker which is
       left has counted (the body is the number of steps that count). The answer is the weights,
-      and which optimizers have a state.
+      which optimizers have a state, and in another generation the attributes of each.
     - "all_reduce": the answer is the sum over the ranks, added in their order.
     - "step": an optimizer steps with rank 0's gradients. The answer is the new weights, the
-      settings of its groups that the step has changed, and whether it has a state now.
+      settings of its groups that the step has changed, whether it has a state now, and the
+      attributes and marks that the step has changed.
     - "state_dict", "load_state_dict": of an optimizer, or of one within it.
     """
 
@@ -115,15 +122,17 @@ class ParameterStore:
     def _attach(self, body: bytes | int) -> Message:
         if isinstance(body, int):
             self._undo_log.return_to(body)
+            attributes = [self._changed_attributes(each, {}) for each in self._optimizers]
         else:
-            self._parameters, self._optimizers, attributes, ids = pickle.loads(body)
+            self._parameters, self._optimizers, own_of_each, ids = pickle.loads(body)
             # The parameters in there are the ones here; their ids are still those at rank 0.
             replace = by_number({key: self._parameters[number] for key, number in ids.items()})
-            for optimizer, own in attributes:
+            for optimizer, own in own_of_each:
                 vars(optimizer).update(replaced(own, replace))
+            attributes = [{}] * len(self._optimizers)  # rank 0's: here as there
         weights = [param.detach() for param in self._parameters.values()]
         have_states = [bool(optimizer.state) for optimizer in self._optimizers]
-        return Message("done", (list(self._parameters), have_states), weights)
+        return Message("done", (list(self._parameters), have_states, attributes), weights)
 
     def _sum(self, asked: Sequence[Message]) -> Message:
         """The sum of the tensors that the ranks sent, added in rank order.
@@ -151,10 +160,11 @@ class ParameterStore:
         Collective:
             Every worker has asked for it.
         """
-        _compare_settings([message.body.groups for message in asked])
+        _refuse_different([_settings_in_words(message.body.groups) for message in asked])
         request: OptimizerRequest = asked[0].body
         self._log_for_undo(request)
         optimizer = self._update_optimizer(request, asked[0].tensors)
+        self._compare_attributes(optimizer, [message.body.attributes for message in asked])
         held = optimizer_parameters(optimizer)
         for param in held:
             param.grad = None
@@ -162,6 +172,7 @@ class ParameterStore:
         for number, gradient in zip(request.with_gradient, gradients, strict=True):
             self._parameters[number].grad = gradient
         before = [_settings(group) for group in optimizer.param_groups]
+        attributes = self._attributes(optimizer).pack()
         with preserve_rng_state():
             if request.random_state is not None:
                 request.random_state.restore()
@@ -172,7 +183,7 @@ class ParameterStore:
             _changed_settings(_settings(group), known)
             for group, known in zip(optimizer.param_groups, before, strict=True)
         ]
-        body = changed, bool(optimizer.state)
+        body = changed, bool(optimizer.state), self._changed_attributes(optimizer, attributes)
         return Message("done", body, [param.detach() for param in held])
 
     def _log_for_undo(self, request: OptimizerRequest) -> None:
@@ -199,7 +210,31 @@ class ParameterStore:
             known[place]["params"] = [self._parameter(number) for number in numbers]
             for number in numbers:
                 self._parameter(number).requires_grad_(number not in frozen)
+        self._attributes(optimizer).put(request.attributes)
         return optimizer
+
+    def _attributes(self, optimizer: Optimizer) -> OptimizerAttributes:
+        held = set(map(id, optimizer_parameters(optimizer)))
+        params = {number: p for number, p in self._parameters.items() if id(p) in held}
+        return OptimizerAttributes(optimizer, params)
+
+    def _changed_attributes(self, optimizer: Optimizer, before: Packed) -> Changes:
+        changes = changes_between(before, self._attributes(optimizer).pack())
+        return {k: packed for k, packed in changes.items() if not isinstance(packed, NotSent)}
+
+    def _compare_attributes(self, optimizer: Optimizer, by_rank: Sequence[Changes]) -> None:
+        own = self._attributes(optimizer)
+        if any(changes != by_rank[0] for changes in by_rank):
+            # A function, say, has another pickle on every rank.
+            _refuse_different(
+                [
+                    {
+                        own.name_of(key): data and _comparable_value(own.load(data))
+                        for key, data in sorted(changes.items())
+                    }
+                    for changes in by_rank
+                ]
+            )
 
     def _parameter(self, number: int) -> torch.nn.Parameter:
         return self._parameters.setdefault(number, torch.nn.Parameter(torch.empty(0, device="cpu")))
@@ -215,14 +250,14 @@ def _in_words(message: Message) -> str:
     return f"a step of optimizer {message.body.number}"
 
 
-def _compare_settings(by_rank: Sequence[Groups]) -> None:
-    shown = [
-        [
-            ({k: _comparable_value(v) for k, v in settings.items()}, numbers)
-            for settings, numbers in groups
-        ]
-        for groups in by_rank
+def _settings_in_words(groups: Groups) -> list[Any]:
+    return [
+        ({k: _comparable_value(v) for k, v in settings.items()}, numbers)
+        for settings, numbers in groups
     ]
+
+
+def _refuse_different(shown: Sequence[Any]) -> None:
     differ = [rank for rank, other in enumerate(shown) if other != shown[0]]
     if differ:
         raise ReplicasDifferError(
@@ -230,8 +265,9 @@ def _compare_settings(by_rank: Sequence[Groups]) -> None:
             where=f"rank {', '.join(map(str, differ))} against rank 0",
             expected=str(shown[0]),
             got=str(shown[differ[0]]),
-            cause="a learning rate, or a parameter group, was changed on some ranks only",
-            fix="change optimizer.param_groups in the same way on every rank",
+            cause="a learning rate, a parameter group, an attribute of the optimizer or a mark of"
+            " a parameter was changed on some ranks only",
+            fix="change the optimizer, and optimizer.param_groups, in the same way on every rank",
         )
 
 

@@ -20,6 +20,7 @@ from lockstep.errors import NotAvailableError, NotPicklableError
 from lockstep.randomness import RandomState
 from lockstep.sync.local_parameters import is_local
 from lockstep.sync.optimizer_inspection import (
+    evaluates_closure_first,
     inner_optimizers,
     load_state,
     needs_closure,
@@ -34,8 +35,14 @@ from lockstep.sync.optimizer_step_patch import (
     OptimizerStepPatch,
 )
 from lockstep.sync.parameter_server.messages import Message, OptimizerRequest
-from lockstep.sync.parameter_server.state_at_server import StateAtServer
-from lockstep.tensor_tree import PLAIN_TYPES, tree_map
+from lockstep.sync.parameter_server.optimizer_attributes import (
+    NotSent,
+    OptimizerAttributes,
+    changes_between,
+    marks_of,
+)
+from lockstep.sync.parameter_server.state_at_server import StateAtServer, state_error
+from lockstep.tensor_tree import tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,6 +50,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from lockstep.sync.parameter_server.messages import Channel, Groups
+    from lockstep.sync.parameter_server.optimizer_attributes import Changes, Packed
 
 
 class RemoteOptimizer:
@@ -56,6 +64,7 @@ class RemoteOptimizer:
         server_weights: on rank 0, whose gradients and weights count, the weights as the server
             has them, by number; all optimizers share it. None on the other ranks.
         has_state: the server has a state of it already.
+        attributes: those that the server has, if they may be others than here.
 
     Attributes:
         undo_point: the step to which a failure from now on would take the run back: the server
@@ -71,6 +80,7 @@ class RemoteOptimizer:
         *,
         server_weights: dict[int, torch.Tensor] | None,
         has_state: bool = False,
+        attributes: Changes | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.undo_point: int | None = None
@@ -106,6 +116,15 @@ class RemoteOptimizer:
         self._state = StateAtServer()
         self._put_state(self._state)
         self._state.is_there = has_state
+        self._sent: tuple[int | None, Changes] = None, {}  # attributes since an undo point
+        packed = self._attributes().pack()
+        self.set_attributes({k: v for k, v in (attributes or {}).items() if packed.get(k) != v})
+        # Those that the server has, as it has them; a new worker may have more.
+        self._known_attributes: Packed = {
+            key: packed
+            for key, packed in self._attributes().pack().items()
+            if not attributes or key in attributes or isinstance(packed, NotSent)
+        }
 
     def _put_state(self, state: Any) -> None:
         """Let the optimizer, and those within it that share its state, have this one."""
@@ -122,9 +141,16 @@ class RemoteOptimizer:
 
         Collective:
             Every rank. Blocks.
+
+        Raises:
+            NotAvailableError: there is a closure that the step may evaluate in its midst, or a
+                state that the loop has put here.
         """
+        self._refuse_state_here()
         loss = None
         if closure is not None:
+            if not evaluates_closure_first(self.optimizer):
+                raise _closure_error(type(self.optimizer).__name__)
             with torch.enable_grad():
                 loss = closure()
         held = optimizer_parameters(self.optimizer)
@@ -136,10 +162,14 @@ class RemoteOptimizer:
             request.tensors = [*request.tensors, *gradients]
             # A step that draws (Langevin noise) draws what it would draw here.
             request.body.random_state = RandomState.capture_host()
+        point, sent = self._sent
+        sent = sent if point == self.undo_point else {}
+        self._sent = self.undo_point, {**sent, **request.body.attributes}
         answer = self._channel.ask(request)
-        changed, has_state = answer.body
-        for each in self._inner.values():
-            each.state.clear()  # the server has stepped it
+        changed, has_state, attributes = answer.body
+        with self._state.as_empty():
+            for each in self._inner.values():
+                each.state.clear()  # the server has stepped it
         self._state.is_there = has_state
         for group, settings in zip(self.optimizer.param_groups, changed, strict=True):
             group.update(settings)
@@ -149,7 +179,24 @@ class RemoteOptimizer:
                 if self._server_weights is not None:
                     number = self._number_of[id(param)]
                     self._server_weights[number] = weight.to(param.device)
+        own = self._attributes()
+        own.put(attributes)
+        known = self._known_attributes.keys()
+        self._known_attributes = {
+            key: packed
+            for key, packed in own.pack().items()
+            if key in known or not isinstance(packed, NotSent)
+        }
         return loss
+
+    def _refuse_state_here(self) -> None:
+        """Raise if a step would miss a state that the loop has written, or assigned, here."""
+        state = self.optimizer.state
+        with self._state.as_empty():
+            is_written = any(not isinstance(each, dict) or each for each in state.values())
+        if is_written or (self._state.is_there and state is not self._state):
+            raise state_error()
+        self._put_state(self._state)
 
     def _was_written_to(self, param: torch.Tensor) -> bool:
         """Whether the loop clipped, loaded, averaged or added a weight since the server gave it.
@@ -171,6 +218,7 @@ class RemoteOptimizer:
             state=state,
             inner=inner,
             undo_point=self.undo_point,
+            attributes=self._changed_attributes(),
             frozen=[
                 self._number_of[id(param)]
                 for param in optimizer_parameters(self.optimizer)
@@ -178,6 +226,48 @@ class RemoteOptimizer:
             ],
         )
         return Message(kind, request, weights)
+
+    def set_attributes(self, changes: Changes) -> None:
+        """Let the optimizer have attributes that the server has, or that the loop has changed."""
+        self._attributes().put(changes)
+
+    def loop_changes(self, resume_step: int) -> Changes:
+        """The attributes that the loop has changed and that the server, gone back, lacks.
+
+        What a loop sets is no part of a step: it stays where a step is undone. What the undone
+        step itself had changed goes back.
+
+        Args:
+            resume_step: the step to which the server has gone back.
+        """
+        point, sent = self._sent
+        return {**(sent if point == resume_step else {}), **self._changed_attributes()}
+
+    def _attributes(self) -> OptimizerAttributes:
+        held = optimizer_parameters(self.optimizer)
+        return OptimizerAttributes(self.optimizer, {self._number_of[id(p)]: p for p in held})
+
+    def _changed_attributes(self) -> Changes:
+        """What the loop has changed since the last step; a new one that is not sent stays here.
+
+        Raises:
+            NotAvailableError: the server has an attribute whose new value is not sent.
+        """
+        own, changes = self._attributes(), {}
+        for key, packed in changes_between(self._known_attributes, own.pack()).items():
+            if not isinstance(packed, NotSent):
+                changes[key] = packed
+            elif key in self._known_attributes:
+                raise NotAvailableError(
+                    "an attribute of an optimizer cannot be sent to the parameter server",
+                    where=f"`{own.name_of(key)}`",
+                    got=f"a {type(packed.value).__name__}, set after register()",
+                    cause="it refers to modules, optimizers or parameters' memory, or cannot be"
+                    " pickled",
+                    fix="set it before register(), change a number, word or tensor there instead,"
+                    ' or leave sync="parameter_server" out',
+                )
+        return changes
 
     def _groups(self) -> Groups:
         """``param_groups`` as the server needs them: with numbers for parameters, on the CPU.
@@ -274,6 +364,17 @@ class RemoteOptimizer:
             load_state(each, state)
 
 
+def _closure_error(name: str) -> NotAvailableError:
+    return NotAvailableError(
+        "a closure cannot go to the parameter server, where the step happens",
+        got=f"{name}.step(closure)",
+        cause="this step may evaluate it later than first, or again (SAM does): only torch's own"
+        " optimizers are known to evaluate it once, before they step",
+        fix="where the step only begins with it: call closure(), then optimizer.step(); where it"
+        ' computes the loss again: leave sync="parameter_server" out',
+    )
+
+
 def optimizers_to_serve(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     """The optimizers whose steps are to happen at the server; one of local parameters stays.
 
@@ -320,7 +421,7 @@ def pickle_optimizers(
             if id(param) not in memo:
                 values = param.detach().to("cpu", copy=True)
                 copied = torch.nn.Parameter(values, requires_grad=param.requires_grad)
-                vars(copied).update(_marks_of(param))
+                vars(copied).update(_to_cpu(marks_of(param)))
                 memo[id(param)] = copies[number_of[id(param)]] = copied
     members = dict.fromkeys(m for each in optimizers for m in (each, *inner_optimizers(each)))
     for member in members:
@@ -340,15 +441,6 @@ def pickle_optimizers(
             fix="keep what cannot be pickled (locks, files, loggers) out of their attributes",
         ) from error
     return data
-
-
-def _marks_of(param: torch.Tensor) -> dict[str, Any]:
-    """The user's own attributes of a parameter, by which an optimizer may choose.
-
-    Numbers, words and tensors: what refers to modules or processes has no meaning elsewhere.
-    """
-    kinds = (*PLAIN_TYPES, torch.Tensor)
-    return {name: _to_cpu(each) for name, each in vars(param).items() if isinstance(each, kinds)}
 
 
 def _to_cpu(value: Any) -> Any:

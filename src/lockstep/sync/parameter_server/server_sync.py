@@ -49,7 +49,7 @@ class ParameterServerSync(GradientSync):
         resume_step: steps of the run that have happened, if the server served a generation of the
             group before this one: it goes on with the weights and optimizers that it has. None: it
             takes over those of rank 0.
-        server: the store in this process that served that generation.
+        predecessor: this worker's side of the server in that generation; None for a new worker.
 
     Attributes:
         server: the store in this process; None if it is in another one.
@@ -63,11 +63,16 @@ class ParameterServerSync(GradientSync):
         address: ServerAddress | None,
         *,
         resume_step: int | None = None,
-        server: InProcessServer | None = None,
+        predecessor: ParameterServerSync | None = None,
         **options: Any,
     ) -> None:
         self._served: list[RemoteOptimizer] = []
-        self.server = None if address else server or InProcessServer()
+        self._released: list[RemoteOptimizer] = []
+        store: InProcessServer | None = None if predecessor is None else predecessor.server
+        self.server: InProcessServer | None = None if address else store or InProcessServer()
+        former = [] if predecessor is None else predecessor._released
+        # Before they get the server's attributes.
+        loop_changes = [] if resume_step is None else [f.loop_changes(resume_step) for f in former]
         wanted = optimizers_to_serve(optimizers)
         if address is None and group.size > 1:
             raise ConfigurationError(
@@ -91,6 +96,8 @@ class ParameterServerSync(GradientSync):
             slots = self._rounds.slots
             refuse_shared_memory(((s.name, s.param) for s in slots), "use another sync")
             self._serve(wanted, resume_step, leads=group.rank == 0)
+            for own, changes in zip(self._served, loop_changes, strict=False):
+                own.set_attributes(changes)
         except BaseException:
             self.detach()
             raise
@@ -112,12 +119,13 @@ class ParameterServerSync(GradientSync):
             body = pickle_optimizers(optimizers, parameters) if resume_step is None else resume_step
         answer = self._channel.ask(Message("attach", body))
         weights: dict[int, torch.Tensor] | None = None
-        numbers, have_states = answer.body
+        numbers, have_states, attributes = answer.body
         if leads:
             pairs = zip(numbers, answer.tensors, strict=True)
             weights = {number: weight.to(parameters[number].device) for number, weight in pairs}
         number_of = {id(param): number for number, param in parameters.items()}
-        for number, (optimizer, has_state) in enumerate(zip(optimizers, have_states, strict=True)):
+        of_each = zip(optimizers, have_states, attributes, strict=True)
+        for number, (optimizer, has_state, own) in enumerate(of_each):
             self._served.append(
                 RemoteOptimizer(
                     optimizer,
@@ -126,6 +134,7 @@ class ParameterServerSync(GradientSync):
                     self._channel,
                     server_weights=weights,
                     has_state=has_state,
+                    attributes=own,
                 )
             )
 
@@ -166,6 +175,7 @@ class ParameterServerSync(GradientSync):
         Works after a failure as well. Idempotent.
         """
         served, self._served = self._served, []
+        self._released = served or self._released
         for each in reversed(served):  # an optimizer may be served, and be within another one
             try:
                 each.release(keep_state=self.server is not None)

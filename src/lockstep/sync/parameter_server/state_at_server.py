@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import NotAvailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 class StateAtServer(defaultdict[Any, Any]):
     """The ``state`` of a served optimizer, which refuses to be taken for an empty one.
 
-    A method of the optimizer that reads it at the worker (schedule-free's ``eval()``) would do
-    nothing. Rejected: to fetch it when it is read. What such a method writes would be lost.
+    A method of the optimizer that reads it at the worker (schedule-free's ``eval()``), and a loop
+    that clears it, would do nothing. Rejected: to fetch it when it is read. What is written to it
+    then would be lost.
 
     Attributes:
         is_there: the server has a state; until then this is an ordinary mapping, which the loop may
@@ -38,56 +40,6 @@ class StateAtServer(defaultdict[Any, Any]):
         finally:
             self.is_there = before
 
-    def _refuse(self) -> None:
-        if self.is_there:
-            raise NotAvailableError(
-                "the state of this optimizer is at the parameter server",
-                got="a program, or a method of the optimizer, that uses `optimizer.state` here",
-                cause="steps happen at the server: here the state would look empty",
-                fix="optimizer.state_dict() fetches a copy, load_state_dict() sends one; or another"
-                " sync, where the optimizer's own methods are used between steps",
-            )
-
-    def __getitem__(self, key: Any) -> Any:
-        self._refuse()
-        return super().__getitem__(key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._refuse()
-        super().__setitem__(key, value)
-
-    def __contains__(self, key: object) -> bool:
-        self._refuse()
-        return super().__contains__(key)
-
-    def __iter__(self) -> Iterator[Any]:
-        self._refuse()
-        return super().__iter__()
-
-    def __len__(self) -> int:
-        self._refuse()
-        return super().__len__()
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self._refuse()
-        return super().get(key, default)
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        self._refuse()
-        return super().setdefault(key, default)
-
-    def keys(self) -> Any:
-        self._refuse()
-        return super().keys()
-
-    def values(self) -> Any:
-        self._refuse()
-        return super().values()
-
-    def items(self) -> Any:
-        self._refuse()
-        return super().items()
-
     def __reduce__(self) -> Any:
         # A copy of the optimizer is no served one.
         with self.as_empty():
@@ -96,3 +48,36 @@ class StateAtServer(defaultdict[Any, Any]):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with self.as_empty():
             return copy.deepcopy(defaultdict(dict, self), memo)
+
+
+def state_error() -> NotAvailableError:
+    """The error for a state that is used at a worker as if it were there."""
+    return NotAvailableError(
+        "the state of this optimizer is at the parameter server",
+        got="a program, or a method of the optimizer, that uses `optimizer.state` here",
+        cause="steps happen at the server: what is here would look empty, or be lost",
+        fix="optimizer.state_dict() fetches a copy, load_state_dict() sends one, and"
+        ' load_state_dict({**optimizer.state_dict(), "state": {}}) resets it; or another sync,'
+        " where the optimizer's own methods are used between steps",
+    )
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    method = getattr(defaultdict, name)
+
+    @functools.wraps(method)
+    def refuse_or_call(self: StateAtServer, *args: Any, **kwargs: Any) -> Any:
+        if self.is_there:
+            raise state_error()
+        return method(self, *args, **kwargs)
+
+    return refuse_or_call
+
+
+# Everything that reads or writes items.
+for _name in (
+    *("__contains__", "__copy__", "__delitem__", "__getitem__", "__ior__", "__iter__", "__len__"),
+    *("__or__", "__reversed__", "__ror__", "__setitem__", "clear", "copy", "get", "items", "keys"),
+    *("pop", "popitem", "setdefault", "update", "values"),
+):
+    setattr(StateAtServer, _name, _refusing(_name))
