@@ -232,7 +232,9 @@ def _before_step(
         _warn_of_own(optimizer, watch)
         return None
     if watch.is_done_with_all_rounds and is_step_running((optimizer,)):
-        return None  # a subclass's step calls that of its base, which torch may have hooked as well
+        # A subclass's step calls that of its base, which torch may have hooked as well.
+        _check_within_step(watch)
+        return None
     closure = given_closure(args, kwargs)
     if closure is None:
         _check(watch)
@@ -240,11 +242,11 @@ def _before_step(
         return None
     watch.steps += 1
 
-    def evaluate_and_check() -> Any:
+    def evaluate_and_check(*given: Any, **named: Any) -> Any:
         before = {
             owner: (owner.num_rounds, _gradients_of(slots)) for owner, slots in watch.slots.items()
         }
-        loss = closure()
+        loss = closure(*given, **named)
         for owner, slots in watch.slots.items():
             rounds, held = before[owner]
             new = any(a is not b for a, b in zip(_gradients_of(slots), held, strict=True))
@@ -268,20 +270,32 @@ def _gradients_of(slots: list[Slot]) -> list[torch.Tensor | None]:
     return [slot.param.grad for slot in slots]
 
 
+def _check_within_step(watch: _Watch) -> None:
+    """Look at what a step, whose gradients were checked as it began, has computed within itself."""
+    for owner, slots in watch.slots.items():
+        _refuse_open_window(owner, watch, slots)
+        if owner.needs_guard and owner.holds_own_gradients(slots, _registry.held_ids):
+            _compare_between_ranks(owner, watch, slots)
+
+
+def _refuse_open_window(owner: ReductionRounds, watch: _Watch, slots: list[Slot]) -> None:
+    if owner.has_open_window and owner.has_no_gradients:
+        owner.forget_window()  # zeroed: the program leaves this step out
+    if owner.has_open_window:
+        held = [slot.name for slot in slots if slot.param.grad is not None]
+        raise _not_reduced(
+            owner,
+            watch,
+            held or [slot.name for slot in slots],
+            cause="every backward since the last step ran under no_sync, or one failed midway",
+            fix="run the last backward of a window outside no_sync, or call reduce_pending()",
+        )
+
+
 def _check(watch: _Watch) -> None:
     for owner, slots in watch.slots.items():
         since = watch.rounds.get(owner, 0)
-        if owner.has_open_window and owner.has_no_gradients:
-            owner.forget_window()  # zeroed: the program leaves this step out
-        if owner.has_open_window:
-            held = [slot.name for slot in slots if slot.param.grad is not None]
-            raise _not_reduced(
-                owner,
-                watch,
-                held or [slot.name for slot in slots],
-                cause="every backward since the last step ran under no_sync, or one failed midway",
-                fix="run the last backward of a window outside no_sync, or call reduce_pending()",
-            )
+        _refuse_open_window(owner, watch, slots)
         if not owner.needs_guard:
             continue
         if owner.last_full_round <= since:

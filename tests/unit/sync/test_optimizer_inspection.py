@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A state that is loaded into an optimizer has all the bits that it was saved with."""
+"""Loaded states have all the bits that were saved, and a running step is told from other calls."""
 
 import copy
 
+import pytest
 import torch
 
-from lockstep.sync.optimizer_inspection import load_state
+from lockstep.compiler_disable import disable_dynamo
+from lockstep.sync.optimizer_inspection import is_step_running, load_state
 
 
 class WithMasters(torch.optim.SGD):
@@ -40,3 +42,29 @@ def test_a_state_of_weights_of_another_dtype_gets_theirs_as_torch_has_it():
     weight, other = stepped()
     load_state(other, copy.deepcopy(optimizer.state_dict()), of_same_weights=False)
     assert other.state[weight]["master"].dtype is torch.bfloat16
+
+
+class Tells(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.tell()
+        torch._dynamo.graph_break()
+        self.tell()
+
+    @disable_dynamo
+    def tell(self):
+        self.told = [*getattr(self, "told", []), is_step_running((self,))]
+
+    def tell_before_step(self):
+        self.tell()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_runs_in_its_function_alone(compiled):
+    optimizer = Tells([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    before = optimizer.register_step_pre_hook(lambda *_: optimizer.tell())
+    optimizer.tell_before_step()
+    step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+    step()
+    before.remove()
+    assert optimizer.told == [False, False, True, True]
