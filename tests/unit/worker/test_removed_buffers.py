@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program may take a buffer away within a call, and finds it again where the step is undone."""
+"""`lockstep.worker.rollback`: a program may take a buffer away, and finds it after an undo."""
 
 import pytest
 import torch
