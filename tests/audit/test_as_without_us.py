@@ -179,3 +179,34 @@ def test_a_launcher_that_is_killed_leaves_no_folder(tmp_path):
         running.send_signal(signal.SIGKILL)
         running.stdout.read()  # until the last rank has ended
     assert not list(tmp_path.glob("lockstep-audit-*"))
+
+
+LINE_SEARCH = """
+import torch
+
+class Searches(torch.optim.SGD):
+    def step(self, closure):
+        with torch.enable_grad():
+            loss = closure(backward=True)
+        super().step()
+        return loss - closure(False)
+
+def closure(backward):
+    loss = weight.square().sum()
+    if backward:
+        optimizer.zero_grad()
+        loss.backward()
+    return loss
+
+weight = torch.nn.Parameter(torch.ones(3))
+optimizer = Searches([weight], lr=0.1)
+print([round(optimizer.step(closure).item(), 4) for _ in range(2)])
+"""
+
+
+@pytest.mark.slow
+def test_a_closure_gets_the_arguments_that_its_optimizer_gives_it(tmp_path):
+    program = tmp_path / "searches.py"
+    program.write_text(LINE_SEARCH)
+    done = audit("--nproc-per-node", "1", program)
+    assert done.stdout == run(program).stdout == "[1.08, 0.6912]\n", done.stderr

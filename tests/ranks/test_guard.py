@@ -55,7 +55,7 @@ def test_by_hand_is_refused_although_another_model_was_reduced():
     def body(group, model, sync):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model[0](X).mean().backward()
-        model[1].weight.grad = torch.ones_like(model[1].weight)
+        model[1].weight.grad = torch.full_like(model[1].weight, group.rank)
         with pytest.raises(GradientNotReducedError, match=r"`1\.weight`"):
             optimizer.step()
 

@@ -26,6 +26,7 @@ from lockstep.compiler_disable import disable_dynamo
 from lockstep.operator.custom_loop_refusals import refuse_own_step, requested_loop_options
 from lockstep.operator.loop_protocols import Operator
 from lockstep.operator.step_seed import StepSeed
+from lockstep.operator.unsaved_attributes import unsaved_attribute_listeners
 from lockstep.randomness import derive_seed, preserve_rng_state
 from lockstep.sync.optimizer_inspection import (
     given_closure,
@@ -178,6 +179,8 @@ def add_step_listeners(operator: Operator, hooks: OptimizerStepHooks) -> None:
     hooks.seed = StepSeed(operator)
     refuses = operator._lockstep_overrides_loop() and requested_loop_options(state.context.options)
     hooks.add(before=before if refuses else None, after=after)
+    note, compare = unsaved_attribute_listeners(operator)
+    hooks.add(before=note, after=compare)
 
 
 def _was_taken(optimizer: Optimizer) -> bool:

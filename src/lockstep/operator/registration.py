@@ -37,7 +37,7 @@ from lockstep.sync.meta_device import initialise, is_on_meta
 from lockstep.sync.optimizer_inspection import optimizers_with_state
 from lockstep.sync.replica_checks import batch_dependent_embedding_error
 from lockstep.sync.shard_units import check_policy, find_units
-from lockstep.sync.synced_tensors import batch_dependent_options
+from lockstep.sync.synced_tensors import batch_dependent_options, refuse_scripted
 from lockstep.tensor_tree import leaves_with_path, tree_map_with_path
 
 if TYPE_CHECKING:
@@ -168,6 +168,7 @@ def build_training_parts(
     )
     check_policy(sync_options.shard)
     check_shard_size(sync_options, context)
+    refuse_scripted(registered.modules())
     mark_copies(registered.modules())
     _refuse_duplicates(registered.optimizers)
     refuse_foreign_schedulers(registered)

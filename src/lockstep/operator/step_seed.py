@@ -51,15 +51,15 @@ class StepSeed:
         self._has_drawn = False
         self._enter(keeps_draws=keeps_draws)
 
-    def outside(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def outside(self, closure: Callable[..., Any]) -> Callable[..., Any]:
         """`closure` for the step that has begun; it goes on with the draws of the loop."""
         num_calls = 0
 
-        def evaluate() -> Any:
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
             nonlocal num_calls
             self._leave()
             has_drawn = self._has_drawn  # an optimizer may step within the closure
-            loss = closure()
+            loss = closure(*args, **kwargs)
             num_calls += 1
             self._has_drawn = has_drawn
             # Another seed than before the call: a step would draw the same numbers once more.

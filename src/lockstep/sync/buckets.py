@@ -52,6 +52,7 @@ class Slot:
 
     Attributes:
         last_round: the last round of its owner after which it had a gradient.
+        last_unused: the last round in which no rank had one.
     """
 
     def __init__(self, number: int, name: str, param: torch.Tensor, owner: object = None) -> None:
@@ -61,11 +62,21 @@ class Slot:
         self.owner = owner
         self.bucket: Bucket | None = None
         self.view: torch.Tensor | None = None
-        self.last_round = 0
+        self.last_round = self.last_unused = 0
         self._reduced: weakref.ref[torch.Tensor] | None = None
         self._version = 0
         # Of a reduced gradient in shards, and its key: no other storage gets that meanwhile.
         self._storage: tuple[torch.UntypedStorage, int] | None = None
+
+    def note_round(self, number: int) -> None:
+        """Note that the round of this number has reduced the parameter's gradient, if any rank's.
+
+        Called before gradients of earlier rounds are back in their places.
+        """
+        if self.param.grad is None:
+            self.last_unused = number
+        else:
+            self.last_round = number
 
     def mark_local(self) -> None:
         """Note that ``param.grad`` is a gradient of this rank alone."""

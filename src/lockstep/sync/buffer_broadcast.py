@@ -20,7 +20,7 @@ import torch
 
 from lockstep._torch_compat import buffers_of
 from lockstep.errors import NotAvailableError
-from lockstep.sync.local_parameters import is_local_buffer
+from lockstep.sync.local_parameters import buffer_of, is_local_buffer
 from lockstep.sync.tensor_bits import same_bits
 from lockstep.sync.tensor_broadcast import make_block, split_into_messages, unpack_block
 from lockstep.sync.tensor_reference_counts import has_aliases, is_in_graph
@@ -44,7 +44,7 @@ class BufferPlace:
     key: str
 
     def tensor(self) -> torch.Tensor | None:
-        return buffers_of(self.owner).get(self.key)
+        return buffer_of(self.owner, self.key)
 
     def put(self, value: torch.Tensor | None) -> None:
         """Let the buffer be `value`: in place, unless a graph has saved the tensor there."""

@@ -22,7 +22,7 @@ from lockstep.sync.buffer_broadcast import BufferBroadcast
 from lockstep.sync.reduction_rounds import ReductionRounds
 from lockstep.sync.replica_checks import compare_structures, compare_values
 from lockstep.sync.round_contribution import RoundDigest
-from lockstep.sync.synced_tensors import as_modules, find_synced_tensors
+from lockstep.sync.synced_tensors import as_modules, find_synced_tensors, refuse_scripted
 from lockstep.sync.tensor_broadcast import broadcast_tensors
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def replicate(
 
     Raises:
         ReplicasDifferError: the ranks' models differ; raised on all before any payload moves.
-        WrongTypeError: not a module, or one with parameters that belong to DDP, FSDP, DTensor.
+        WrongTypeError: not a module, one of TorchScript, or with parameters of DDP, FSDP, DTensor.
         ConfigurationError: a parameter is synchronised already, or is on a device for which the
             process group has no backend.
         PeerLostError: another rank went away.
@@ -113,6 +113,7 @@ class GradientSync:
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         _check_options(buffers, bucket_cap_mb)
+        refuse_scripted(modules)
         self._found = find_synced_tensors(modules)
         fix = "gradients.detach() of that GradientSync; of a TorchTrainer's: trainer.shutdown()"
         optimizer_guard.refuse_attached(self._found.parameters, fix)

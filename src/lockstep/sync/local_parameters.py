@@ -100,6 +100,11 @@ def is_local(parameter_or_module: torch.Tensor | torch.nn.Module) -> bool:
     return getattr(parameter_or_module, _MARK, False)
 
 
+def buffer_of(owner: torch.nn.Module, key: str) -> torch.Tensor | None:
+    """The buffer `key` of `owner`; None without one. TorchScript's tables have no ``get``."""
+    return next((buffer for name, buffer in buffers_of(owner).items() if name == key), None)
+
+
 def is_local_buffer(owner: torch.nn.Module, key: str) -> bool:
     """Whether the program has marked the buffer `key` of `owner`, whichever tensor it is now.
 
@@ -107,7 +112,7 @@ def is_local_buffer(owner: torch.nn.Module, key: str) -> bool:
     """
     if is_local(owner) or key in _noted_in(owner):
         return True
-    buffer = buffers_of(owner).get(key)
+    buffer = buffer_of(owner, key)
     return buffer is not None and is_local(buffer)
 
 

@@ -7,7 +7,8 @@ torch may be iterating over its hooks when the garbage collector runs. The hook 
 wrapper can: a gradient assigned by hand after ``autograd.grad``, an open window of ``no_sync``
 backwards, a parameter outside of every `GradientSync`. A program may change gradients *after* their
 reduction, if all ranks do the same: the ranks compare that after ``torch.autograd.grad`` (see
-`autograd_grad_watch`), and where some parameters are each rank's own.
+`autograd_grad_watch`), where some parameters are each rank's own, and where a gradient was filled
+in for a parameter that no rank had used.
 
 Fast path: one comparison per GradientSync. Only when the last round did not reduce everything are
 parameters looked at one by one.
@@ -35,6 +36,7 @@ from lockstep.sync.optimizer_inspection import (
     with_closure,
 )
 from lockstep.sync.tensor_bits import sum_of_bits
+from lockstep.tensor_copies import is_shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -232,7 +234,9 @@ def _before_step(
         _warn_of_own(optimizer, watch)
         return None
     if watch.is_done_with_all_rounds and is_step_running((optimizer,)):
-        return None  # a subclass's step calls that of its base, which torch may have hooked as well
+        # A subclass's step calls that of its base, which torch may have hooked as well.
+        _check_within_step(watch)
+        return None
     closure = given_closure(args, kwargs)
     if closure is None:
         _check(watch)
@@ -240,11 +244,11 @@ def _before_step(
         return None
     watch.steps += 1
 
-    def evaluate_and_check() -> Any:
+    def evaluate_and_check(*given: Any, **named: Any) -> Any:
         before = {
             owner: (owner.num_rounds, _gradients_of(slots)) for owner, slots in watch.slots.items()
         }
-        loss = closure()
+        loss = closure(*given, **named)
         for owner, slots in watch.slots.items():
             rounds, held = before[owner]
             new = any(a is not b for a, b in zip(_gradients_of(slots), held, strict=True))
@@ -268,27 +272,38 @@ def _gradients_of(slots: list[Slot]) -> list[torch.Tensor | None]:
     return [slot.param.grad for slot in slots]
 
 
+def _check_within_step(watch: _Watch) -> None:
+    """Look at what a step, whose gradients were checked as it began, has computed within itself."""
+    for owner, slots in watch.slots.items():
+        _refuse_open_window(owner, watch, slots)
+        if owner.needs_guard and owner.holds_own_gradients(slots, _registry.held_ids):
+            _compare_between_ranks(owner, watch, slots)
+
+
+def _refuse_open_window(owner: ReductionRounds, watch: _Watch, slots: list[Slot]) -> None:
+    if owner.has_open_window and owner.has_no_gradients:
+        owner.forget_window()  # zeroed: the program leaves this step out
+    if owner.has_open_window:
+        held = [slot.name for slot in slots if slot.param.grad is not None]
+        raise _not_reduced(
+            owner,
+            watch,
+            held or [slot.name for slot in slots],
+            cause="every backward since the last step ran under no_sync, or one failed midway",
+            fix="run the last backward of a window outside no_sync, or call reduce_pending()",
+        )
+
+
 def _check(watch: _Watch) -> None:
     for owner, slots in watch.slots.items():
         since = watch.rounds.get(owner, 0)
-        if owner.has_open_window and owner.has_no_gradients:
-            owner.forget_window()  # zeroed: the program leaves this step out
-        if owner.has_open_window:
-            held = [slot.name for slot in slots if slot.param.grad is not None]
-            raise _not_reduced(
-                owner,
-                watch,
-                held or [slot.name for slot in slots],
-                cause="every backward since the last step ran under no_sync, or one failed midway",
-                fix="run the last backward of a window outside no_sync, or call reduce_pending()",
-            )
+        _refuse_open_window(owner, watch, slots)
         if not owner.needs_guard:
             continue
-        if owner.last_full_round <= since:
-            _check_each(owner, watch, slots, since)
+        is_filled = owner.last_full_round <= since and _check_each(owner, watch, slots, since)
         # Asked first: it forgets what the slots had before.
         holds_own = owner.holds_own_gradients(slots, _registry.held_ids)
-        if holds_own or _may_be_scaled_apart(owner, slots):
+        if is_filled or holds_own or _may_be_scaled_apart(owner, slots):
             _compare_between_ranks(owner, watch, slots)
         watch.rounds[owner] = owner.num_rounds
         owner.note_step(watch.number)
@@ -336,7 +351,13 @@ def _refuse_unknown(watch: _Watch) -> None:
             )
 
 
-def _check_each(owner: ReductionRounds, watch: _Watch, slots: list[Slot], since: int) -> None:
+def _check_each(owner: ReductionRounds, watch: _Watch, slots: list[Slot], since: int) -> bool:
+    """Refuse gradients that no round since then has reduced.
+
+    Returns:
+        Whether the program has filled in gradients of parameters that no rank had used (zeros, a
+        weight decay, a sum over tasks). All ranks have seen that alike, and have to compare them.
+    """
     has_new = any(slot.last_round > since for slot in slots)
     # Reduced gradients may be used twice, but not in the place of those that a rank without
     # samples was to accumulate. Where the program zeroed or changed one, a round compares that.
@@ -346,15 +367,17 @@ def _check_each(owner: ReductionRounds, watch: _Watch, slots: list[Slot], since:
         # Nothing to reduce here. Peers that have gradients to reduce would wait without this.
         owner.reduce_pending()
         if owner.last_full_round > since:
-            return
+            return False
     stale = [
-        slot.name
+        slot
         for slot in slots
         if slot.param.grad is not None and slot.last_round <= since and not slot.is_untouched
     ]
-    if stale:
+    own = [slot.name for slot in stale if slot.last_unused <= since or is_shard(slot.param)]
+    if own:
         cause, fix = owner.transport.stale_advice
-        raise _not_reduced(owner, watch, stale, cause=cause, fix=fix)
+        raise _not_reduced(owner, watch, own, cause=cause, fix=fix)
+    return bool(stale)
 
 
 def _has_assigned_gradients(slots: list[Slot]) -> bool:
@@ -388,8 +411,9 @@ def _compare_between_ranks(owner: ReductionRounds, watch: _Watch, slots: list[Sl
             owner,
             watch,
             differ,
-            cause="the ranks have changed these weights, or reduced gradients, each in its own way:"
-            " with a result of torch.autograd.grad, or by a norm that counts local parameters",
+            cause="the ranks have changed these weights, or gradients after their reduction, each"
+            " in its own way: with a result of torch.autograd.grad, or by a norm that counts local"
+            " parameters",
             fix="(loss_a + loss_b).backward(); or clip without the local parameters, as in"
             " clip_grad_norm_([p for n, p in model.named_parameters() if n != 'own.weight'], 1.0)",
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lockstep._torch_compat import AMP_SCALING_ATTR, WAS_STEPPED_ATTR
+from lockstep._torch_compat import AMP_SCALING_ATTR, WAS_STEPPED_ATTR, is_step_wrapper
 from lockstep.local_rows import LocalRows
 from lockstep.sync.optimizer_step_patch import LoadElsewhere
 from lockstep.tensor_copies import is_shard
@@ -18,7 +18,7 @@ from lockstep.tensor_tree import leaves_with_path, tree_map_with_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
-    from types import FrameType
+    from types import CodeType, FrameType
 
     from torch.optim import Optimizer
 
@@ -44,17 +44,45 @@ def share_parameters(one: Optimizer, other: Optimizer) -> bool:
 def is_step_running(optimizers: Iterable[Optimizer]) -> bool:
     """Whether the `step` of one of `optimizers` is being called.
 
+    Of a `step` that torch has hooked the function within the hooks counts: the hooks of the first
+    one run before it. Methods that call `step` (``step_and_clear``) are none.
+
     Torch calls no hook after a step that has raised, which a loop may catch and call again.
     """
-    # What calls the hooks has another name; torch.compile keeps "step" in the names it makes up.
+    steps = [(each, step) for each in optimizers for step in _hooked_steps(type(each))]
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if "step" in frame.f_code.co_name:
-            this = frame.f_locals.get("self")
-            if any(this is each for each in optimizers):
-                return True
+        code = frame.f_code
+        if any(_is_part_of(code, step) and _is_called_on(one, frame, step) for one, step in steps):
+            return True
         frame = frame.f_back
     return False
+
+
+def _hooked_steps(kind: type[Optimizer]) -> list[CodeType]:
+    """The functions within the hooks that torch has put around the `step` of `kind` and its bases.
+
+    Torch does so when the first optimizer of a class is made.
+    """
+    own: list[Any] = [vars(base).get("step") for base in kind.__mro__]
+    found = [inspect.unwrap(step) for step in own if is_step_wrapper(step)]
+    return [step.__code__ for step in found if hasattr(step, "__code__")]
+
+
+def _is_part_of(code: CodeType, step: CodeType) -> bool:
+    """Whether `code` is that of `step`, or what torch.compile has made of it or of a part of it."""
+    if code is step:
+        return True
+    is_resumed = code.co_name.startswith(f"torch_dynamo_resume_in_{step.co_name}_at_")
+    if code.co_filename != step.co_filename or not (is_resumed or code.co_name == step.co_name):
+        return False
+    last = max(line or 0 for _, _, line in step.co_lines())
+    return step.co_firstlineno <= code.co_firstlineno <= last
+
+
+def _is_called_on(optimizer: Optimizer, frame: FrameType, step: CodeType) -> bool:
+    first = frame.f_locals.get(step.co_varnames[0]) if step.co_varnames else None
+    return optimizer is (first[0] if isinstance(first, tuple) and first else first)
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
@@ -123,7 +151,7 @@ def evaluates_closure_first(optimizer: Optimizer) -> bool:
     return own and not needs_closure(optimizer)
 
 
-def given_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
+def given_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
     """The closure among these arguments of an optimizer's hook; None: the step has none."""
     # Bound methods of a patched `step` pass the optimizer itself as the first argument.
     positional = [each for each in args[:2] if not isinstance(each, torch.optim.Optimizer)]
@@ -132,7 +160,7 @@ def given_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[
 
 
 def with_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]
+    args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[..., Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """These arguments of an optimizer's hook, with another closure in the place of the given."""
     if kwargs.get("closure") is not None:

@@ -378,8 +378,8 @@ class ReductionRounds:
             self.last_full_round = self.num_rounds
             return
         for slot in self.slots:
-            if slot.param.grad is not None and slot not in result.unreduced:
-                slot.last_round = self.num_rounds
+            if slot not in result.unreduced:
+                slot.note_round(self.num_rounds)
 
     def _add_to_earlier(self, result: RoundResult, earlier: EarlierGradients) -> None:
         """Run the user's hooks on the round's gradients, and add those of earlier rounds."""

@@ -102,6 +102,26 @@ def as_modules(model: Any) -> list[torch.nn.Module]:
     )
 
 
+def refuse_scripted(modules: Iterable[torch.nn.Module]) -> None:
+    """Refuse TorchScript's modules, which take no new attributes, buffers or hooks.
+
+    Raises:
+        WrongTypeError: names the first one.
+    """
+    for module in modules:
+        for name, part in module.named_modules():
+            if isinstance(part, torch.jit.ScriptModule):
+                raise WrongTypeError(
+                    "a module that TorchScript has compiled cannot be synchronised",
+                    where=f"`{name}`" if name else "the model itself",
+                    got=f"{type(part).__name__} of {part.original_name}",
+                    cause="its parameters and buffers cannot be replaced, nor can it be copied",
+                    fix="hand over the model itself: torch.jit.script(model) afterwards shares its"
+                    " weights, and torch.compile(model) may come before or after; keep a scripted"
+                    " part that does not train outside of it",
+                )
+
+
 def find_synced_tensors(modules: Sequence[torch.nn.Module]) -> SyncedTensors:
     """Walk the modules. A shared tensor counts once, under its first name; a local one never."""
     found = SyncedTensors()

@@ -91,7 +91,7 @@ class Rollback:
         self._is_intact = True
         self._layers: list[nn.Module] = []
         self._all_parameters: list[nn.Parameter] = []
-        self._buffer_places: list[tuple[nn.Module, str]] = []
+        self._owners: list[nn.Module] = []  # of buffers
         self._buffers = TensorCopies()
         # A memory checkpoint holds the user's state, too, but not as an open window found it.
         copies_state = copies_weights or operator._lockstep.context.options.accumulate > 1
@@ -133,7 +133,7 @@ class Rollback:
         self._parameters = self._tracked()
         self._layers = [layer for module in self._run.modules() for layer in module.modules()]
         self._all_parameters = list(self._run.parameters())
-        self._buffer_places = [(owner, key) for owner in self._layers for key in buffers_of(owner)]
+        self._owners = [layer for layer in self._layers if buffers_of(layer)]
         can_copy = self._loop.is_own and self._copies_weights
         self._copies_before_batch = can_copy and any(map(inner_optimizers, self._run.optimizers))
         self._settings_at_call = self._settings_before(cursor)
@@ -264,7 +264,7 @@ class Rollback:
         state.steps_taken_back = 0
         opened = OpenStep(
             start,
-            buffers=[(owner, key, buffers_of(owner)[key]) for owner, key in self._buffer_places],
+            buffers=[(own, *each) for own in self._owners for each in buffers_of(own).items()],
             rounds=self._loop.num_rounds,
             groups=StepSettings(self._changed_by_loss),
             settings=self._settings(),

@@ -251,3 +251,22 @@ def test_a_state_that_no_checkpoint_will_hold_is_said_once(second, caplog):
     said = [each.getMessage() for each in caplog.records if each.name == "lockstep"]
     assert len(said) == (second is torch.optim.Adam)
     assert all("Adam steps registered parameters and is not registered" in each for each in said)
+
+
+class SavesItsOwn(Lookahead):
+    def state_dict(self):
+        return {**super().state_dict(), "num_steps": self.num_steps}
+
+
+class StepsAhead(Ahead):
+    def made(self):
+        return self.config["kind"](sgd(self.model))
+
+
+@pytest.mark.parametrize("kind", [Lookahead, SavesItsOwn])
+def test_attributes_that_no_checkpoint_will_hold_are_said_once(kind, caplog):
+    with trainer(StepsAhead, config={"kind": kind}) as run:
+        run.train()
+    said = [each.getMessage() for each in caplog.records if each.name == "lockstep"]
+    assert len(said) == (kind is Lookahead)
+    assert all("Lookahead has changed its attributes `num_steps`, which" in each for each in said)

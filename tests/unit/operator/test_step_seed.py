@@ -100,6 +100,14 @@ class EvaluatesTwice(DrawsAroundItsClosure):
     num_draws = 0
 
 
+class GivesArguments(EvaluatesTwice):
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure(True, scale=0.5)
+        torch.optim.SGD.step(self)
+        return loss
+
+
 class StepsWithAClosure(DropsInItsOwnLoop):
     optimizer_cls = DrawsAroundItsClosure
 
@@ -120,6 +128,20 @@ class ClosureDrawsLess(StepsWithAClosure):
     def compute_loss(self, batch, batch_info):
         features, targets = batch
         return nn.functional.mse_loss(self.model(features), targets)
+
+
+class ClosureTakesArguments(StepsWithAClosure):
+    optimizer_cls = GivesArguments
+
+    def train_batch(self, batch, batch_info):
+        def evaluate(backward, *, scale):
+            self._optimizer.zero_grad()
+            loss = scale * self.compute_loss(batch, batch_info)
+            if backward:
+                loss.backward()
+            return loss
+
+        return {"train_loss": self._optimizer.step(evaluate).item()}
 
 
 class NobodyElseDraws(StepsWithAClosure):
@@ -145,6 +167,11 @@ def test_a_closure_goes_on_to_draw_as_if_the_step_had_not():
             behind.append(one.get_local_operator().drawn_behind)
     assert behind[0] == behind[1]
     assert len(set(behind[0])) == len(behind[0])
+
+
+def test_a_closure_may_take_arguments():
+    with trainer(ClosureTakesArguments) as one:
+        assert one.train(num_steps=STEPS)["batch_count"] == STEPS
 
 
 def test_between_two_calls_a_step_is_the_users_own():

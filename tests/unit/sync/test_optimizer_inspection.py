@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A state that is loaded into an optimizer has all the bits that it was saved with."""
+"""Loaded states have all the bits that were saved, and a running step is told from other calls."""
 
 import copy
 
 import pytest
 import torch
 
-from lockstep.sync.optimizer_inspection import evaluates_closure_first, load_state
+from lockstep.compiler_disable import disable_dynamo
+from lockstep.sync.optimizer_inspection import (
+    evaluates_closure_first,
+    is_step_running,
+    load_state,
+)
 
 
 class WithMasters(torch.optim.SGD):
@@ -74,3 +79,29 @@ def test_torchs_own_optimizers_evaluate_a_closure_first_and_once(kind):
         before, *_ = after_a_step(lambda optimizer, closure: (closure(), optimizer.step()))
         assert calls == [True]
         assert torch.equal(within, before)
+
+
+class Tells(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.tell()
+        torch._dynamo.graph_break()
+        self.tell()
+
+    @disable_dynamo
+    def tell(self):
+        self.told = [*getattr(self, "told", []), is_step_running((self,))]
+
+    def tell_before_step(self):
+        self.tell()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_runs_in_its_function_alone(compiled):
+    optimizer = Tells([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    before = optimizer.register_step_pre_hook(lambda *_: optimizer.tell())
+    optimizer.tell_before_step()
+    step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+    step()
+    before.remove()
+    assert optimizer.told == [False, False, True, True]

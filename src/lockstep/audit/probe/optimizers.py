@@ -166,12 +166,12 @@ def _is_detailed(probe: Probe, number: int) -> bool:
 
 
 def _with_watched_closure(
-    probe: Probe, watched: Watched, args: Any, kwargs: Any, closure: Callable[[], Any]
+    probe: Probe, watched: Watched, args: Any, kwargs: Any, closure: Callable[..., Any]
 ) -> tuple[Any, Any]:
-    def then_look() -> Any:
+    def then_look(*given: Any, **named: Any) -> Any:
         outer, probe.stepping = probe.stepping, []
         try:
-            result = closure()
+            result = closure(*given, **named)
         finally:
             probe.stepping = outer
         optimizer = watched.ref()
