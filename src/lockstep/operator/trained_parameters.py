@@ -43,6 +43,11 @@ def changes_since_setup(run: TrainingParts) -> dict[str, Any]:
     }
 
 
+def names_since_setup(run: TrainingParts) -> list[str]:
+    """The names of parameters that no parameter had when `setup` had ended, as after pruning."""
+    return sorted(run.trained_parameters().requires_grad.keys() - _after_setup(run).requires_grad)
+
+
 def _added_groups(run: TrainingParts, state: Mapping[str, Any], number: int) -> list[Sequence[str]]:
     """The names in the groups of an optimizer of `state` beyond those that `setup` makes here.
 

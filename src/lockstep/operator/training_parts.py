@@ -86,6 +86,7 @@ class TrainingParts:
         buffers_after_setup: the shapes and dtypes of persistent buffers when `setup` has ended, for
             each of `lockstep.operator.buffer_values.labelled_modules`.
         hyperparameters_after_setup: those of optimizers and schedulers when `setup` has ended.
+        has_warned_of_names: whether the user knows that no state loads into what `setup` makes.
         stepped_by_loop: schedulers and GradScalers among the operator's attributes, which a loop of
             the user's own steps. They are saved and undone as `schedulers` are.
         scheduler_records: what notes which steps schedulers have made, with the methods
@@ -108,6 +109,7 @@ class TrainingParts:
     trained_after_setup: TrainedParameters | None = None
     buffers_after_setup: dict[str, BufferKinds] = field(default_factory=dict)
     hyperparameters_after_setup: Hyperparameters = field(default_factory=list)
+    has_warned_of_names: bool = False
     stepped_by_loop: list[Any] = field(default_factory=list)
     scheduler_records: list[Any] = field(default_factory=list)
 

@@ -13,6 +13,8 @@ Loading a state is all or nothing: `state_refusals` compares everything that can
 from __future__ import annotations
 
 import copy
+import logging
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -28,6 +30,7 @@ from lockstep._torch_compat import (
     set_layout_versions,
 )
 from lockstep.checkpoint.plain_values import MAPPINGS
+from lockstep.error_texts import first_of
 from lockstep.errors import (
     CheckpointError,
     ConfigurationError,
@@ -39,7 +42,11 @@ from lockstep.local_rows import LocalRows, first_row
 from lockstep.operator import buffer_values
 from lockstep.operator.model_copies import copy_attributes, copy_models, grow_copies
 from lockstep.operator.trained_parameters import KEY as TRAINED_PARAMETERS
-from lockstep.operator.trained_parameters import changes_since_setup, restore_trained_parameters
+from lockstep.operator.trained_parameters import (
+    changes_since_setup,
+    names_since_setup,
+    restore_trained_parameters,
+)
 from lockstep.phases import Phase, in_phase
 from lockstep.sync.optimizer_inspection import load_state
 from lockstep.tensor_copies import is_shard
@@ -49,6 +56,11 @@ from lockstep.worker.local_state import with_local_state
 if TYPE_CHECKING:
     from lockstep.operator import TrainingOperator
     from lockstep.operator.training_parts import TrainingParts
+
+_log = logging.getLogger("lockstep")
+
+_RENAMES: Final = re.compile(r"_orig\b|\bparametrizations\.")
+"""What pruning, ``spectral_norm`` and parametrisations have in the names that they make."""
 
 _AVERAGES: Final = "ema"
 """The key of the averages, which a state may lack: averages then begin at the state's weights."""
@@ -103,7 +115,33 @@ def collect(
     state["operator"] = _operators_own_state(operator, take)
     state["global_step"] = operator._lockstep.committed
     state["ran_default_epoch"] = operator._lockstep.ran_default_epoch
+    _warn_of_names(operator, run)
     return state
+
+
+def _warn_of_names(operator: TrainingOperator, run: TrainingParts) -> None:
+    """Say once that no process which begins with `setup` can load the state."""
+    context = operator._lockstep.context
+    names = [] if run.has_warned_of_names else names_since_setup(run)
+    if names and context.world_rank == 0 and not context.is_trial:
+        run.has_warned_of_names = True
+        _log.warning(
+            "Parameters have got other names since setup, %s: a state of this run does not load"
+            " into the model that setup makes, in a run that resumes, in verify() or in a worker"
+            " that joins. Prune or parametrise in setup, before register, or undo it before the"
+            " state is saved: prune.remove(module, name)",
+            first_of([f"`{name}`" for name in names], 4),
+        )
+
+
+def fix_of_names(got: str) -> str:
+    """What to do about a state whose names are not the model's, by what is wrong with them."""
+    if _RENAMES.search(got):
+        return (
+            "prune or parametrise in setup, before register, as the run had done when it was saved;"
+            " or undo it before a save, as by prune.remove(module, name)"
+        )
+    return "build the trainer with the operator and config that the state was saved with"
 
 
 def unsaved_parameters(
@@ -337,11 +375,12 @@ def _load_module(
         if is_lack_of_memory(error):
             raise
         # What a module that converts states makes of one nobody knows before it is tried.
+        got = " ".join(str(error).split())
         raise CheckpointError(
             "a module does not load its part of the state",
             where=label,
-            got=" ".join(str(error).split()),
-            fix="build the trainer with the operator and config that the state was saved with",
+            got=got,
+            fix=fix_of_names(got),
         ) from error
 
 

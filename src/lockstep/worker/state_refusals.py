@@ -19,7 +19,7 @@ from lockstep.errors import CheckpointError, TrainerClosedError
 from lockstep.operator.buffer_values import KEY as BUFFERS
 from lockstep.operator.buffer_values import changed_buffers, changed_in, labelled_modules
 from lockstep.operator.trained_parameters import group_sizes, unknown_names
-from lockstep.worker.state_dict import OPTIMIZER_CLASSES, OPTIONAL, parts_of
+from lockstep.worker.state_dict import OPTIMIZER_CLASSES, OPTIONAL, fix_of_names, parts_of
 
 if TYPE_CHECKING:
     from lockstep.operator.training_parts import TrainingParts
@@ -45,7 +45,7 @@ def refuse_unfit_state(run: TrainingParts, state: Mapping[str, Any]) -> None:
         raise CheckpointError(
             "the state is of another model or optimizer",
             got=first_of(found, 5, "; "),
-            fix="build the trainer with the operator and config that the state was saved with",
+            fix=fix_of_names(" ".join(found)),
         )
 
 
