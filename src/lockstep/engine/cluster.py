@@ -42,21 +42,43 @@ def connect() -> bool:
     """
     global _own_address
     if client.ray.is_connected():
-        raise NotAvailableError(
-            "a trainer cannot train through Ray Client",
-            got='ray.init("ray://...")',
-            cause="this program is where the workers meet, and has to be one of the cluster's own",
-            fix='ray job submit --working-dir . -- python program.py, or ray.init("auto") on one of'
-            " its machines",
-        )
+        raise _client_error('ray.init("ray://...")')
     if not ray.is_initialized():
-        if os.environ.get(_ADDRESS_VARIABLE):
-            _join_named_cluster()
-        elif not _join_local_cluster():
-            with _private_token():
-                _start_private_cluster()
-            _own_address = _address()
+        with _restored_process():
+            if os.environ.get(_ADDRESS_VARIABLE):
+                _join_named_cluster()
+            elif not _join_local_cluster():
+                with _private_token():
+                    _start_private_cluster()
+                _own_address = _address()
     return _address() == _own_address
+
+
+def _client_error(got: str) -> NotAvailableError:
+    return NotAvailableError(
+        "a trainer cannot train through Ray Client",
+        got=got,
+        cause="this program is where the workers meet, and has to be one of the cluster's own",
+        fix='ray job submit --working-dir . -- python program.py, or ray.init("auto") on one of'
+        " its machines",
+    )
+
+
+@contextlib.contextmanager
+def _restored_process() -> Iterator[None]:
+    """Restore what every ``ray.init`` changes: the SIGTERM handler, and the state of `random`.
+
+    Where SIGTERM had its default action, Ray's handler stays: it also ends a cluster of this
+    process's own.
+    """
+    drawn, handler = random.getstate(), signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        random.setstate(drawn)
+        is_in_main_thread = threading.current_thread() is threading.main_thread()
+        if is_in_main_thread and handler not in (signal.SIG_DFL, None):
+            signal.signal(signal.SIGTERM, handler)
 
 
 @contextlib.contextmanager
@@ -68,9 +90,9 @@ def _private_token() -> Iterator[None]:
     token in the environment is inherited by the cluster's processes, and ends with them; this
     process needs the variable only until it is connected. Afterwards this function restores the
     environment, including what Ray sets in it, so that programs which this one starts, and clusters
-    that it joins later, do not see the token; also the state of `random` and the SIGTERM handler.
+    that it joins later, do not see the token.
     """
-    before, drawn, handler = dict(os.environ), random.getstate(), signal.getsignal(signal.SIGTERM)
+    before = dict(os.environ)
     is_given = any(name in before for name in _TOKEN_VARIABLES)
     if not is_given and not Path.home().joinpath(".ray", "auth_token").exists():
         # Always the same token: Ray keeps the first one that it has read in this process.
@@ -81,11 +103,6 @@ def _private_token() -> Iterator[None]:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
-        random.setstate(drawn)
-        # Where SIGTERM had its default action, Ray's handler stays: it also ends the cluster.
-        is_in_main_thread = threading.current_thread() is threading.main_thread()
-        if is_in_main_thread and handler not in (signal.SIG_DFL, None):
-            signal.signal(signal.SIGTERM, handler)
 
 
 def _start_private_cluster() -> None:
@@ -113,11 +130,14 @@ def _own_token() -> str:
 
 
 def _join_named_cluster() -> None:
+    address = os.environ[_ADDRESS_VARIABLE]
+    if address.startswith("ray://"):
+        raise _client_error(f"{_ADDRESS_VARIABLE}={address}")
     try:
         ray.init(logging_level=logging.ERROR)
     except ConnectionError as error:
         error.add_note(
-            f"{_ADDRESS_VARIABLE}={os.environ[_ADDRESS_VARIABLE]} names a cluster that does not"
+            f"{_ADDRESS_VARIABLE}={address} names a cluster that does not"
             " answer; if it was started with a token, RAY_AUTH_MODE=token is needed here too"
         )
         raise
