@@ -15,7 +15,7 @@ from __future__ import annotations
 import io
 import pickle
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import cloudpickle
 import torch
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch.optim import Optimizer
+
+_OF_TORCH_COMPILE: Final = "_dynamo_"
+"""How marks begin that torch sets itself, on each rank when that has compiled its forward."""
 
 Key = tuple[str, int, str]
 """The kind of owner ("optimizer", "parameter"), its place or number, the attribute's name."""
@@ -138,7 +141,11 @@ def marks_of(param: torch.Tensor) -> dict[str, Any]:
     Numbers, words and tensors: what refers to modules or processes has no meaning elsewhere.
     """
     kinds = (*PLAIN_TYPES, torch.Tensor)
-    return {name: each for name, each in vars(param).items() if isinstance(each, kinds)}
+    return {
+        name: each
+        for name, each in vars(param).items()
+        if isinstance(each, kinds) and not name.startswith(_OF_TORCH_COMPILE)
+    }
 
 
 def _attributes_of(owner: Any) -> dict[str, Any]:
