@@ -23,6 +23,11 @@ def _cluster():
     ray.shutdown()
 
 
+def pytest_collection_modifyitems(items):
+    """Tests of two workers come first, and hand theirs on from one to the next."""
+    items.sort(key=lambda item: item.get_closest_marker("other_workers") is not None)
+
+
 @pytest.fixture(autouse=True)
 def _gives_everything_back():
     """No test leaves an actor or a placement group behind, but for the workers that wait."""

@@ -77,6 +77,7 @@ def start(operator=DefaultLoop, num_workers=3, **config):
     )
 
 
+@pytest.mark.other_workers
 def test_a_users_exception_arrives_as_itself_with_rank_and_traceback():
     with start(Misbehaving, what=raise_own) as trainer:
         pids = trainer.apply_all_workers(os.getpid)
@@ -121,6 +122,7 @@ class SetupFails(TrainingOperator):
         self.register(models=model, optimizers=torch.optim.SGD(model.parameters(), lr=1))
 
 
+@pytest.mark.other_workers
 def test_an_exception_in_setup_arrives_and_frees_the_others():
     begin = time.monotonic()
     with pytest.raises(OwnError) as caught:
@@ -212,6 +214,7 @@ def test_not_enough_resources_says_what_there_is(monkeypatch):
     assert all(group["state"] == "REMOVED" for group in groups)
 
 
+@pytest.mark.other_workers
 @pytest.mark.usefixtures("workers_end_with_their_trainer")
 def test_shutdown_ends_everything_and_later_calls_say_so():
     trainer = start(num_workers=2)

@@ -210,6 +210,7 @@ def test_fsdp_without_copies_in_memory_says_that_it_cannot_go_back():
             assert "create a new TorchTrainer; load(path)" in str(caught.value)
 
 
+@pytest.mark.other_workers
 def test_rank_0_in_the_driver_goes_back_with_the_others():
     _, expected = undisturbed(Classifier, reproducible=True)
     arguments = {"use_local": True, "reproducible": True}
@@ -269,6 +270,7 @@ def test_a_worker_that_dies_after_a_call_was_left_is_an_incident(caplog):
         assert [record.message for record in caplog.records if "recovered in" in record.message]
 
 
+@pytest.mark.other_workers
 def test_one_worker_elsewhere_goes_back():
     operator_cls = struck(DefaultLoop, Strike("raise", 0, 2, "backward"))
     arguments = {"num_workers": 1, "resources_per_worker": {"lane": 1}}

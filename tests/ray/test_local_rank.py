@@ -14,6 +14,8 @@ from lockstep import TorchTrainer
 from lockstep.errors import WorkerDiedError, WrongUseError
 from lockstep.keys import BATCH_SIZE
 
+pytestmark = pytest.mark.other_workers
+
 
 def start(**arguments):
     return TorchTrainer(

@@ -97,6 +97,7 @@ def test_an_optimizer_within_another_one_saved_and_loaded(num_workers, tmp_path)
         assert farthest(trainer.get_model(), expected) < 1e-9
 
 
+@pytest.mark.other_workers
 def test_a_loop_of_ones_own_with_rank_0_here():
     with start(PlainBackward, use_local=True) as trainer:
         trainer.train(num_steps=STEPS)

@@ -176,6 +176,7 @@ def _taken(operator):
     return taken
 
 
+@pytest.mark.other_workers
 def test_A2_A3_every_sample_once_validation_in_order_epochs_reshuffled():
     with start(Reads, config={}) as three:
         three.validate()

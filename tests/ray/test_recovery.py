@@ -53,6 +53,7 @@ def train_by_parts(trainer, workers, parts=(7, 7, 11)):
     return results, digest(trainer)
 
 
+@pytest.mark.other_workers
 def test_rank_0_dies_and_the_other_goes_on_alone_with_the_same_bits():
     strikes = [Strike("kill", rank=0, step=5, phase="applied")]
     arguments = {"num_shards": 4, "reproducible": True}

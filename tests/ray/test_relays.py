@@ -70,6 +70,7 @@ def members_of(trainer):
     return trainer._workers._engine.workers.members
 
 
+@pytest.mark.other_workers
 def test_the_driver_sends_a_call_to_the_relays_alone():
     expected = undisturbed(Classifier, **FOUR)
     with trainer_of(Classifier, **FOUR) as trainer:
@@ -94,6 +95,7 @@ def test_the_groups_are_runs_of_ranks():
     assert relay_groups(["", *names[1:]]) == []  # rank 0 lives in the driver's process
 
 
+@pytest.mark.other_workers
 def test_large_answers_come_directly():
     with trainer_of(Classifier, **FOUR) as trainer:
         with messages(trainer) as sent:
@@ -105,6 +107,7 @@ def test_large_answers_come_directly():
     assert (small, large) == ([b"." * 1_000] * 4, [b"." * 200_000] * 4)
 
 
+@pytest.mark.other_workers
 def test_an_error_behind_a_relay_has_its_rank_and_the_run_goes_on():
     _, expected = undisturbed(Classifier, **FOUR)
     with trainer_of(Classifier, [Strike("raise", 3, 4, "backward")], **FOUR) as trainer:
@@ -119,6 +122,7 @@ def test_an_error_behind_a_relay_has_its_rank_and_the_run_goes_on():
         assert trainer.status()["recoveries"] == []
 
 
+@pytest.mark.other_workers
 @pytest.mark.parametrize(
     "rank", [2, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 1, 3))]
 )

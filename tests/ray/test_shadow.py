@@ -60,6 +60,7 @@ def random_flip(rng, step):
     )
 
 
+@pytest.mark.other_workers
 @pytest.mark.parametrize(
     ("steps", "step"), [(15, 7), pytest.param(200, 39, marks=pytest.mark.slow)]
 )

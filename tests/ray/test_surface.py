@@ -138,6 +138,7 @@ def test_workers_may_have_a_part_of_a_cpu_each():
 # ------------------------------------------------------------------------------- use_local
 
 
+@pytest.mark.other_workers
 def test_rank_0_in_the_driver():
     threads, environment = torch.get_num_threads(), dict(os.environ)
     with start(DefaultLoop, use_local=True, num_cpus_per_worker=1) as two:
@@ -172,6 +173,7 @@ def test_rank_0_in_the_driver():
     assert not dist.is_initialized()
 
 
+@pytest.mark.other_workers
 @pytest.mark.parametrize("on", [0, 1])
 def test_both_go_on_after_a_failure_beside_rank_0_in_the_driver(on):
     two = start(
@@ -190,6 +192,7 @@ def test_both_go_on_after_a_failure_beside_rank_0_in_the_driver(on):
     assert not dist.is_initialized()
 
 
+@pytest.mark.other_workers
 def test_a_failing_step_beside_rank_0_in_the_driver():
     two = start(Misbehaving, use_local=True, config={**CONFIG, "what": raise_own})
     with pytest.raises(Exception, match="code 7") as caught:

@@ -11,6 +11,7 @@ from lockstep.keys import BATCH_SIZE, NUM_SAMPLES, WEIGHT
 CONFIG = {BATCH_SIZE: BATCH}
 
 
+@pytest.mark.other_workers
 # Shards without tokens are on different ranks; the last batch, of 4 samples, is uneven over 3.
 @pytest.mark.parametrize(
     ("operator", "num_workers", "arguments"),

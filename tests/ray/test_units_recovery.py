@@ -34,6 +34,7 @@ pytestmark = pytest.mark.timeout(240)
 EVERY = 4
 
 
+@pytest.mark.other_workers
 @pytest.mark.parametrize(
     ("phase", "step"),
     [

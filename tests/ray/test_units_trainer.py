@@ -90,6 +90,7 @@ def rows_held(operator):
     )
 
 
+@pytest.mark.other_workers
 def test_the_weights_of_one_process_and_a_state_that_goes_on_anywhere(tmp_path):
     # 37 samples in batches of 12: the last batch of an epoch has one sample, for rank 0.
     with trainer(num_workers=3) as run:

@@ -231,6 +231,7 @@ class Looks(DefaultLoop):
         return super().compute_loss(batch, batch_info)
 
 
+@pytest.mark.other_workers
 @pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_nothing_stays_in_the_users_process(num_workers):
     before = _hooks()
@@ -246,6 +247,7 @@ def test_nothing_stays_in_the_users_process(num_workers):
     assert _hooks() == before
 
 
+@pytest.mark.other_workers
 def test_another_optimizer_of_the_users_process_is_nobodys_business():
     """It steps with gradients of its own while no call runs."""
     with start(DefaultLoop, use_local=True) as trainer:
