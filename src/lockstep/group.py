@@ -62,6 +62,7 @@ MONITORED_TIMEOUT_S: Final = 300.0
 _AWAITED: Final = {
     "backward": "the backward of a collective",
     "step": "a step of an optimizer, before which what autograd.grad was used for is compared",
+    "filled step": "a step of an optimizer, with gradients that every rank has to fill in alike",
     "backward or step": "a backward, or to a step of an optimizer that is sharded",
 }
 

@@ -52,5 +52,5 @@ def test_a_new_worker_that_would_train_another_program_takes_no_part(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "1 worker goes on" in done.stdout.splitlines()
-    assert "the program was edited while it trains" in done.stderr
+    assert "another version of the program" in done.stderr
     assert "other source of ops" in done.stderr

@@ -170,3 +170,29 @@ def test_another_attribute_on_one_rank_is_refused_on_all():
     for result in run(loop):
         assert isinstance(result, ReplicasDifferError), result
         assert "scale" in str(result)
+
+
+def test_another_value_within_a_container_is_refused_on_all():
+    def loop(model, attach, part, rank):
+        optimizer = Attentive(model.parameters())
+        sync = attach(optimizer)
+        optimizer.factors["all"] = torch.tensor(1.0 + rank)
+        steps(model, sync, optimizer, part)
+
+    for result in run(loop):
+        assert isinstance(result, ReplicasDifferError), result
+        assert "factors" in str(result)
+
+
+def test_what_each_rank_notes_for_itself_stays_with_it():
+    def loop(model, attach, part, rank):
+        optimizer = Attentive(model.parameters())
+        sync = attach(optimizer)
+
+        def note():
+            optimizer.last_loss = next(model.parameters()).seen = 0.5 + rank
+
+        steps(model, sync, optimizer, part, prepare=note)
+        assert optimizer.last_loss == 0.5 + rank
+
+    assert_as_one_process(loop)

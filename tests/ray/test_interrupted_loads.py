@@ -27,12 +27,14 @@ class Interrupted(Classifier):
 
     def _press(self, call):
         if self.armed == (call, self.world_rank):
-            self.armed = False
-            os.kill(self.config["driver"], signal.SIGINT)
+            self.left -= 1
+            if self.left < 0:
+                self.armed = False
+                os.kill(self.config["driver"], signal.SIGINT)
 
 
-def arm(operator, call, rank):
-    operator.armed = (call, rank)
+def arm(operator, call, rank, left):
+    operator.armed, operator.left = (call, rank), left
 
 
 def state_or_advice(trainer):
@@ -55,7 +57,9 @@ def test_ctrl_c_leaves_one_state_or_says_what_to_do(sync, call, rank, tmp_path):
         saved = digest(trainer)
         trainer.train(num_steps=2)
         present = digest(trainer)
-        trainer.apply_all_operators(lambda operator: arm(operator, call, rank))
+        # In shards the call that arms it ends with a memory checkpoint, which asks for the state.
+        left = int(sync == "fsdp" and call == "state_dict")
+        trainer.apply_all_operators(lambda operator: arm(operator, call, rank, left))
         with pytest.raises(KeyboardInterrupt):
             trainer.load(path)
         found = state_or_advice(trainer)

@@ -132,29 +132,34 @@ def _train(
         epochs = range(done, read.epochs)
         if not epochs:
             print(f"the run has its {read.epochs} epochs already")
-        unwritten = None
+        missing: int | None = None  # the step of a checkpoint behind which none was written
         for _ in epochs:
-            trained, unwritten = _train_epoch(trainer)
+            trained, is_written = _train_epoch(trainer)
+            newest = 0 if trainer._disk.writer is None else trainer._disk.writer.latest_step
+            if not is_written:
+                missing = newest
+            elif missing is not None and newest > missing:
+                missing = None
             _validate_and_print(trainer, trained)
             if trainer.should_stop:
                 break
         if read.save is not None:
             print(f"saved {trainer.save(read.save)}")
-    return 0 if unwritten is None else FAILED  # what a next program would go on from is missing
+    return 0 if missing is None else FAILED  # a next program would go on from an older step
 
 
-def _train_epoch(trainer: TorchTrainer) -> tuple[dict[str, Any], CheckpointWriteError | None]:
-    """The metrics of an epoch, and the error if its last checkpoint could not be written.
+def _train_epoch(trainer: TorchTrainer) -> tuple[dict[str, Any], bool]:
+    """The metrics of an epoch, and whether its checkpoints could be written.
 
     The run goes on without: a disk that is full now may have room at the next checkpoint.
     """
     try:
-        return trainer.train(), None
+        return trainer.train(), True
     except CheckpointWriteError as error:
         if error.result is None:
             raise
         print(with_cli_options(error), file=sys.stderr)
-        return error.result, error
+        return error.result, False
 
 
 def _validate_and_print(trainer: TorchTrainer, trained: dict[str, Any]) -> None:

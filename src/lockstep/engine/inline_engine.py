@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -12,6 +13,7 @@ from lockstep.engine.engine_protocol import PoolStatus
 from lockstep.engine.rollback_errors import rollback_impossible_error, warn_of_cut_short_step
 from lockstep.engine.sigint_after_step import sigint_after_step
 from lockstep.engine.step_hooks_at_work import step_hooks_at_work
+from lockstep.errors import WrongUseError
 from lockstep.worker import (
     OnFailure,
     Worker,
@@ -22,7 +24,7 @@ from lockstep.worker import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from lockstep.checkpoint import WrittenPart
     from lockstep.engine.engine_protocol import CallListener, SnapshotFetcher, SnapshotKeeper
@@ -34,8 +36,12 @@ R = TypeVar("R")
 _PROGRESS_EVERY_S = 0.1
 
 _one_run: Final = threading.RLock()
-"""Held by the thread whose run is in a call: generators of random numbers, the default device and
-torch's deterministic mode are the process's, and two runs at once would draw each other's."""
+"""Held by the thread whose run computes: generators of random numbers and torch's deterministic
+mode are the process's, and two runs at once would draw each other's numbers."""
+
+_PATIENCE_S: Final = 60.0
+"""How long a run waits for another one's call. That may itself wait for this one, as training does
+for a thread that feeds it with another trainer's predictions."""
 
 
 class InlineEngine:
@@ -71,7 +77,11 @@ class InlineEngine:
 
     def _perform(self, call: RemoteCall[Worker, R]) -> R:
         try:
-            with _one_run, step_hooks_at_work(self._worker), sigint_after_step(self._worker):
+            with (
+                _turn_of(call),
+                step_hooks_at_work(self._worker),
+                sigint_after_step(self._worker),
+            ):
                 return call.perform(self._worker)
         except BaseException as error:
             add_rank(error, 0)
@@ -117,6 +127,31 @@ class InlineEngine:
 
     def close(self, *, force: bool) -> None:
         self._worker.stop()
+
+
+@contextmanager
+def _turn_of(call: RemoteCall[Worker, object]) -> Iterator[None]:
+    """Wait until no other run of this process computes, if `call` does.
+
+    Raises:
+        WrongUseError: another run has computed all the while.
+    """
+    if call.request is None and call.contract.name not in ("start", "predict", "verify"):
+        yield
+        return
+    if not _one_run.acquire(timeout=_PATIENCE_S):
+        raise WrongUseError(
+            "another trainer of this process computes in another thread",
+            where=call.contract.name,
+            got=f"its call has not returned for {_PATIENCE_S:.0f} s",
+            cause="generators of random numbers are the process's: two runs at once would draw"
+            " each other's numbers. Or that call waits for this one",
+            fix="one after the other in one thread; or num_workers=2, with processes of its own",
+        )
+    try:
+        yield
+    finally:
+        _one_run.release()
 
 
 def progress_reporter(

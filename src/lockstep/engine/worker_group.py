@@ -31,7 +31,7 @@ from lockstep.engine.keyboard_interrupt import reraise_keyboard_interrupt
 from lockstep.engine.parameter_server_actor import ServerHandle
 from lockstep.engine.ray_errors import has_failed
 from lockstep.engine.rendezvous_store import LOOPBACK, open_store
-from lockstep.engine.spare_worker import Readiness, Spare
+from lockstep.engine.spare_worker import Readiness, Sources, Spare
 from lockstep.engine.worker_handle import WorkerHandle
 from lockstep.hierarchical_sum import HostGrid
 from lockstep.serialization import dumps_or_refuse
@@ -75,7 +75,7 @@ class WorkerGroup:
         self._resources = resources
         self._use_local = use_local
         self._num_started = 0
-        self._sources: defaultdict[str, set[int]] = defaultdict(set)
+        self._sources: defaultdict[str, Sources] = defaultdict(lambda: defaultdict(set))
         self._places: dict[WorkerHandle, ObjectRef[tuple[str, str]]] = {}
         self.generation = 0
         self._store: dist.TCPStore | None = None
@@ -132,7 +132,7 @@ class WorkerGroup:
             if member in self._places:
                 _, member.name = ray.get(self._places.pop(member))
             for name, digest in report.sources.items():
-                self._sources[name].add(digest)
+                self._sources[member.node][name].add(digest)
 
     def await_spares(self) -> None:
         """Wait until all spares are ready, so that a failing `setup` raises now and not in need."""

@@ -93,7 +93,8 @@ def content_of(value: Any) -> list[Any] | None:
     if isinstance(value, dict):
         return list(value.items())
     if _has_fields(value):
-        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        return [(name, getattr(value, name)) for name in names]  # without those not set yet
     if isinstance(value, list | tuple | set | frozenset | deque):
         return list(value)
     return None
@@ -101,11 +102,16 @@ def content_of(value: Any) -> list[Any] | None:
 
 def _write_content(container: Any, held: list[Any]) -> None:
     if _has_fields(container):
+        now, then = content_of(container) or [], dict(held)
+        for name in {name for name, _ in now} - then.keys():
+            object.__delattr__(container, name)
         for name, value in held:
             object.__setattr__(container, name, value)  # frozen ones as well
         return
     container.clear()
-    if isinstance(container, dict | set):
+    if isinstance(container, dict):
+        container.update(dict(held))  # of pairs a Counter would count each
+    elif isinstance(container, set):
         container.update(held)
     else:
         container.extend(held)

@@ -53,12 +53,14 @@ def unsaved_attribute_listeners(operator: Operator) -> tuple[Listener, Listener]
             return
         waiting.remove(optimizer)
         now = _marks_of(optimizer)
-        changed = [name for name in now if name not in was or was[name] != now[name]]
+        # A flag that is set once (`initialized`) says that a cache is filled.
+        changed = [n for n in now if n not in was or was[n] != now[n] if now[n] is not True]
         if changed:
             _log.warning(
                 "A step of %s has changed its attributes %s, which its state_dict() does not hold:"
                 " they begin anew in a run that resumes, and in a worker that joins after a death."
-                " Keep them in self.state[parameter] or in param_groups",
+                " If later steps depend on them, keep them in self.state[parameter] or in"
+                " param_groups",
                 type(optimizer).__name__,
                 ", ".join(f"`{name}`" for name in changed),
             )

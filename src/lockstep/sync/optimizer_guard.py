@@ -303,7 +303,9 @@ def _check(watch: _Watch) -> None:
         is_filled = owner.last_full_round <= since and _check_each(owner, watch, slots, since)
         # Asked first: it forgets what the slots had before.
         holds_own = owner.holds_own_gradients(slots, _registry.held_ids)
-        if is_filled or holds_own or _may_be_scaled_apart(owner, slots):
+        if is_filled:
+            _compare_between_ranks(owner, watch, slots, before="filled step")
+        elif holds_own or _may_be_scaled_apart(owner, slots):
             _compare_between_ranks(owner, watch, slots)
         watch.rounds[owner] = owner.num_rounds
         owner.note_step(watch.number)
@@ -384,7 +386,9 @@ def _has_assigned_gradients(slots: list[Slot]) -> bool:
     return any(slot.param.grad is not None and not slot.holds_reduced for slot in slots)
 
 
-def _compare_between_ranks(owner: ReductionRounds, watch: _Watch, slots: list[Slot]) -> None:
+def _compare_between_ranks(
+    owner: ReductionRounds, watch: _Watch, slots: list[Slot], before: str = "step"
+) -> None:
     """Compare the gradients of `slots`, and all weights, between the ranks.
 
     The user may change gradients in the same way on every rank.
@@ -401,7 +405,7 @@ def _compare_between_ranks(owner: ReductionRounds, watch: _Watch, slots: list[Sl
     compared = [*weights, *((slot.name, slot.param.grad) for slot in slots)]
     bits = [sum_of_bits(tensor) for _, tensor in compared]
     everyone = owner.attached_group().monitored_all_gather(
-        [float(number % _EXACT) for number in bits], "step"
+        [float(number % _EXACT) for number in bits], before
     )
     first = everyone[0]
     places = {place for other in everyone for place, n in enumerate(other) if n != first[place]}

@@ -17,7 +17,7 @@ from lockstep.tensor_copies import is_shard
 from lockstep.tensor_tree import leaves_with_path, tree_map_with_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from types import CodeType, FrameType
 
     from torch.optim import Optimizer
@@ -65,8 +65,15 @@ def _hooked_steps(kind: type[Optimizer]) -> list[CodeType]:
     Torch does so when the first optimizer of a class is made.
     """
     own: list[Any] = [vars(base).get("step") for base in kind.__mro__]
-    found = [inspect.unwrap(step) for step in own if is_step_wrapper(step)]
+    found = [inspect.unwrap(step) for step in own if any(map(is_step_wrapper, _chain(step)))]
     return [step.__code__ for step in found if hasattr(step, "__code__")]
+
+
+def _chain(step: Any) -> Iterator[Any]:
+    """`step` and what it wraps: a program may put a wrapper of its own around torch's."""
+    while step is not None:
+        yield step
+        step = getattr(step, "__wrapped__", None)
 
 
 def _is_part_of(code: CodeType, step: CodeType) -> bool:

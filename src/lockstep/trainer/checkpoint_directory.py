@@ -172,7 +172,8 @@ class CheckpointDirectory:
 
     @property
     def _is_replaced(self) -> bool:
-        return self._lock is not None and self._lock.run is not self._run
+        has_trained = self._lock is not None and self._run is not None
+        return has_trained and self._lock is not None and self._lock.run is not self._run
 
     def go_on_from(self, step: int) -> None:
         """Note that the run goes on from a state of `step` that was loaded."""

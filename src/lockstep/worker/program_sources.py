@@ -7,6 +7,8 @@ began, the new process computes another loss than its peers, and neither shapes 
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 import sysconfig
 import zlib
@@ -18,10 +20,9 @@ from weakref import WeakKeyDictionary
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-_INSTALLED: Final = {"site-packages", "dist-packages"}
 _NOT_THE_PROGRAMS: Final = (
-    sysconfig.get_path("stdlib"),
-    str(Path(__file__).parents[1]),  # lockstep's
+    sysconfig.get_path("stdlib") + os.sep,
+    str(Path(__file__).parents[1]) + os.sep,  # lockstep's
 )
 
 _digests: Final[WeakKeyDictionary[ModuleType, int]] = WeakKeyDictionary()
@@ -57,6 +58,12 @@ def _namespaces_of(program: type) -> Iterator[Mapping[str, Any]]:
                 yield function.__globals__
 
 
+@functools.cache
+def _holds_installed(root: Path) -> bool:
+    """Whether packages were installed in this folder: pip leaves a note beside each."""
+    return next(root.glob("*.dist-info"), None) is not None
+
+
 def _module_name(value: Any) -> str:
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
     return name if isinstance(name, str) else ""
@@ -67,7 +74,9 @@ def _digest_of(module: ModuleType) -> int | None:
     path = getattr(module, "__file__", None)
     if not path or module.__name__ == "__main__" or not path.endswith(".py"):
         return None
-    if path.startswith(_NOT_THE_PROGRAMS) or _INSTALLED & {*Path(path).parts}:
+    depth = module.__name__.count(".") + (Path(path).name == "__init__.py")
+    root = Path(path).parents[min(depth, len(Path(path).parents) - 1)]
+    if path.startswith(_NOT_THE_PROGRAMS) or _holds_installed(root):
         return None
     if module not in _digests:
         try:

@@ -9,6 +9,7 @@ import sys
 import pytest
 from tests.unit.trainer.programs import trainer
 
+from lockstep import checkpoint
 from lockstep.checkpoint.directory_lock import lock_directory
 from lockstep.errors import ConfigurationError
 
@@ -56,6 +57,17 @@ def test_of_two_trainers_in_one_directory_the_later_one_has_it(tmp_path):
     names = sorted(path.name for path in tmp_path.glob("step-*"))
     assert names == ["step-0000000001.ckpt", "step-0000000002.ckpt"]
     assert len([*tmp_path.glob("set-aside-*")]) == 1
+
+
+def test_a_trainer_that_has_not_trained_yet_saves_what_it_has_changed(tmp_path):
+    arguments = {"checkpoint_dir": tmp_path, "checkpoint_every": 1}
+    with trainer(**arguments) as first:  # as a notebook's cell before it is run again
+        first.train(num_steps=1)
+        second = trainer(resume="auto", **arguments)
+        second.apply_all_operators(lambda operator: operator.optimizer.param_groups[0].update(lr=3))
+        second.shutdown()
+    (newest,) = tmp_path.glob("step-*")
+    assert checkpoint.read(newest)["optimizers"][0]["param_groups"][0]["lr"] == 3
 
 
 KILLED = """

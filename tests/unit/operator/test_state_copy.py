@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Going back leaves an optimizer the very groups that a user may have kept, and its attributes."""
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import pytest
@@ -54,6 +54,7 @@ def test_a_group_that_was_added_since_is_taken_away():
 class Norms:
     largest: float = 0.0
     last: deque = field(default_factory=lambda: deque(maxlen=2))
+    first: float = field(init=False, repr=False, compare=False)
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -63,6 +64,7 @@ class Lookahead(torch.optim.Optimizer):
         super().__init__(inner.param_groups, {})
         self.inner, self.calls, self.slow, self.norms = inner, 0, None, Norms()
         self.param_groups, self.state, self.fast = inner.param_groups, inner.state, inner.state
+        self.counted = Counter(begun=1)
         self.held, self.described = tuple(inner.param_groups[0]["params"]), {"by": str}
 
     @torch.no_grad()
@@ -71,7 +73,9 @@ class Lookahead(torch.optim.Optimizer):
             self.slow = {p: [p.clone()] for p in self.held}
         self.inner.step()
         self.calls += 1
+        self.counted["steps"] += 1
         self.norms.last.append(float(self.held[0].grad.norm()))
+        self.norms.first = getattr(self.norms, "first", self.norms.last[0])
         self.norms.largest = max(self.norms.largest, *self.norms.last)
         if self.calls % 2 == 0:
             for param, (slow,) in self.slow.items():
@@ -94,11 +98,14 @@ def test_an_optimizer_has_the_attributes_that_it_had(num_before):
     for _ in range(num_before):
         step()
     inner, calls, slow = optimizer.inner, optimizer.calls, optimizer.slow
+    counted, has_first = Counter(optimizer.counted), hasattr(optimizer.norms, "first")
     kept = StateCopy(layer.parameters(), [optimizer])
     expected = [step() for _ in range(3)]
     kept.restore()
     assert optimizer.calls == calls
     assert optimizer.slow is slow
+    assert optimizer.counted == counted
+    assert hasattr(optimizer.norms, "first") == has_first
     assert optimizer.inner is inner
     assert optimizer.fast is optimizer.state is inner.state
     assert "last" in vars(optimizer) if num_before == 2 else "last" not in vars(optimizer)

@@ -2,6 +2,7 @@
 """Loaded states have all the bits that were saved, and a running step is told from other calls."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -105,3 +106,15 @@ def test_a_step_runs_in_its_function_alone(compiled):
     step()
     before.remove()
     assert optimizer.told == [False, False, True, True]
+
+
+def test_a_step_that_was_wrapped_once_more_is_running(monkeypatch):
+    class Timed(Tells):
+        def step(self, closure=None):
+            self.tell()
+
+    optimizer = Timed([torch.nn.Parameter(torch.ones(1))], lr=0.1)  # torch hooks its class
+    hooked = Timed.step
+    monkeypatch.setattr(Timed, "step", functools.wraps(hooked)(lambda *args: hooked(*args)))
+    optimizer.step()
+    assert optimizer.told == [True]

@@ -56,6 +56,19 @@ def test_two_threads_with_a_trainer_each_draw_their_own_numbers():
             assert torch.equal(got, alone)
 
 
+def test_an_idle_trainer_answers_while_another_thread_trains():
+    """A dataset may ask another trainer in a thread of its own."""
+
+    class Asks(Regression):
+        def compute_loss(self, batch, batch_info):
+            with ThreadPoolExecutor() as pool:
+                assert pool.submit(self.config["idle"].status).result(30)["step"] == 0
+            return super().compute_loss(batch, batch_info)
+
+    with trainer() as idle, trainer(Asks, config={"idle": idle}) as one:
+        assert one.train(num_steps=1)["batch_count"] == 1
+
+
 class Notes(Callback):
     def __init__(self, name, notes):
         self.name, self.notes = name, notes

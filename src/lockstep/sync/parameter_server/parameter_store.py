@@ -163,8 +163,9 @@ class ParameterStore:
         _refuse_different([_settings_in_words(message.body.groups) for message in asked])
         request: OptimizerRequest = asked[0].body
         self._log_for_undo(request)
+        changes = [message.body.attributes for message in asked]
+        request.attributes = self._common_attributes(request, changes)
         optimizer = self._update_optimizer(request, asked[0].tensors)
-        self._compare_attributes(optimizer, [message.body.attributes for message in asked])
         held = optimizer_parameters(optimizer)
         for param in held:
             param.grad = None
@@ -222,19 +223,26 @@ class ParameterStore:
         changes = changes_between(before, self._attributes(optimizer).pack())
         return {k: packed for k, packed in changes.items() if not isinstance(packed, NotSent)}
 
-    def _compare_attributes(self, optimizer: Optimizer, by_rank: Sequence[Changes]) -> None:
-        own = self._attributes(optimizer)
-        if any(changes != by_rank[0] for changes in by_rank):
-            # A function, say, has another pickle on every rank.
-            _refuse_different(
-                [
-                    {
-                        own.name_of(key): data and _comparable_value(own.load(data))
-                        for key, data in sorted(changes.items())
-                    }
-                    for changes in by_rank
-                ]
-            )
+    def _common_attributes(self, request: OptimizerRequest, by_rank: Sequence[Changes]) -> Changes:
+        """The changes of attributes that are alike on all ranks.
+
+        An attribute that the optimizer has here, and that ranks have set to different values, is
+        refused: a step may read it. One that the ranks have made since for themselves (a loss to
+        log) stays with each.
+        """
+        if all(changes == by_rank[0] for changes in by_rank):
+            return by_rank[0]
+        own = self._attributes(self._optimizers[request.number])
+        # A function, say, has another pickle on every rank.
+        shown = [
+            {key: data and _comparable_value(own.load(data)) for key, data in changes.items()}
+            for changes in by_rank
+        ]
+        keys = set().union(*by_rank)
+        apart = {key for key in keys if any(s.get(key, s) != shown[0].get(key, s) for s in shown)}
+        here = apart & own.pack().keys()
+        _refuse_different([{own.name_of(k): s[k] for k in sorted(here & s.keys())} for s in shown])
+        return {key: data for key, data in by_rank[0].items() if key not in apart}
 
     def _parameter(self, number: int) -> torch.nn.Parameter:
         return self._parameters.setdefault(number, torch.nn.Parameter(torch.empty(0, device="cpu")))
@@ -290,6 +298,10 @@ def _comparable_value(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, list | tuple):
         return [_comparable_value(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _comparable_value(item) for key, item in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
     # A function, say, is another object on every rank: only the types are compared.
     return value if isinstance(value, int | float | str | bool | None) else type(value).__name__
 
