@@ -12,10 +12,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lockstep.content_digest import content_digest
-from lockstep.held_columns import Column, columns_of, datasets_in, held_by, without_objects
+from lockstep.held_columns import (
+    DEPTH,
+    LEAST,
+    PARTS,
+    Column,
+    columns_of,
+    datasets_in,
+    held_by,
+    plain_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,11 +32,7 @@ if TYPE_CHECKING:
 _SAMPLES: Final = 16
 """Of a list, at most, evenly spread."""
 _NUMBERS: Final = 1024
-"""Of an array of whole numbers: those that are all different are no labels."""
-_LEAST: Final = 8
-_PARTS: Final = 8
-"""Of a sample, or of what an attribute of a dataset holds, at most."""
-_DEPTH: Final = 3
+"""Of whole numbers: those that have one value twice are labels."""
 _SETTINGS: Final = (str, int, float, PurePath)
 _FINGERPRINT: Final = "_fingerprint"
 """The attribute in which a Hugging Face dataset keeps a hash of its content."""
@@ -43,7 +48,7 @@ def contents_of(dataset: Any, size: int | None) -> list[int]:
     """
     found = []
     for column in held_by(dataset).values():
-        if type(column) not in (list, tuple) or len(column) != size or size < _LEAST:
+        if type(column) not in (list, tuple) or len(column) != size or size < LEAST:
             continue
         places = _spread(size)
         names = [name for place in places if (name := _name_of(column[place]))]
@@ -52,32 +57,30 @@ def contents_of(dataset: Any, size: int | None) -> list[int]:
     return found
 
 
-def held_contents(dataset: Any, depth: int = _DEPTH) -> list[str | int]:
+def held_contents(dataset: Any) -> list[str]:
     """Digests that are equal on ranks whose datasets have the same samples at the same positions.
 
     Of each column (see `lockstep.held_columns`) whose values name the samples: strings, whole
-    numbers that are all different, such as the indices of Hugging Face's datasets and of a frame,
-    and what the program's own objects hold of these. For torch's own datasets: the whole numbers of
-    a ``TensorDataset``, the positions that a ``Subset`` has chosen, and the datasets within both
-    that and a ``ConcatDataset``. None where nothing can be told.
+    numbers such as ids and indices, and lists, dicts and dataclasses in which there is a string.
+    For torch's own: the positions that a ``Subset`` has chosen, and the datasets within both that
+    and a ``ConcatDataset``. None where nothing can be told.
     """
+    try:
+        return _held_contents(dataset, DEPTH)
+    except Exception:  # of the program's `__len__`, or a library's column: nothing can be told
+        return []
+
+
+def _held_contents(dataset: Any, depth: int) -> list[str]:
     if type(dataset) is ConcatDataset:
-        return [number for each in dataset.datasets for number in held_contents(each, depth)]
+        return [digest for each in dataset.datasets for digest in _held_contents(each, depth)]
     if type(dataset) is Subset:
-        places = _spread(len(dataset.indices))
-        chosen = [dataset.indices[place] for place in places]
-        return [content_digest(chosen), *held_contents(dataset.dataset, depth)]
-    if type(dataset) is TensorDataset:
-        # Not of floating point: what a host has computed may differ in the last bits.
-        exact = [each for each in dataset.tensors if not each.is_floating_point()]
-        return [content_digest([each[place] for each in exact for place in _spread(len(each))])]
-    found: list[str | int] = []
-    with suppress(TypeError, NotImplementedError):  # from its `__len__`
-        size = len(dataset)
-        found += filter(None, (_names_in(column, size) for column in columns_of(dataset, size)))
-        if depth:
-            for inner in datasets_in(dataset, size):
-                found += held_contents(inner, depth - 1)
+        chosen = [dataset.indices[place] for place in _spread(len(dataset.indices))]
+        return [content_digest(chosen), *_held_contents(dataset.dataset, depth)]
+    size = len(dataset)
+    found = [*filter(None, (_names_in(column, size) for column in columns_of(dataset, size)))]
+    for inner in datasets_in(dataset, size) if depth else ():
+        found += _held_contents(inner, depth - 1)
     return found
 
 
@@ -86,21 +89,35 @@ def _names_in(column: Column, size: int) -> str | None:
     names: list[str] = []
     with suppress(Exception):  # of a library's column that cannot be read so
         values = [_plain(value) for value in column.read(_spread(size))]
-        if not column.is_list and all(isinstance(value, Integral) for value in values):
-            values = column.read(_spread(size, _NUMBERS))
-            values = [_plain(value) for value in values]
-        elif not column.is_list and any(isinstance(value, list) for value in values):
+        if all(isinstance(value, Integral) for value in values):
+            values = [_plain(value) for value in column.read(_spread(size, _NUMBERS))]
+            if not column.is_index and not _number_places(values, size):
+                return None
+        elif not all(map(_has_text, values)):
             return None  # of numbers, which a rank may have drawn
-        names = [_name_of(without_objects(value)) for value in values]
+        names = [_name_of(value) for value in values]
     is_named = all(names) and len(names) == len(set(names)) > 1
     return f"{column.name} {content_digest(names)}" if is_named else None
 
 
+def _number_places(values: list[int], size: int) -> bool:
+    """Are these the ids of `size` samples? Labels may all be different, too, if there are few.
+
+    Ids are in order, or as close together as their number allows.
+    """
+    is_permutation = max(values) - min(values) < size
+    return is_permutation or values == sorted(values) or values == sorted(values, reverse=True)
+
+
+def _has_text(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and any(map(_has_text, value)))
+
+
 def _plain(value: Any) -> Any:
-    """A number, a string or a time of Python's for one of numpy's, torch's or pandas'."""
-    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and not value.ndim):
+    """What names a sample: Python's numbers and strings for numpy's, torch's or pandas'."""
+    if isinstance(value, np.generic) or (type(value) is torch.Tensor and not value.ndim):
         value = value.item()
-    return str(value) if isinstance(value, datetime.date) else value
+    return str(value) if isinstance(value, datetime.date) else plain_of(value)
 
 
 def identity_of(dataset: Any) -> int | None:
@@ -113,7 +130,7 @@ def identity_of(dataset: Any) -> int | None:
     """
     described: list[str] = []
     try:
-        is_known = _describe(dataset, described, _DEPTH)
+        is_known = _describe(dataset, described, DEPTH)
     except (TypeError, NotImplementedError):  # of one that has no length
         return None
     return zlib.crc32("\n".join(described).encode()) if is_known else None
@@ -150,13 +167,13 @@ def _parts(value: Any, size: int) -> list[Any]:
     held = [*value.values()] if type(value) is dict else value
     if type(held) not in (list, tuple):
         return [held]
-    return [part for place, part in enumerate(held) if place < _PARTS or isinstance(part, Dataset)]
+    return [part for place, part in enumerate(held) if place < PARTS or isinstance(part, Dataset)]
 
 
 def _is_column(value: Any, size: int) -> bool:
     """Does `value` have a place for each sample?"""
     is_one = type(value) in _COLUMNS and (getattr(value, "ndim", 1) > 0)
-    return size >= _LEAST and is_one and len(value) == size
+    return size >= LEAST and is_one and len(value) == size
 
 
 def _is_number(sample: Any) -> bool:
@@ -168,7 +185,7 @@ def _spread(size: int, most: int = _SAMPLES) -> range:
     return range(0, size, max(1, -(-size // most)))
 
 
-def _name_of(sample: Any, depth: int = _DEPTH) -> str:
+def _name_of(sample: Any, depth: int = DEPTH) -> str:
     """The names and whole numbers in a sample, as text; nothing where there are none."""
     if isinstance(sample, PurePath):
         return sample.name  # each host may have its copy elsewhere
@@ -186,4 +203,4 @@ def _name_of(sample: Any, depth: int = _DEPTH) -> str:
         parts = sample
     elif type(sample) is dict:
         parts = sample.values()
-    return ",".join(filter(None, (_name_of(part, depth - 1) for part in list(parts)[:_PARTS])))
+    return ",".join(filter(None, (_name_of(part, depth - 1) for part in list(parts)[:PARTS])))

@@ -8,18 +8,17 @@ dataset may read files, or draw random numbers.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from numbers import Integral
+from itertools import islice
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
-
-from lockstep.tensor_tree import PLAIN_TYPES, children_of, is_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,13 +27,16 @@ if TYPE_CHECKING:
 
 LEAST: Final = 8
 """Samples of a dataset of which something can be told."""
-_PARTS: Final = 8
-"""Of what an attribute of a dataset holds, at most; and columns of a frame or a table."""
-_DEPTH: Final = 3
+PARTS: Final = 8
+"""Of a sample, of an attribute of a dataset, and columns of a frame or a table, at most."""
+DEPTH: Final = 3
+"""Of what lies within a sample, and of datasets within a dataset."""
 _LARGEST: Final = 1 << 40
 """Of the whole numbers of an object; larger ones may be addresses, or hashes of a process."""
+_PLAIN: Final = (str, bytes, int, float, complex, bool, type(None))
 _FOREIGN: Final = {"torch", "numpy", "PIL"}
-_INDEX: Final = "index"
+_INDICES: Final = "_indices"
+"""The attribute in which a Hugging Face dataset keeps the rows that it has chosen of its table."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,13 @@ class Column:
         name: its place in the dataset.
         read: ``read(places)``: the values at these positions.
         is_list: a list or tuple of Python's.
+        is_index: a library has made its whole numbers, to tell rows from one another.
     """
 
     name: str
     read: Read
     is_list: bool = False
+    is_index: bool = False
 
 
 def columns_of(dataset: Any, size: int) -> Iterator[Column]:
@@ -63,7 +67,7 @@ def columns_of(dataset: Any, size: int) -> Iterator[Column]:
 def datasets_in(dataset: Any, size: int) -> Iterator[Any]:
     """The datasets of the same size among the attributes of `dataset`, of which it is a view."""
     for value in held_by(dataset).values():
-        if isinstance(value, Dataset) or "_indices" in held_by(value):
+        if isinstance(value, Dataset) or _INDICES in held_by(value):
             with suppress(Exception):  # a `__len__` of the program's, which nobody else asks for
                 if len(value) == size:
                     yield value
@@ -73,7 +77,10 @@ def held_by(dataset: Any) -> dict[str, Any]:
     """What `dataset` holds, by the names of its attributes; itself, if it is a column."""
     if type(dataset) in (list, tuple, range, np.ndarray, np.memmap, torch.Tensor):
         return {"": dataset}
-    return dict(getattr(dataset, "__dict__", {}))
+    try:
+        return dict(object.__getattribute__(dataset, "__dict__"))  # not by its `__getattr__`
+    except AttributeError:
+        return {}
 
 
 def _columns_in(name: str, value: Any, size: int) -> Iterator[Column]:
@@ -81,8 +88,8 @@ def _columns_in(name: str, value: Any, size: int) -> Iterator[Column]:
     yield from found
     if found or type(value) not in (list, tuple, dict):
         return
-    parts = value if isinstance(value, dict) else dict(enumerate(value[:_PARTS]))
-    for key, part in list(parts.items())[:_PARTS]:
+    parts = value if isinstance(value, dict) else dict(enumerate(value[:PARTS]))
+    for key, part in list(parts.items())[:PARTS]:
         yield from _columns_of_value(f"{name}[{key!r}]", part, size)
 
 
@@ -98,21 +105,24 @@ def _columns_of_value(name: str, value: Any, size: int) -> Iterator[Column]:
         if len(value) == size:
             yield from _columns_of_frame(name, value)
     elif root in ("pyarrow", "datasets") and getattr(value, "num_rows", None) == size:
-        for number in range(min(_PARTS, getattr(value, "num_columns", 0))):
-            yield Column(f"{name}[{number}]", _read_arrow(value, number))
+        for number in range(min(PARTS, getattr(value, "num_columns", 0))):
+            read = _read_arrow(value, number)
+            yield Column(f"{name}[{number}]", read, is_index=name == _INDICES)
 
 
 def _is_plain_tensor(value: Any) -> bool:
-    is_tensor = type(value) in (torch.Tensor, torch.nn.Parameter)
-    return is_tensor and value.layout == torch.strided and value.device.type != "meta"
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_nested:
+        return False
+    return bool(value.layout == torch.strided) and value.device.type != "meta"
 
 
 def _columns_of_frame(name: str, frame: Any) -> Iterator[Column]:
-    yield Column(f"{name}.{_INDEX}", lambda places: frame.index[list(places)].tolist())
+    index = frame.index
+    yield Column(f"{name}.index", lambda places: index[list(places)].tolist(), is_index=True)
     if frame.ndim == 1:
         yield Column(name, lambda places: frame.iloc[list(places)].tolist())
         return
-    for number in range(min(_PARTS, frame.shape[1])):
+    for number in range(min(PARTS, frame.shape[1])):
         yield Column(f"{name}[{number}]", _read_frame(frame, number))
 
 
@@ -121,46 +131,82 @@ def _read_frame(frame: Any, number: int) -> Read:
 
 
 def _read_arrow(table: Any, number: int) -> Read:
-    return lambda places: table.column(number).take(list(places)).to_pylist()
+    def read(places: Sequence[int]) -> list[Any]:
+        column = table.column(number)
+        # One by one: `take` joins the chunks of strings first, a copy of the whole column.
+        return [_of_scalar(column[place]) for place in places]
+
+    return read
 
 
-def without_objects(value: Any, depth: int = _DEPTH, *, with_floats: bool = False) -> Any:
-    """`value` with dicts in place of the program's own objects, which hold what can be compared.
+def _of_scalar(scalar: Any, depth: int = DEPTH) -> Any:
+    """The value of an arrow scalar: of a list the first elements, of bytes (a picture) nothing."""
+    kind = type(scalar).__name__
+    if not scalar.is_valid or any(part in kind for part in ("Binary", "Extension", "Map")):
+        return None
+    if "List" in kind:
+        return [_of_scalar(each, depth - 1) for each in scalar.values[:PARTS]] if depth else None
+    if kind == "StructScalar":
+        fields = range(min(PARTS, len(scalar)))
+        return [_of_scalar(scalar[each], depth - 1) for each in fields] if depth else None
+    return scalar.as_py()
 
-    Those are tensors, arrays, strings (of a path the last part) and whole numbers; large ones may
-    be addresses, and stay out. An object of any other class is its class's name.
+
+def plain_of(value: Any, depth: int = DEPTH, *, with_objects: bool = False) -> Any:
+    """The first of what `value` holds, as lists of tensors, arrays and plain values.
+
+    Looked into are dicts, lists, tuples and dataclasses, whose classes run none of the program's
+    code, so deep and at so many parts as bounds the work for any sample. All else is None.
 
     Args:
-        with_floats: also the floating point of the program's objects, which may be a time.
+        with_objects: also the tensors, arrays and numbers that are attributes of an object of the
+            program's. They may be a time or an address, and its strings a random name: such an
+            object names no sample.
     """
-    if isinstance(value, (*PLAIN_TYPES, torch.Tensor, np.ndarray)) or is_rows(value):
+    if _is_leaf(value):
         return value
     if isinstance(value, PurePath):
         return value.name  # each host may have its copy elsewhere
-    children = children_of(value)
-    if children is not None:
-        return {
-            str(key): without_objects(child, depth, with_floats=with_floats)
-            for key, child in children
-        }
-    held: dict[str, Any] = {"": type(value).__name__}
+    parts = _parts_of(value)
+    if parts is not None:
+        if not depth:
+            return None
+        return [plain_of(part, depth - 1, with_objects=with_objects) for part in parts]
+    return _numbers_held_by(value) if with_objects else None
+
+
+def _is_leaf(value: Any) -> bool:
+    if type(value) in (np.ndarray, np.memmap):
+        return not value.dtype.hasobject
+    return type(value) in _PLAIN or isinstance(value, np.generic) or _is_plain_tensor(value)
+
+
+def _parts_of(value: Any) -> list[Any] | None:
+    if type(value) is list:
+        return value[:PARTS]
+    if isinstance(value, tuple):  # named ones too
+        return [*islice(tuple.__iter__(value), PARTS)]
+    if type(value) is dict:
+        return [*islice(value.values(), PARTS)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held, fields = held_by(value), dataclasses.fields(value)
+        return [held.get(field.name) for field in fields[:PARTS]]
+    return None
+
+
+def _numbers_held_by(value: Any) -> list[Any] | None:
     root = type(value).__module__.partition(".")[0]
-    if depth and root not in _FOREIGN and root not in sys.stdlib_module_names:
-        for name, part in held_by(value).items():
-            kept = _comparable(part, depth - 1, with_floats)
-            if kept is not None:
-                held[name] = kept
-    return held
+    if isinstance(value, type) or root in _FOREIGN or root in sys.stdlib_module_names:
+        return None
+    parts = islice(held_by(value).values(), PARTS)
+    return [part for part in parts if _is_leaf(part) and not _may_be_address(part)]
 
 
-def _comparable(part: Any, depth: int, with_floats: bool) -> Any:
-    if isinstance(part, str | PurePath):
-        return PurePath(part).name if "/" in str(part) else str(part)
-    if isinstance(part, Integral):
-        return int(part) if abs(int(part)) < _LARGEST else None
-    if isinstance(part, PLAIN_TYPES) or callable(part):
-        return part if with_floats and isinstance(part, float) else None
-    if is_rows(part):
-        kept = [_comparable(each, depth, with_floats) for each in part]
-        return None if None in kept else kept
-    return without_objects(part, depth, with_floats=with_floats) if depth >= 0 else None
+def _may_be_address(part: Any) -> bool:
+    return isinstance(part, str | bytes) or (type(part) is int and abs(part) >= _LARGEST)
+
+
+def tensors_of(value: Any) -> list[Any]:
+    """The tensors and arrays that are attributes of an object of the program's."""
+    held = _numbers_held_by(value) or []
+    return [part for part in held if type(part) not in _PLAIN and not isinstance(part, np.generic)]

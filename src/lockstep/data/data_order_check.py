@@ -9,13 +9,18 @@ reads this rank's part only, samples would be lost or read twice, and no gradien
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
 
 from lockstep.content_digest import content_digest
 from lockstep.data.shard_batch_size import ShardBatchSize
 from lockstep.dataset_contents import held_contents
 from lockstep.errors import DataOrderError
-from lockstep.held_columns import without_objects
+from lockstep.held_columns import tensors_of
+from lockstep.tensor_tree import PLAIN_TYPES, children_of, is_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,7 +99,25 @@ def _digest_of_first_batch(first: GlobalBatch | None, batches: GlobalBatches) ->
     # and the rest of the batch need not be loaded. Of a sampler, hash all indices.
     if not batches.kind.is_data:
         return content_digest(first.items(0, len(first)))
-    return content_digest([without_objects(item) for item in first.items(0, 1)])
+    return content_digest([_told_by(item) for item in first.items(0, 1)])
+
+
+def _told_by(item: Any) -> Any:
+    """What of an item of a stream is the same on each rank that reads the same stream.
+
+    Of an object of the program's its tensors and arrays: other attributes may be an id drawn at
+    random, a time, or the rank.
+    """
+    if isinstance(item, torch.Tensor) and item.is_nested:
+        return [_told_by(part) for part in item.unbind()]
+    if isinstance(item, (*PLAIN_TYPES, torch.Tensor, np.ndarray)) or is_rows(item):
+        return item
+    if isinstance(item, PurePath):
+        return item.name  # each host may have its copy elsewhere
+    children = children_of(item)
+    if children is None:
+        return [type(item).__name__, *tensors_of(item)]
+    return {str(key): _told_by(child) for key, child in children}
 
 
 def check_same_plan(fingerprints: Sequence[Mapping[str, Any]]) -> None:

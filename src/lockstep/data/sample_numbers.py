@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import ConcatDataset, Subset
 
 from lockstep.data.shard_assignment import shard_bounds
-from lockstep.held_columns import columns_of, datasets_in, without_objects
+from lockstep.held_columns import DEPTH, columns_of, datasets_in, plain_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from lockstep.held_columns import Column
 
 _log = logging.getLogger("lockstep")
+_told_of: set[tuple[str, str]] = set()
+"""The columns of which this process has warned, with the ranks that differ."""
 
 NUMBERS: Final = "numbers"
 """The key of `numbers_of` beside the fields of `plan_fingerprint`."""
@@ -35,32 +37,38 @@ _PLACES: Final = 8
 _COLUMNS: Final = 4
 _ELEMENTS: Final = 4096
 """Of a sample, at most."""
-_PARTS: Final = 8
-_DEPTH: Final = 3
 _ROUNDING: Final = 1e-4
 """Of the largest number: far more than what hosts and libraries compute differently."""
 _COARSE: Final = 0.05
 """The same for numbers of two bytes or fewer."""
 
 
-def numbers_of(dataset: Any) -> list[list[float]]:
-    """For each of some columns of `dataset` what counts as rounding, and a number for some samples.
+def numbers_of(dataset: Any) -> list[tuple[str, list[float]]]:
+    """The names of some columns of `dataset`, with what counts as rounding, and some numbers.
 
-    Nothing of the program's is called, see `lockstep.held_columns`.
+    Those have one for each of some samples. Nothing of the program's is called, see
+    `lockstep.held_columns`.
     """
-    found: list[list[float]] = []
-    for column, size in _columns_within(dataset, _DEPTH):
-        places = [shard_bounds(size, _PLACES, part)[0] for part in range(_PLACES)]
-        with suppress(Exception):  # of a library's column that cannot be read so
-            values = column.read(places)
-            plain = [without_objects(value, with_floats=True) for value in values]
-            numbers = [_number_of(value) for value in plain]
-            if all(number is not None and math.isfinite(number) for number in numbers):
-                rounding = _COARSE if any(map(_is_coarse, values)) else _ROUNDING
-                found.append([rounding, *(float(f"{number:.7g}") for number in numbers)])
-        if len(found) == _COLUMNS:
-            break
+    found: list[tuple[str, list[float]]] = []
+    with suppress(Exception):  # of the program's `__len__`: nothing can be told
+        for column, size in _columns_within(dataset, DEPTH):
+            numbers = _numbers_in(column, size)
+            if numbers:
+                found.append((column.name, numbers))
+            if len(found) == _COLUMNS:
+                break
     return found
+
+
+def _numbers_in(column: Column, size: int) -> list[float]:
+    places = [shard_bounds(size, _PLACES, part)[0] for part in range(_PLACES)]
+    with suppress(Exception):  # of a library's column that cannot be read so
+        values = column.read(places)
+        numbers = [_number_of(plain_of(value, with_objects=True)) for value in values]
+        if all(number is not None and math.isfinite(number) for number in numbers):
+            rounding = _COARSE if any(map(_is_coarse, values)) else _ROUNDING
+            return [rounding, *(float(f"{number:.7g}") for number in numbers)]
+    return []
 
 
 def _columns_within(dataset: Any, depth: int) -> Iterator[tuple[Column, int]]:
@@ -69,13 +77,11 @@ def _columns_within(dataset: Any, depth: int) -> Iterator[tuple[Column, int]]:
         for each in inner:
             yield from _columns_within(each, depth)
         return
-    with suppress(TypeError, NotImplementedError):  # from its `__len__`
-        size = len(dataset)
-        for column in columns_of(dataset, size):
-            yield column, size
-        if depth:
-            for each in datasets_in(dataset, size):
-                yield from _columns_within(each, depth - 1)
+    size = len(dataset)
+    for column in columns_of(dataset, size):
+        yield column, size
+    for each in datasets_in(dataset, size) if depth else ():
+        yield from _columns_within(each, depth - 1)
 
 
 def _number_of(sample: Any) -> float | None:
@@ -91,11 +97,9 @@ def _number_of(sample: Any) -> float | None:
         )
     if isinstance(sample, int | float):
         return float(sample)
-    parts = sample.values() if isinstance(sample, dict) else sample
-    if not isinstance(sample, dict | list | tuple):
+    if not isinstance(sample, list):
         return None
-    numbers = [_number_of(part) for part in list(parts)[:_PARTS]]
-    known = [number for number in numbers if number is not None]
+    known = [number for part in sample if (number := _number_of(part)) is not None]
     return sum(known) if known else None
 
 
@@ -107,25 +111,34 @@ def _is_coarse(sample: Any) -> bool:
 def warn_of_other_numbers(by_rank: Sequence[Mapping[str, Any]]) -> None:
     """Warn where the ranks' datasets hold other numbers at the same positions.
 
+    Once in a process, of a column that several loaders read: a program may build one in each epoch.
+
     Args:
         by_rank: the `numbers_of` each rank, under `NUMBERS`; a rank without them is not compared.
     """
     numbers = [each.get(NUMBERS) or [] for each in by_rank]
-    odd = [rank for rank, found in enumerate(numbers) if _differ(numbers[0], found)]
-    if odd:
-        _log.warning(
-            "the dataset of rank(s) %s has other numbers at the same positions than that of rank 0."
-            " If each rank has taken a part of the data, most samples are never read: build the"
-            " whole dataset on every rank, lockstep gives each its part. If the data is drawn at"
-            " random, seed it alike on every rank (torch.manual_seed(0) before it is drawn)",
-            ", ".join(map(str, odd)),
-        )
+    differing = [_differing(numbers[0], found) for found in numbers]
+    odd = ", ".join(str(rank) for rank, column in enumerate(differing) if column is not None)
+    column = next((each for each in differing if each is not None), None)
+    if column is None or (column, odd) in _told_of:
+        return
+    _told_of.add((column, odd))
+    _log.warning(
+        "the dataset of rank(s) %s has other numbers%s at the same positions than that of rank 0."
+        " If each rank has taken a part of the data, most samples are never read: build the"
+        " whole dataset on every rank, lockstep gives each its part. If the data is drawn at"
+        " random, seed it alike on every rank (torch.manual_seed(0) before it is drawn)",
+        odd,
+        column and f" in its `{column}`",
+    )
 
 
-def _differ(first: list[list[float]], other: list[list[float]]) -> bool:
+def _differing(first: Sequence[Any], other: Sequence[Any]) -> str | None:
+    """The name of the first column with other numbers; empty where the dataset is the column."""
     if len(first) != len(other):
-        return False
-    return any(_are_other(one, two) for one, two in zip(first, other, strict=True))
+        return None
+    pairs = zip(first, other, strict=True)
+    return next((name for (name, one), (_, two) in pairs if _are_other(one, two)), None)
 
 
 def _are_other(one: list[float], two: list[float]) -> bool:

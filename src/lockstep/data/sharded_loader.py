@@ -360,7 +360,8 @@ class ShardedLoader:
         found = group.exchange({**plan, NUMBERS: numbers})
         self._has_compared_numbers = True
         check_same_plan(found)
-        warn_of_other_numbers(found)
+        if group.rank == 0:  # all ranks have found the same
+            warn_of_other_numbers(found)
 
     def close(self) -> None:
         """End the loader's persistent worker processes, if it has any."""
