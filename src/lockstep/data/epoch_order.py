@@ -13,7 +13,7 @@ from lockstep.errors import DataOrderError
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
-_NUM_COMPARED: Final = 16
+NUM_COMPARED: Final = 16
 """Indices that tell one order of an epoch from another: more than a chance may repeat."""
 _DIGITS: Final = 4
 """Of each of their digests."""
@@ -39,7 +39,7 @@ class EpochBeginning:
     def note_indices(self, drawn: Sequence[Any]) -> None:
         """Note further indices of the epoch, or batches of them."""
         noted = self.first_items if isinstance(self.first_items, str) else ""
-        missing = _NUM_COMPARED - len(noted) // _DIGITS
+        missing = NUM_COMPARED - len(noted) // _DIGITS
         if missing and drawn:
             digests = [content_digest(item)[:_DIGITS] for item in drawn[:missing]]
             self.first_items = noted + "".join(digests)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 
 from torch.utils.data import (
@@ -28,6 +29,7 @@ from torch.utils.data import (
 )
 
 from lockstep.data.batch_rows import leading_length
+from lockstep.data.epoch_order import NUM_COMPARED
 from lockstep.data.isolated_randomness import (
     IsolatedRandomness,
     find_generators,
@@ -49,6 +51,8 @@ _TORCHS_SAMPLERS = (
     WeightedRandomSampler,
     DistributedSampler,
 )
+_OF_ALL_SAMPLES = (SequentialSampler, RandomSampler, DistributedSampler)
+"""Those whose order follows from the number of samples and a seed alone."""
 
 T = TypeVar("T")
 
@@ -166,10 +170,10 @@ class GlobalBatches:
     def can_be_drawn_early(self) -> bool:
         """Whether it makes no difference when, and how often, the order of an epoch is drawn.
 
-        True of torch's own samplers, by their exact types. Any other may look at what the program
-        changes while it runs (priorities, a buffer), or count how often it is iterated.
+        True of torch's orders of all samples. Any other sampler may look at what the program
+        changes while it runs (weights, priorities, a buffer), or count how often it is iterated.
         """
-        return not self.kind.is_data and _is_torchs(self.source)
+        return not self.kind.is_data and _is_torchs(self.source, _OF_ALL_SAMPLES)
 
     @property
     def order_size(self) -> OrderSize | None:
@@ -251,7 +255,7 @@ class GlobalBatches:
         # may look at what the program has changed in the last step. Torch's own do not, so many of
         # their indices are drawn in one entry of the isolation.
         chunk = self.per_step
-        if self.can_be_drawn_early:
+        if _is_torchs(self.source):
             chunk *= max(1, _NUM_DRAWN_AT_ONCE // self.per_step)
         iterator = isolated.open(self.source)
 
@@ -261,15 +265,11 @@ class GlobalBatches:
                 note_first(drawn)
             return drawn
 
-        drawn = draw(chunk)
-        while drawn and offset >= len(drawn):
-            offset -= len(drawn)
-            drawn = draw(chunk)
-        # Whole global batches again, which begin at `offset`.
-        drawn = drawn[offset:] + draw(offset % self.per_step)
-        while drawn:
+        if offset:  # one entry for all that is skipped, of which only the beginning is noted
+            rest = offset - len(draw(min(offset, 1 if self.kind.is_data else NUM_COMPARED)))
+            isolated.draw(islice(iterator, rest, rest), 1)
+        while drawn := draw(chunk):
             yield from self._cut(_read_from(drawn), 0, len(drawn))
-            drawn = draw(chunk)
 
 
 def _read_from(drawn: list[Any]) -> Read:
@@ -355,10 +355,10 @@ def is_exactly(value: Any, kind: type[T]) -> TypeGuard[T]:
     return own is kind or (double and own.__name__ == kind.__name__)
 
 
-def _is_torchs(sampler: Any) -> bool:
+def _is_torchs(sampler: Any, kinds: tuple[type, ...] = _TORCHS_SAMPLERS) -> bool:
     if is_exactly(sampler, BatchSampler):
-        return _is_torchs(sampler.sampler)
-    return any(is_exactly(sampler, kind) for kind in _TORCHS_SAMPLERS)
+        return _is_torchs(sampler.sampler, kinds)
+    return any(is_exactly(sampler, kind) for kind in kinds)
 
 
 def _batches_of_stream(

@@ -57,7 +57,8 @@ def shard_loader(loader: Any, *, group: Any = None, seed: int = 0) -> RankLoader
         Every rank of a process group or `Group`: one exchange of what shows that all loaders are
         alike. None for another object with ``rank`` and ``size``. A stream, and an order that is no
         sampler's of torch, may be filled or set until they are read: there the first batch takes
-        another exchange. All else computes the same on all ranks, and communicates nothing.
+        another exchange, so that every rank reads it with no other collective under way. All else
+        computes the same on all ranks, and communicates nothing.
     """
     communicates = isinstance(group, Group | dist.ProcessGroup)
     if not communicates and hasattr(group, "rank") and hasattr(group, "size"):

@@ -270,7 +270,7 @@ class ShardedLoader:
         batches = self._batches
         drawn = self._draw(batches, epoch, 0, None)
         first = next(drawn, None)
-        if first is not None and not batches.can_be_drawn_early:
+        if first is not None:
             self._begun = epoch, chain([first], drawn)
         return plan_fingerprint(batches, first, self._dataset, self.assignment, epoch)
 
@@ -280,7 +280,9 @@ class ShardedLoader:
         Nothing is drawn from a sampler or a stream of the user's.
         """
         if self.can_be_drawn_early:
-            return self.fingerprint(epoch)
+            found = self.fingerprint(epoch)
+            self._begun = None  # the program may change what the epoch reads
+            return found
         return plan_fingerprint(self._batches, None, self._dataset, self.assignment, epoch)
 
     @property

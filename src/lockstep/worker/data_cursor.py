@@ -285,7 +285,7 @@ class Cursor:
         if self.step and isinstance(source, ShardedLoader):
             size, was = self._size_of(self.epoch), self._sizes.get(self.epoch)
             open_steps = partial(source.batches, *place, size=size)
-            if was is not None and size is None:
+            if was is not None and size is None and source.order_size is not None:
                 _log.warning(
                     "epoch %d began with %d samples, some of which are gone: it goes on at global"
                     " batch %d with the present ones, of which some may come twice in it, and"
@@ -301,8 +301,13 @@ class Cursor:
         source = self.source
         if source.first_items is not None:
             self._first_items[self.epoch] = source.first_items
-        if isinstance(source, ShardedLoader) and source.opened_size is not None:
+        if not isinstance(source, ShardedLoader):
+            return
+        if source.opened_size is not None:
             self._sizes[self.epoch] = source.opened_size
+        else:
+            # Torch's own order gave it; the epoch goes on in one of the user's.
+            self._sizes.pop(self.epoch, None)
 
     def refuse_unread(self) -> None:
         """Raise if the user's loop caught an error of the loader and went on.

@@ -2,6 +2,7 @@
 """Every sample is read once at any numbers of samples, shards and workers, in the same shards."""
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from lockstep.data import BatchParts, ShardAssignment, ShardedLoader, split_batch_size
+from lockstep.data.isolated_randomness import IsolatedRandomness
 from lockstep.errors import ConfigurationError
 from sharing import by_shard, plain, samples, shard_assignments, share_out
 
@@ -63,6 +65,40 @@ def test_a_sampler_is_iterated_once_an_epoch_however_many_ranks_compare_their_pl
         loader.fingerprint(epoch)
         assert samples([list(loader.batches(epoch))]) == torch.arange(8).roll(epoch).tolist()
     assert sampler.iterations == 2
+
+
+@pytest.mark.parametrize("start_step", [1, 7, 8, 100, 199, 200, 300])
+def test_what_lies_before_the_position_is_skipped_at_once(
+    start_step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took an entry into the samplers' random states for each global batch."""
+    entries: list[int] = []
+    draw = IsolatedRandomness.draw
+
+    def counted(self: IsolatedRandomness, iterator: Iterator[int], count: int) -> list[int]:
+        entries.append(count)
+        return draw(self, iterator, count)
+
+    class Own(Sampler):
+        def __iter__(self):
+            return (number for number in torch.randperm(400).tolist())
+
+        def __len__(self):
+            return 400
+
+    def read(start: int) -> tuple[list[int], object]:
+        loader = ShardedLoader(
+            DataLoader(range(400), batch_size=2, sampler=Own()),
+            ShardAssignment(1, range(1), seed=0),
+            parts=BatchParts.BY_SHARD,
+        )
+        rows = [row for step in loader.batches(0, start) for row in plain(step.parts[0].batch)]
+        return rows, loader.first_items
+
+    whole, began = read(0)
+    monkeypatch.setattr(IsolatedRandomness, "draw", counted)
+    assert read(start_step) == (whole[2 * start_step :], began)
+    assert len(entries) <= 3 + max(0, 200 - start_step)
 
 
 def test_unshuffled_data_stays_in_order() -> None:

@@ -428,6 +428,23 @@ def test_torchs_own_orders_need_no_look() -> None:
     assert "first_items" not in saved_in_the_middle(STEADY["shuffled"])["position"]["train"]
 
 
+def test_an_order_of_the_users_own_does_not_keep_the_size_of_torchs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The epoch ended by the size of an order that is gone, and lost samples were told of."""
+    shuffled = sharded(DataLoader(range(50), batch_size=5, shuffle=True))
+    for _ in range(3):
+        shuffled.take()
+        shuffled.commit()
+    cursor = sharded(DataLoader(range(100), batch_size=5, sampler=Order(100, 100)))
+    cursor.load_place(shuffled.place)
+    assert cursor.take().index == 3
+    assert cursor.steps_per_epoch == 20
+    cursor.commit()
+    assert steps_until_the_end(cursor) == 20
+    assert [each.message for each in caplog.records if "are gone" in each.message] == []
+
+
 class EndsByCtrlC:
     """A source whose reading is interrupted where it is closed, as loaders' processes end."""
 
