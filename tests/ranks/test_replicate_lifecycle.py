@@ -230,6 +230,7 @@ def test_detach_leaves_plain_gradients_and_no_hooks():
 )
 def test_models_that_are_dropped_without_detach_are_freed(bucket_cap_mb, is_frozen):
     """Also with several buckets, or a parameter that may be unfrozen: those need further hooks."""
+    gc.collect()  # a sync of before may wait for it, and would be freed between the two counts
     replicate(mlp()).detach()  # takes the hooks away that a sync of before may have left
     tables = (
         _global_optimizer_pre_hooks,
