@@ -270,7 +270,8 @@ class ShardedLoader:
         batches = self._batches
         drawn = self._draw(batches, epoch, 0, None)
         first = next(drawn, None)
-        if first is not None:
+        # An order of torch's costs little to draw, and its data may grow until it is read.
+        if first is not None and batches.order_size is None:
             self._begun = epoch, chain([first], drawn)
         return plan_fingerprint(batches, first, self._dataset, self.assignment, epoch)
 

@@ -67,6 +67,19 @@ def test_a_sampler_is_iterated_once_an_epoch_however_many_ranks_compare_their_pl
     assert sampler.iterations == 2
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_data_may_grow_between_the_comparison_and_the_read(shuffle: bool) -> None:
+    rows = list(range(8))
+    loader = ShardedLoader(
+        DataLoader(rows, batch_size=2, shuffle=shuffle),
+        ShardAssignment(1, range(1), seed=0),
+        parts=BatchParts.BY_SHARD,
+    )
+    loader.fingerprint(0)
+    rows += range(8, 16)
+    assert sorted(samples([list(loader.batches(0))])) == list(range(16))
+
+
 @pytest.mark.parametrize("start_step", [1, 7, 8, 100, 199, 200, 300])
 def test_what_lies_before_the_position_is_skipped_at_once(
     start_step: int, monkeypatch: pytest.MonkeyPatch
