@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import ConcatDataset, Dataset
 
 from lockstep.content_digest import content_digest
 from lockstep.held_columns import (
@@ -20,8 +20,7 @@ from lockstep.held_columns import (
     LEAST,
     PARTS,
     Column,
-    columns_of,
-    datasets_in,
+    columns_within,
     held_by,
     plain_of,
 )
@@ -66,27 +65,17 @@ def held_contents(dataset: Any) -> list[str]:
     and a ``ConcatDataset``. None where nothing can be told.
     """
     try:
-        return _held_contents(dataset, DEPTH)
+        return [*filter(None, map(_names_in, columns_within(dataset)))]
     except Exception:  # of the program's `__len__`, or a library's column: nothing can be told
         return []
 
 
-def _held_contents(dataset: Any, depth: int) -> list[str]:
-    if type(dataset) is ConcatDataset:
-        return [digest for each in dataset.datasets for digest in _held_contents(each, depth)]
-    if type(dataset) is Subset:
-        chosen = [dataset.indices[place] for place in _spread(len(dataset.indices))]
-        return [content_digest(chosen), *_held_contents(dataset.dataset, depth)]
-    size = len(dataset)
-    found = [*filter(None, (_names_in(column, size) for column in columns_of(dataset, size)))]
-    for inner in datasets_in(dataset, size) if depth else ():
-        found += _held_contents(inner, depth - 1)
-    return found
-
-
-def _names_in(column: Column, size: int) -> str | None:
+def _names_in(column: Column) -> str | None:
     """A digest of the values of `column`, if they name its samples."""
     names: list[str] = []
+    size = column.size
+    if column.is_choice:
+        return content_digest(column.read(_spread(size)))
     with suppress(Exception):  # of a library's column that cannot be read so
         values = [_plain(value) for value in column.read(_spread(size))]
         if all(isinstance(value, Integral) for value in values):

@@ -11,14 +11,14 @@ from __future__ import annotations
 import dataclasses
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -48,23 +48,47 @@ class Column:
         read: ``read(places)``: the values at these positions.
         is_list: a list or tuple of Python's.
         is_index: a library has made its whole numbers, to tell rows from one another.
+        is_choice: the positions that a ``Subset`` has chosen, of which some may come twice.
+        size: samples of the dataset.
     """
 
     name: str
     read: Read
     is_list: bool = False
     is_index: bool = False
+    is_choice: bool = False
+    size: int = 0
 
 
-def columns_of(dataset: Any, size: int) -> Iterator[Column]:
-    """The columns that `dataset` holds in itself and in its attributes."""
-    if size < LEAST:
+def columns_within(dataset: Any, depth: int = DEPTH) -> Iterator[Column]:
+    """The columns of `dataset`, and of the datasets that it is made of or is a view of.
+
+    Raises:
+        Exception: what a ``__len__`` of the program's raises.
+    """
+    if type(dataset) is ConcatDataset:
+        for each in dataset.datasets:
+            yield from columns_within(each, depth)
         return
-    for name, value in held_by(dataset).items():
-        yield from _columns_in(name, value, size)
+    size = len(dataset)
+    if type(dataset) is Subset:
+        chosen = dataset.indices
+        yield Column("", lambda places: [chosen[p] for p in places], is_choice=True, size=size)
+        yield from columns_within(dataset.dataset, depth)
+        return
+    for column in _columns_of(dataset, size):
+        yield replace(column, size=size)
+    for each in _datasets_in(dataset, size) if depth else ():
+        yield from columns_within(each, depth - 1)
 
 
-def datasets_in(dataset: Any, size: int) -> Iterator[Any]:
+def _columns_of(dataset: Any, size: int) -> Iterator[Column]:
+    if size >= LEAST:
+        for name, value in held_by(dataset).items():
+            yield from _columns_in(name, value, size)
+
+
+def _datasets_in(dataset: Any, size: int) -> Iterator[Any]:
     """The datasets of the same size among the attributes of `dataset`, of which it is a view."""
     for value in held_by(dataset).values():
         if isinstance(value, Dataset) or _INDICES in held_by(value):

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Subset
 
 from lockstep.data.shard_assignment import shard_bounds
-from lockstep.held_columns import DEPTH, columns_of, datasets_in, plain_of
+from lockstep.held_columns import columns_within, plain_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from lockstep.held_columns import Column
 
@@ -51,8 +50,8 @@ def numbers_of(dataset: Any) -> list[tuple[str, list[float]]]:
     """
     found: list[tuple[str, list[float]]] = []
     with suppress(Exception):  # of the program's `__len__`: nothing can be told
-        for column, size in _columns_within(dataset, DEPTH):
-            numbers = _numbers_in(column, size)
+        for column in columns_within(dataset):
+            numbers = [] if column.is_choice else _numbers_in(column)
             if numbers:
                 found.append((column.name, numbers))
             if len(found) == _COLUMNS:
@@ -60,8 +59,8 @@ def numbers_of(dataset: Any) -> list[tuple[str, list[float]]]:
     return found
 
 
-def _numbers_in(column: Column, size: int) -> list[float]:
-    places = [shard_bounds(size, _PLACES, part)[0] for part in range(_PLACES)]
+def _numbers_in(column: Column) -> list[float]:
+    places = [shard_bounds(column.size, _PLACES, part)[0] for part in range(_PLACES)]
     with suppress(Exception):  # of a library's column that cannot be read so
         values = column.read(places)
         numbers = [_number_of(plain_of(value, with_objects=True)) for value in values]
@@ -69,19 +68,6 @@ def _numbers_in(column: Column, size: int) -> list[float]:
             rounding = _COARSE if any(map(_is_coarse, values)) else _ROUNDING
             return [rounding, *(float(f"{number:.7g}") for number in numbers)]
     return []
-
-
-def _columns_within(dataset: Any, depth: int) -> Iterator[tuple[Column, int]]:
-    if type(dataset) in (ConcatDataset, Subset):
-        inner = dataset.datasets if type(dataset) is ConcatDataset else [dataset.dataset]
-        for each in inner:
-            yield from _columns_within(each, depth)
-        return
-    size = len(dataset)
-    for column in columns_of(dataset, size):
-        yield column, size
-    for each in datasets_in(dataset, size) if depth else ():
-        yield from _columns_within(each, depth - 1)
 
 
 def _number_of(sample: Any) -> float | None:

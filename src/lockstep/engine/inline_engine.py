@@ -18,9 +18,11 @@ from lockstep.worker import (
     OnFailure,
     Worker,
     add_rank,
+    predict,
     progress_of,
     rows_after,
     undo_without_peers,
+    verify,
 )
 
 if TYPE_CHECKING:
@@ -38,6 +40,9 @@ _PROGRESS_EVERY_S = 0.1
 _one_run: Final = threading.RLock()
 """Held by the thread whose run computes: generators of random numbers and torch's deterministic
 mode are the process's, and two runs at once would draw each other's numbers."""
+
+_DRAWING: Final = (Worker.start, Worker.train, Worker.validate, predict, verify)
+"""The calls that seed the generators and draw from them. All others answer at once."""
 
 _PATIENCE_S: Final = 60.0
 """How long a run waits for another one's call. That may itself wait for this one, as training does
@@ -76,19 +81,16 @@ class InlineEngine:
         return self._perform(call)
 
     def _perform(self, call: RemoteCall[Worker, R]) -> R:
-        try:
-            with (
-                _turn_of(call),
-                step_hooks_at_work(self._worker),
-                sigint_after_step(self._worker),
-            ):
-                return call.perform(self._worker)
-        except BaseException as error:
-            add_rank(error, 0)
-            if call.contract.on_failure is OnFailure.RESUME:
-                self.interrupted_by = error
-                self._interrupted_loop = call.request
-            raise
+        with _turn_of(call):  # outside: a call that got no turn has interrupted nothing
+            try:
+                with step_hooks_at_work(self._worker), sigint_after_step(self._worker):
+                    return call.perform(self._worker)
+            except BaseException as error:
+                add_rank(error, 0)
+                if call.contract.on_failure is OnFailure.RESUME:
+                    self.interrupted_by = error
+                    self._interrupted_loop = call.request
+                raise
 
     def undo_interrupted_call(self) -> None:
         cause = self.interrupted_by
@@ -136,7 +138,7 @@ def _turn_of(call: RemoteCall[Worker, object]) -> Iterator[None]:
     Raises:
         WrongUseError: another run has computed all the while.
     """
-    if call.request is None and call.contract.name not in ("start", "predict", "verify"):
+    if call.method not in _DRAWING:
         yield
         return
     if not _one_run.acquire(timeout=_PATIENCE_S):

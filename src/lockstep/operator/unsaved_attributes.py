@@ -45,16 +45,20 @@ def unsaved_attribute_listeners(operator: Operator) -> tuple[Listener, Listener]
 
     def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(optimizer is each for each in waiting):
-            before[optimizer] = _marks_of(optimizer)
+            before[optimizer] = _contents_of(optimizer)
 
     def compare(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         was = before.pop(optimizer, None)
         if was is None:
             return
         waiting.remove(optimizer)
-        now = _marks_of(optimizer)
-        # A flag that is set once (`initialized`) says that a cache is filled.
-        changed = [n for n in now if n not in was or was[n] != now[n] if now[n] is not True]
+        now = _contents_of(optimizer)
+        changed = [
+            name
+            for name, content in now.items()
+            # A flag that is set once (`initialized`) says that a cache is filled.
+            if content is not True and (name not in was or was[name] != content)
+        ]
         if changed:
             _log.warning(
                 "A step of %s has changed its attributes %s, which its state_dict() does not hold:"
@@ -75,18 +79,18 @@ def _has_plain_state(optimizer: Optimizer) -> bool:
     return not is_torchs and kind.state_dict is torch.optim.Optimizer.state_dict
 
 
-def _marks_of(optimizer: Optimizer) -> dict[str, Any]:
-    """By the name of each attribute what changes if a step changes it."""
+def _contents_of(optimizer: Optimizer) -> dict[str, Any]:
+    """By the name of each attribute something that differs if a step changes it."""
     members = [optimizer, *inner_optimizers(optimizer)]
     saved = [id(held) for each in members for held in (each.state, each.param_groups)]
     own = own_attributes(optimizer)
-    return {name: _mark_of(own[name]) for name in own if id(own[name]) not in saved}
+    return {name: _content(own[name]) for name in own if id(own[name]) not in saved}
 
 
-def _mark_of(value: Any, depth: int = _MOST_DEEP) -> Any:
+def _content(value: Any, depth: int = _MOST_DEEP) -> Any:
     if isinstance(value, torch.Tensor):
         return id(value), version_of(value)
     held = content_of(value) if depth else None
     if held is not None:
-        return [_mark_of(each, depth - 1) for each in held]
+        return [_content(each, depth - 1) for each in held]
     return value if isinstance(value, PLAIN_TYPES) else id(value)

@@ -172,8 +172,9 @@ class CheckpointDirectory:
 
     @property
     def _is_replaced(self) -> bool:
-        has_trained = self._lock is not None and self._run is not None
-        return has_trained and self._lock is not None and self._lock.run is not self._run
+        """Whether another trainer has trained in the directory since this one has."""
+        lock, own = self._lock, self._run
+        return lock is not None and own is not None and lock.run is not own
 
     def go_on_from(self, step: int) -> None:
         """Note that the run goes on from a state of `step` that was loaded."""
@@ -191,7 +192,8 @@ class CheckpointDirectory:
 
         Returns when that is written, so that training goes on from what is on the disk: a state
         that is not a copy (see `StateTransfer.snapshot`) changes with the next step. The older
-        checkpoint stays until then. A failure is that of the next call which trains.
+        checkpoint stays until then. A failure is that of the next call which trains. Nothing is
+        written into the run of a trainer that has replaced this one.
         """
         assert self._rotation is not None, "the run keeps checkpoints"
         assert self.writer is not None, "`start_writer` comes first"

@@ -39,7 +39,8 @@ def source_digests(program: type) -> dict[str, int]:
     found: dict[str, int] = {}
     pending = list(_namespaces_of(program))
     while pending:
-        for name in {_module_name(value) for value in pending.pop().values()} - found.keys():
+        values = list(pending.pop().values())  # another thread may import meanwhile
+        for name in {_module_name(value) for value in values} - found.keys():
             module = sys.modules.get(name)
             digest = None if module is None else _digest_of(module)
             if module is not None and digest is not None:

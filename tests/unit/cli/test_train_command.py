@@ -126,9 +126,9 @@ def test_a_run_whose_newest_checkpoint_ends_an_epoch_has_that_epoch(here, capsys
     assert capsys.readouterr().out.startswith("epoch   3  20 samples in 5 steps")
 
 
-@pytest.mark.parametrize(("full_in", "code"), [(2, 0), (3, 1)])
-def test_a_full_disk_ends_no_run(here, capsys, full_in, code):
-    """In one epoch no file may grow as large as a checkpoint."""
+@pytest.mark.parametrize(("full_in", "every", "code"), [(2, 3, 0), (3, 3, 1), (2, 6, 1)])
+def test_a_full_disk_ends_no_run(here, capsys, full_in, every, code):
+    """In one epoch of three steps no file may grow as large as a checkpoint."""
     path = here / "straight.py"
     path.write_text(f"""{path.read_text()}
 import resource
@@ -142,8 +142,8 @@ class Full(Line):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         ended = lockstep(
-            *("straight:Full", "--set=lr=0.1", "--checkpoint-dir=run", "--checkpoint-every=3"),
-            "--epochs=3",
+            *("straight:Full", "--set=lr=0.1", "--checkpoint-dir=run"),
+            *("--epochs=3", f"--checkpoint-every={every}"),
         )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -26,7 +26,8 @@ from tests.unit.trainer.programs import (
 from torch import nn
 
 from lockstep import Callback, TorchTrainer
-from lockstep.errors import ConfigurationError, TrainerClosedError
+from lockstep.engine import inline_engine
+from lockstep.errors import ConfigurationError, TrainerClosedError, WrongUseError
 from lockstep.keys import BATCH_SIZE
 
 
@@ -67,6 +68,24 @@ def test_an_idle_trainer_answers_while_another_thread_trains():
 
     with trainer() as idle, trainer(Asks, config={"idle": idle}) as one:
         assert one.train(num_steps=1)["batch_count"] == 1
+
+
+def test_a_call_that_gets_no_turn_is_an_error_and_interrupts_nothing(monkeypatch):
+    """The other trainer's call waits for this one: without a limit neither would end."""
+    monkeypatch.setattr(inline_engine, "_PATIENCE_S", 0.1)
+
+    class Asks(Regression):
+        def compute_loss(self, batch, batch_info):
+            with ThreadPoolExecutor() as pool:
+                asked = pool.submit(self.config["other"].train, num_steps=1)
+                assert isinstance(asked.exception(30), WrongUseError)
+            return super().compute_loss(batch, batch_info)
+
+    with trainer() as other, trainer(Asks, config={"other": other}) as one:
+        one.train(num_steps=1)
+        assert other._workers.failure is None
+        other.train()
+        assert same(weights(other.get_model()), by_hand(4))
 
 
 class Notes(Callback):
