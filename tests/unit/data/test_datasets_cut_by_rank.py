@@ -16,7 +16,7 @@ import pandas
 import pyarrow
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from harness import run_ranks
 from lockstep.data import BatchParts, ShardAssignment, ShardedLoader, sample_numbers, shard_loader
@@ -127,6 +127,9 @@ REFUSED: dict[str, Callable[[int], Any]] = {
     "records": lambda rank: [Record(number, f"{number}.png") for number in range(rank, SIZE, 2)],
     "an order": lambda rank: Holds(torch.randperm(SIZE, generator=seeded(rank)), SIZE),
     "a table of many chunks": lambda rank: chunked(range(rank, SIZE, 2)),
+    "what half of a table was chosen from": lambda rank: Subset(
+        rows_of_text().shard(2, rank), range(SIZE // 4)
+    ),
     "a stream of objects with tensors": lambda rank: Mapped(ROWS[mine(rank)]),
 }
 
@@ -140,6 +143,9 @@ def drawn(rank: int) -> torch.Tensor:
 
 
 TOLD_OF: dict[str, Callable[[int], Any]] = {
+    "the fourth tensor behind a choice": lambda rank: Subset(
+        TensorDataset(*[torch.ones(SIZE // 2)] * 3, ROWS[mine(rank)]), range(SIZE // 4)
+    ),
     "tensors": lambda rank: TensorDataset(ROWS[mine(rank)]),
     "an array": lambda rank: ROWS.numpy()[mine(rank)],
     "a tensor": lambda rank: ROWS[mine(rank)],
